@@ -1,0 +1,34 @@
+"""Fixtures: a store to look into, and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import Run, write_store
+from trajstore.cli import main
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Five trajectories, versions 10 to 14."""
+    return write_store(tmp_path / "store", range(10, 15))
+
+
+@pytest.fixture
+def shard(store: Path) -> Path:
+    """The newest shard file of the store."""
+    return sorted((store / "shards").iterdir())[-1]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command line and returns (exit code, standard output, standard error)."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

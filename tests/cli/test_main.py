@@ -1,0 +1,123 @@
+"""Exit codes, and one sentence in place of a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import Run
+from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, main
+from trajstore.cli.output import ProgressBar, format_bytes, format_number, format_range
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_path_without_store_is_told_in_one_line(command: str, run: Run, tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        code, out, err = run(command, path)
+        assert code == FAILED
+        assert out == ""
+        assert str(path) in err
+        assert err.count("\n") == 1
+        assert err.startswith("trajstore: ")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_is_no_store(command: str, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("no store")
+    code, _, err = run(command, path)
+    assert code == FAILED
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["no-such-command"], ["demo", "--updates", "0"], ["demo", "--task", "x"]])
+def test_a_wrong_call_is_refused_by_the_parser(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == FAILED
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_newer_layout_is_told(run: Run, store: Path) -> None:
+    metadata = store / "metadata.json"
+    text = metadata.read_text()
+    metadata.write_text(text.replace('"layout_version": 1', '"layout_version": 99'))
+    assert metadata.read_text() != text
+    code, _, err = run("inspect", store)
+    assert code == FAILED
+    assert "99" in err
+    assert "upgrade" in err
+
+
+def test_damage_is_told_by_the_exit_code(run: Run, store: Path) -> None:
+    index = store / "trajectory_index.json"
+    index.write_bytes(index.read_bytes()[:-20])
+    code, _, err = run("inspect", store)
+    assert code == DAMAGED
+    assert "trajectory_index.json" in err
+    assert err.count("\n") == 1
+
+
+def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trajstore.verify.find_place", interrupt)
+    code, _, err = run("verify", store)
+    assert code == INTERRUPTED
+    assert err == "trajstore: interrupted\n"
+
+
+def test_a_reader_that_stops_reading_is_no_error(store: Path, project_root: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; from trajstore.cli import main; sys.exit(main())", "inspect", store],
+            cwd=project_root,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_on_terminals_only() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with ProgressBar("reading", stream) as bar:
+            bar(3, 3, "nearly there")
+        shown = stream.getvalue()
+        assert ("3/3" in shown and "nearly there" in shown) == stream.isatty()
+        assert shown == "" or shown.endswith("\r\x1b[K"), "the line is wiped"
+
+
+def test_numbers_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 MiB",
+        "5.0 TiB",
+    ]
+    assert [format_number(n) for n in (None, 1234567, 0.123456, 12345.6)] == [
+        "unknown",
+        "1,234,567",
+        "0.1235",
+        "12,346",
+    ]
+    assert format_range(None) == ""
+    assert format_range({"min": 2, "mean": 2.0, "max": 2}) == "2"
+    assert format_range({"min": 1, "mean": 1.5, "max": 2}) == "1 to 2, mean 1.5"

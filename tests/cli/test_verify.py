@@ -1,0 +1,138 @@
+"""``verify`` finds what was changed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.cli.stores import Run, make_rollout, write_store
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
+from trajstore.verify import verify
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None:
+    if trajectory_format == "zarr":
+        pytest.importorskip("zarr")
+    path = write_store(tmp_path / "store", range(3), trajectory_format)
+    code, out, err = run("verify", path)
+    assert (code, err) == (0, "")
+    assert "sound" in out
+    code, out, _ = run("verify", path, "--json")
+    result = json.loads(out)
+    assert result["sound"] is True
+    assert result["trajectories"] == 3
+    assert result["problems"] == result["notes"] == []
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(st.data())
+def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data: st.DataObject) -> None:
+    if trajectory_format == "zarr":
+        pytest.importorskip("zarr")
+    original = tmp_path / "original"
+    if not original.exists():
+        write_store(original, range(3), trajectory_format)
+    copy = tmp_path / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(original, copy)
+    files = sorted(file for file in copy.rglob("*") if file.is_file() and file.stat().st_size)
+    file = data.draw(st.sampled_from([file for file in files if file.name != "writer.lock"]))
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+    try:
+        result = verify(copy)
+    except (StoreNotFoundError, UnsupportedVersionError):  # the metadata says that this is something else
+        return
+    assert not result.sound or result.notes, f"{file.name}, byte {position}"
+
+
+def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> None:
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert shard.name in out
+    shard.unlink()
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert shard.name in out
+    assert "missing" in out
+    assert "DAMAGED" in out
+
+
+def test_leftovers_are_no_damage(run: Run, store: Path) -> None:
+    (store / "shards" / "shard_99999999.pt.tmp").write_bytes(b"half")
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert "note: 1 files" in out
+
+
+def test_a_cut_commit_is_no_damage_and_a_changed_one_is(run: Run, tmp_path: Path) -> None:
+    live, store = tmp_path / "live", tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(live)) as buffer:
+        buffer.add_trajectories([make_rollout(0)])
+        buffer.flush()
+        assert run("verify", live)[0] == 0, "a live writer does not disturb"
+        shutil.copytree(live, store)  # what a crash would leave here
+    log = sorted((store / "log").iterdir())[-1]
+    whole = log.read_bytes()
+    log.write_bytes(whole + b'0badc0de {"generation":')
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert "interrupted commit" in out
+    log.write_bytes(whole + b'0badc0de {"generation":99}\n')
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert log.name in out
+
+
+def test_one_damaged_rank_damages_the_run(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        write_store(tmp_path / f"rank_{rank}", range(2))
+    assert run("verify", tmp_path)[0] == 0
+    victim = next((tmp_path / "rank_1" / "shards").iterdir())
+    victim.write_bytes(victim.read_bytes()[:-10])
+    code, out, _ = run("verify", tmp_path)
+    assert code == 1
+    verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
+    assert "sound" in verdicts[str(tmp_path / "rank_0")]
+    assert "DAMAGED" in verdicts[str(tmp_path / "rank_1")]
+
+
+def test_directories_of_rlinf(run: Run, shared_fixtures: Path, tmp_path: Path) -> None:
+    rlinf = shared_fixtures / "rlinf"
+    for name in ("auto_save_pt", "auto_save_pkl", "two_epochs_pt", "per_rank"):
+        assert run("verify", rlinf / name)[0] == 0, name
+    result = verify(rlinf / "checkpoint_from_cache")
+    assert len(result.problems) == 2
+    assert result.trajectories == 5
+    copy = tmp_path / "copy"
+    shutil.copytree(rlinf / "auto_save_pt", copy)
+    victim = next(copy.glob("trajectory_3_*.pt"))
+    victim.chmod(0o644)
+    victim.write_bytes(victim.read_bytes()[:1000])
+    result = verify(copy)
+    assert [problem.file for problem in result.problems] == [victim.name]
+
+
+def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> None:
+    pool = shared_fixtures / "experience_pool" / "step_120"
+    assert run("verify", pool)[0] == 0
+    copy = tmp_path / "step_120"
+    shutil.copytree(pool, copy)
+    buckets = copy / "difficulty2task_dict.json"
+    buckets.chmod(0o644)
+    buckets.write_text('{"1": ["task_0"], "3": ["task_0"]}')
+    assert run("verify", copy)[0] == 1

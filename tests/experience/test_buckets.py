@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.buckets import (
+    TASK_SAMPLING,
+    DifficultyBuckets,
+    TaskOutcome,
+    bucket_probabilities,
+    count_outcomes,
+    draw_tasks,
+)
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+N_ROLLOUT = 8
+
+
+def test_only_fresh_rollouts_with_outcome_one_count(make: Make) -> None:
+    rollouts = [
+        make("a", outcome=1.0),
+        make("a", outcome=0.9),
+        make("a", outcome=None),
+        make("a", reward=None),
+        make("a", outcome=1.0, metadata={"is_experience_replay": True}),
+        make("b", outcome=1.0),
+    ]
+    assert count_outcomes(rollouts) == {"a": TaskOutcome(4, 1), "b": TaskOutcome(1, 1)}
+
+
+def test_solved_is_measured_against_the_rollouts_made() -> None:
+    assert TaskOutcome(5, 5).solved
+    assert not TaskOutcome(5, 4).solved
+    assert not TaskOutcome(0, 0).solved
+
+
+def test_a_rollout_without_task_is_refused(make: Make) -> None:
+    with pytest.raises(InvalidTrajectoryError, match="task_id"):
+        count_outcomes([make("a"), make("")])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 3)), max_size=30))
+def test_buckets_are_a_partition_without_empty_parts(moves: list[tuple[str, int | None]]) -> None:
+    buckets = DifficultyBuckets()
+    expected: dict[str, int] = {}
+    for task, difficulty in moves:
+        if difficulty is None:
+            buckets.remove(task)
+            expected.pop(task, None)
+        else:
+            buckets.place(task, difficulty)
+            expected[task] = difficulty
+        listed = buckets.to_dict()
+        assert {task: d for d, tasks in listed.items() for task in tasks} == expected
+        assert sum(map(len, listed.values())) == len(expected) == len(buckets)
+        assert all(listed.values())
+
+
+def test_a_task_in_two_buckets_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'a' is in the buckets 1 and 2"):
+        DifficultyBuckets({1: ["a"], 2: ["a"]})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weight"),
+    [
+        ("uniform", lambda d, m: m),
+        ("random", lambda d, m: 1),
+        ("normal", lambda d, m: math.exp(-((d - 4) ** 2) / 2)),
+        ("linear", lambda d, m: d / 8),
+        ("sqrt", lambda d, m: math.sqrt(d / 8)),
+        ("linear_clip", lambda d, m: min(d / 8, 0.5)),
+    ],
+)
+def test_bucket_probabilities_follow_their_formula(strategy: str, weight: Callable[[int, int], float]) -> None:
+    sizes = {0: 3, 1: 7, 4: 2, 5: 1, 7: 4}
+    weights = np.array([weight(d, m) for d, m in sizes.items()], dtype=float)
+    found = bucket_probabilities(sizes, strategy, N_ROLLOUT)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found, weights / weights.sum(), rtol=1e-12)
+
+
+def test_normal_weights_survive_many_rollouts() -> None:
+    found = bucket_probabilities({1: 5, 2: 5}, "normal", 200)
+    assert found.sum() == pytest.approx(1.0)
+    assert found[1] > found[0]
+
+
+def test_an_unknown_strategy_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="task_sampling: 'cubic'"):
+        bucket_probabilities({1: 1}, "cubic", 8)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.dictionaries(st.integers(0, 8), st.integers(0, 5), max_size=5),
+    n=st.integers(0, 30),
+    strategy=st.sampled_from(TASK_SAMPLING),
+    seed=st.integers(0, 5),
+)
+def test_draws_are_distinct_valid_complete_and_repeatable(
+    sizes: dict[int, int], n: int, strategy: str, seed: int
+) -> None:
+    buckets = {d: [f"{d}/{i}" for i in range(m)] for d, m in sizes.items()}
+    before = {d: list(tasks) for d, tasks in buckets.items()}
+    excluded = {"1/0", "2/1"}
+
+    def draw() -> list[str]:
+        return draw_tasks(buckets, n, strategy, N_ROLLOUT, np.random.default_rng(seed), excluded)  # type: ignore[arg-type]
+
+    drawn = draw()
+    weightless = {"linear", "sqrt", "linear_clip"}
+    reachable = {
+        task
+        for d, tasks in buckets.items()
+        for task in tasks
+        if task not in excluded and not (d == 0 and strategy in weightless)
+    }
+    assert len(set(drawn)) == len(drawn) == min(n, len(reachable))
+    assert set(drawn) <= reachable
+    assert draw() == drawn
+    assert buckets == before
+
+
+def test_uniform_is_over_tasks_and_random_over_buckets() -> None:
+    buckets = {1: ["alone"], 5: [f"t{i}" for i in range(9)]}
+    rng = np.random.default_rng(0)
+    share = {
+        strategy: Counter(draw_tasks(buckets, 1, strategy, N_ROLLOUT, rng)[0] for _ in range(2000))["alone"] / 2000
+        for strategy in ("uniform", "random")
+    }
+    assert share["uniform"] == pytest.approx(0.1, abs=0.03)
+    assert share["random"] == pytest.approx(0.5, abs=0.05)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.errors import ConfigurationError
+from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+
+
+@dataclass(frozen=True)
+class Task:
+    task_id: str
+
+
+def manager_with(make: Make, replayable: list[str], skipped: list[str], *, histories: int = 1) -> ExperienceManager:
+    manager = ExperienceManager(PoolRules(n_rollout=4))
+    outcomes = {task: [1.0] * histories + [0.0] for task in replayable} | {task: [1.0] for task in skipped}
+    rollouts = [make(task, i, o) for task, found in outcomes.items() for i, o in enumerate(found)]
+    if rollouts:
+        shape = (len(rollouts), 4)
+        manager.update_difficulty2task_dict(rollouts)
+        kept = manager.update_skip_uid_set_and_filter_trajectories(rollouts, torch.ones(shape), torch.ones(shape))
+        manager.save_trajectories_to_memory(kept)
+    return manager
+
+
+names = st.sampled_from([f"t{i}" for i in range(12)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.lists(names, unique=True, max_size=8),
+    replayable=st.lists(names, unique=True, max_size=8),
+    skipped=st.lists(names, unique=True, max_size=4),
+    unknown=st.sets(names, max_size=3),
+    ratio=st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]),
+)
+def test_a_mixed_batch_is_whole_and_has_no_task_twice(
+    make: Make, batch: list[str], replayable: list[str], skipped: list[str], unknown: set[str], ratio: float
+) -> None:
+    replayable = [task for task in replayable if task not in skipped]
+    manager = manager_with(make, replayable, skipped)
+    mix = ExperienceMixCollateFn(
+        manager, lambda name: None if name in unknown else Task(name), exp_ratio=ratio, replay_start_ratio=0.5
+    )
+    tasks = [Task(name) for name in batch]
+    experience, fresh = mix(tasks, 0.5)
+
+    chosen = [task.task_id for task in experience]
+    rest = [task.task_id for task in fresh]
+    assert len(chosen) + len(rest) == len(batch)
+    assert len(set(chosen + rest)) == len(batch)
+    available = set(replayable) - unknown
+    assert set(chosen) <= available
+    assert len(chosen) == min(int(len(batch) * ratio), len(available))
+
+    candidates = [name for name in batch if name not in chosen]
+    wanted = [n for n in candidates if n not in skipped] + [n for n in candidates if n in skipped]
+    assert rest == wanted[: len(batch) - len(chosen)]
+    assert mix.metrics["experience_replay/experience_tasks"] == len(chosen)
+    assert mix.metrics["experience_replay/nothing_to_replay"] == float(not chosen)
+
+
+def test_nothing_is_replayed_before_the_start_or_switched_off(make: Make) -> None:
+    mix = ExperienceMixCollateFn(manager_with(make, ["a"], ["b"]), Task, replay_start_ratio=0.35)
+    tasks = [Task(name) for name in "bcd"]
+    assert mix(tasks, 0.34) == ([], tasks)
+    assert mix(tasks, 0.9, enable_replay=False) == ([], tasks)
+    assert mix.metrics["experience_replay/nothing_to_replay"] == 0.0
+    assert mix(tasks, 0.35) == ([Task("a")], [Task("c"), Task("d")])
+
+
+def test_an_empty_pool_is_plain_training_and_says_so(make: Make) -> None:
+    mix = ExperienceMixCollateFn(manager_with(make, [], []), Task)
+    tasks = [Task(name) for name in "abcd"]
+    assert mix(tasks, 1.0) == ([], tasks)
+    assert mix.metrics["experience_replay/nothing_to_replay"] == 1.0
+    assert mix([], 1.0) == ([], [])
+
+
+def test_a_task_given_twice_fills_up_only_where_nothing_else_is_left(make: Make) -> None:
+    mix = ExperienceMixCollateFn(manager_with(make, [], []), str)
+    assert mix(["a", "a", "b"], 1.0) == ([], ["a", "b", "a"])
+
+
+def test_every_task_has_n_rollout_rows(make: Make) -> None:
+    manager = manager_with(make, ["a", "b"], [], histories=2)
+    manager.save_trajectories_to_memory([make("b", 7), make("b", 8), make("b", 9)])
+    mix = ExperienceMixCollateFn(manager, str, offpolicy_trajectories_per_task=3)
+    experience = ["a", "b", "unknown"]
+    histories = mix.get_histories(experience)
+    assert {task: len(found) for task, found in histories.items()} == {"a": 2, "b": 3}
+    assert mix.fresh_rollouts(experience, ["c"], histories) == [2, 1, 4, 4]
+
+
+@pytest.mark.parametrize("histories", [0, 4, 5])
+def test_a_task_must_make_a_fresh_rollout(make: Make, histories: int) -> None:
+    with pytest.raises(ConfigurationError, match="n_rollout = 4"):
+        ExperienceMixCollateFn(manager_with(make, [], []), str, offpolicy_trajectories_per_task=histories)
+
+
+def test_the_ratio_may_follow_training_progress(make: Make) -> None:
+    manager = manager_with(make, [f"r{i}" for i in range(9)], [])
+    schedule = RatioSchedule(((0.2, 0.0), (0.6, 1.0)))
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=schedule, replay_start_ratio=0.0)
+    batch = [f"t{i}" for i in range(8)]
+    assert [len(mix(batch, progress)[0]) for progress in (0.0, 0.2, 0.4, 0.5, 0.6, 1.0)] == [0, 0, 4, 6, 8, 8]
+
+
+@pytest.mark.parametrize("points", [(), ((0.0, 1.5),), ((0.5, 0.1), (0.5, 0.2)), ((0.5, 0.1), (0.2, 0.2))])
+def test_a_schedule_out_of_range_is_refused(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(ConfigurationError, match="exp_ratio"):
+        RatioSchedule(points)
+
+
+def test_a_ratio_out_of_range_is_refused(make: Make) -> None:
+    manager = manager_with(make, [], [])
+    with pytest.raises(ConfigurationError, match=r"exp_ratio: 1\.5"):
+        ExperienceMixCollateFn(manager, str, exp_ratio=1.5)
+    with pytest.raises(ConfigurationError, match="exp_ratio: -1"):
+        ExperienceMixCollateFn(manager, str, exp_ratio=lambda progress: -1)(["a"], 1.0)
+    with pytest.raises(ConfigurationError, match="replay_start_ratio"):
+        ExperienceMixCollateFn(manager, str, replay_start_ratio=2)

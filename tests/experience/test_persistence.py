@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreNotFoundError,
+    StoreWriteError,
+    UnsafeContentError,
+)
+from trajstore.experience import ExperienceManager, PoolRules, newest_pool
+from trajstore.experience.persistence import POOL_FILES, from_plain, to_plain
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+RULES = PoolRules(n_rollout=8)
+
+
+def filled(make: Make, **fields: object) -> ExperienceManager:
+    manager = ExperienceManager(RULES)
+    rollouts = [make(task, i, float(i % 2), **fields) for task in ("a", "b") for i in range(6)]
+    rollouts += [make("solved", i, 1.0, **fields) for i in range(3)]
+    manager.update_difficulty2task_dict(rollouts)
+    shape = (len(rollouts), 4)
+    kept = manager.update_skip_uid_set_and_filter_trajectories(rollouts, torch.ones(shape), torch.ones(shape))
+    manager.save_trajectories_to_memory(kept)
+    return manager
+
+
+def plain(manager: ExperienceManager) -> dict[str, list[dict[str, object]]]:
+    return {task: [to_plain(one) for one in held] for task, held in manager.task2trajectories.items()}
+
+
+def test_a_trajectory_keeps_every_field_and_dtype(make: Make) -> None:
+    given = make(
+        old_log_probs=torch.tensor([-0.1, -3e-38, -1.0, -2.0], dtype=torch.bfloat16),
+        attention_mask=torch.ones(6, dtype=torch.bool),
+        entropys=None,
+        is_terminated=False,
+        data_id="7",
+    )
+    back = from_plain(pickle.loads(pickle.dumps(to_plain(given))))
+    assert to_plain(back) == to_plain(given)
+    assert (back.old_log_probs.dtype, back.attention_mask.dtype) == (torch.bfloat16, torch.bool)  # type: ignore[union-attr]
+    assert torch.equal(back.old_log_probs, given.old_log_probs)  # type: ignore[arg-type]
+
+
+def test_a_pool_goes_to_disk_and_back(make: Make, tmp_path: Path) -> None:
+    manager = filled(make)
+    folder = tmp_path / "experience_pool" / "step_10"
+    manager.save_experience_pool_to_disk(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(POOL_FILES)
+    assert json.loads((folder / "difficulty2task_dict.json").read_text()) == {"3": ["a", "b"]}
+    assert json.loads((folder / "skip_uid_set.json").read_text()) == ["solved"]
+
+    other = ExperienceManager(RULES)
+    other.save_trajectories_to_memory([make("stale")])
+    other.load_experience_pool_from_disk(folder)
+    assert other.difficulty2task_dict == manager.difficulty2task_dict
+    assert other.skip_uid_set == manager.skip_uid_set
+    assert plain(other) == plain(manager)
+
+
+def test_the_pickle_is_read_by_a_python_without_trajstore(make: Make, tmp_path: Path) -> None:
+    filled(make).save_experience_pool_to_disk(tmp_path / "step_1")
+    program = (
+        "import pickle, sys\n"
+        "pool = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "assert not {'torch', 'numpy', 'trajstore'} & set(sys.modules)\n"
+        "assert sorted(pool) == ['a', 'b'] and pool['a'][0]['input_ids'][:2] == [1000, 1001]\n"
+    )
+    path = tmp_path / "step_1" / "task2trajectories.pkl"
+    subprocess.run([sys.executable, "-I", "-c", program, str(path)], check=True, cwd=tmp_path)
+
+
+def test_saving_again_replaces_and_a_failure_leaves_what_was(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "step_3"
+    ExperienceManager(RULES).save_experience_pool_to_disk(folder)
+    filled(make).save_experience_pool_to_disk(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert b'"a"' in before["difficulty2task_dict.json"]
+
+    real = os.rename
+    for failing in range(5):  # three files, then the directory that goes and the one that comes
+        calls = 0
+
+        def rename(source: Path, target: Path, failing: int = failing) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == failing + 1:
+                raise OSError(28, "No space left on device")
+            real(source, target)
+
+        monkeypatch.setattr(os, "rename", rename)
+        with pytest.raises(StoreWriteError, match="step_3"):
+            ExperienceManager(RULES).save_experience_pool_to_disk(folder)
+        monkeypatch.undo()
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_resume_takes_the_newest_whole_step_not_after_the_resumed_one(tmp_path: Path) -> None:
+    manager = ExperienceManager(RULES)
+    for number in (9, 10, 100):
+        manager.save_experience_pool_to_disk(tmp_path / f"step_{number}")
+    (tmp_path / "step_50").mkdir()
+    (tmp_path / "step_50" / "skip_uid_set.json").write_text("[]")
+    (tmp_path / "step_60.123.tmp").mkdir()
+    found = {limit: newest_pool(tmp_path, limit) for limit in (None, 100, 99, 10, 9, 8)}
+    names = {limit: path.name if path else None for limit, path in found.items()}
+    assert names == {None: "step_100", 100: "step_100", 99: "step_10", 10: "step_10", 9: "step_9", 8: None}
+    assert newest_pool(tmp_path / "absent") is None
+
+
+def test_a_pool_of_agentevolver_is_read(shared_fixtures: Path) -> None:
+    base = shared_fixtures / "experience_pool"
+    folder = newest_pool(base, 120)
+    assert folder is not None
+    assert folder.name == "step_120"
+    manager = ExperienceManager(RULES)
+    manager.load_experience_pool_from_disk(folder)
+    assert manager.difficulty2task_dict == {1: ["task_0"], 3: ["task_1", "task_4"], 5: ["task_2", "task_3"]}
+    assert manager.skip_uid_set == {"task_77", "task_9"}
+    assert set(manager.task2trajectories) == {f"task_{i}" for i in range(5)}
+    assert not manager.refused.total()
+
+    first = manager.task2trajectories["task_0"][0]
+    assert first.policy_version == 100
+    assert first.entropy == 0.5926
+    assert first.messages[2] == {"author": "llm", "role": "assistant", "content": "go to cabinet 0"}
+    assert first.reward is not None
+    assert (first.reward.outcome, first.query) == (1.0, "Task task_0")
+    assert first.old_log_probs is not None
+    assert first.response_mask is not None
+    assert first.old_log_probs.shape == first.response_mask.shape
+    assert math.isclose(first.old_log_probs[0].item(), -0.12058648968378793, rel_tol=1e-6)
+    assert "old_log_probs" not in first.metadata
+    for held in manager.task2trajectories.values():
+        entropies = [one.entropy for one in held]
+        best = manager.get_offpolicy_trajectories_from_memory(held[0].task_id, 1)[0]
+        assert best.entropy == min(value for value in entropies if value is not None)
+
+
+def test_what_agentevolver_wrote_goes_round_in_our_files(shared_fixtures: Path, tmp_path: Path) -> None:
+    manager = ExperienceManager(RULES)
+    manager.load_experience_pool_from_disk(shared_fixtures / "experience_pool" / "step_120")
+    manager.save_experience_pool_to_disk(tmp_path / "step_120")
+    other = ExperienceManager(RULES)
+    other.load_experience_pool_from_disk(tmp_path / "step_120")
+    assert plain(other) == plain(manager)
+
+
+class Hostile:
+    """Writes a file as soon as anybody unpickles it the ordinary way."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (os.mkdir, (str(self.target),))
+
+
+@pytest.mark.parametrize("wrap", [lambda bad: bad, lambda bad: {"a": [bad]}, lambda bad: {"a": [{"metadata": bad}]}])
+def test_a_hostile_pickle_is_refused_and_not_run(make: Make, tmp_path: Path, wrap: Callable[[object], object]) -> None:
+    manager = filled(make)
+    before = plain(manager)
+    manager.save_experience_pool_to_disk(tmp_path / "step_1")
+    trap = tmp_path / "trap"
+    data = pickle.dumps(wrap(Hostile(trap)))
+    (tmp_path / "step_1" / "task2trajectories.pkl").write_bytes(data)
+    with pytest.raises(UnsafeContentError, match=r"task2trajectories\.pkl"):
+        manager.load_experience_pool_from_disk(tmp_path / "step_1")
+    assert not trap.exists()
+    assert plain(manager) == before
+    pickle.loads(data)  # the trap does work
+    assert trap.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("difficulty2task_dict.json", b"{", "not JSON"),
+        ("difficulty2task_dict.json", b"[]", "must be an object"),
+        ("difficulty2task_dict.json", b'{"one": ["a"]}', "'one'"),
+        ("difficulty2task_dict.json", b'{"1": ["a"], "2": ["a"]}', "each in one bucket"),
+        ("skip_uid_set.json", b'{"a": 1}', "list of task ids"),
+        ("task2trajectories.pkl", b"garbage", "pickle"),
+        ("task2trajectories.pkl", pickle.dumps([1]), "dict of task ids"),
+        ("task2trajectories.pkl", pickle.dumps({"a": 3}), "task 'a'"),
+        ("task2trajectories.pkl", pickle.dumps({"a": [3]}), "task 'a'"),
+        ("task2trajectories.pkl", pickle.dumps({"a": [{"dtypes": {}, "task_id": "b"}]}), "another task"),
+    ],
+)
+def test_damaged_files_are_named_and_change_nothing(
+    make: Make, tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    manager = filled(make)
+    before = plain(manager)
+    manager.save_experience_pool_to_disk(tmp_path / "step_1")
+    (tmp_path / "step_1" / name).write_bytes(content)
+    with pytest.raises(CorruptStoreError, match=told) as caught:
+        manager.load_experience_pool_from_disk(tmp_path / "step_1")
+    assert name in str(caught.value)
+    assert plain(manager) == before
+
+
+def test_absent_files_are_named(make: Make, tmp_path: Path) -> None:
+    manager = filled(make)
+    with pytest.raises(StoreNotFoundError, match="nowhere"):
+        manager.load_experience_pool_from_disk(tmp_path / "nowhere")
+    manager.save_experience_pool_to_disk(tmp_path / "step_1")
+    (tmp_path / "step_1" / "skip_uid_set.json").unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"skip_uid_set\.json"):
+        manager.load_experience_pool_from_disk(tmp_path / "step_1")
+
+
+def test_a_pool_of_another_tokenizer_is_refused(make: Make, tmp_path: Path) -> None:
+    filled(make, tokenizer_fingerprint="qwen:1").save_experience_pool_to_disk(tmp_path / "step_1")
+    other = ExperienceManager(RULES, tokenizer_fingerprint="llama:2")
+    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
+        other.load_experience_pool_from_disk(tmp_path / "step_1")
+    assert len(other) == 0
+    unknown = ExperienceManager(RULES)
+    unknown.load_experience_pool_from_disk(tmp_path / "step_1")
+    assert unknown.tokenizer_fingerprint == "qwen:1"

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+
+
+def pool(**values: object) -> ExperienceManager:
+    return ExperienceManager(PoolRules(**({"n_rollout": 4} | values)))  # type: ignore[arg-type]
+
+
+def numbers(trajectories: Sequence[AgentTrajectory]) -> list[int]:
+    """The token numbers with which trajectories were built."""
+    assert all(one.input_ids is not None for one in trajectories)
+    return [int(one.input_ids[0]) // 1000 for one in trajectories if one.input_ids is not None]
+
+
+def step(manager: ExperienceManager, rollouts: list[AgentTrajectory], entropy: float = 1.0) -> list[AgentTrajectory]:
+    shape = (len(rollouts), 4)
+    manager.update_difficulty2task_dict(rollouts)
+    kept = manager.update_skip_uid_set_and_filter_trajectories(
+        rollouts, torch.full(shape, entropy), torch.ones(shape, dtype=torch.int64)
+    )
+    manager.save_trajectories_to_memory(kept)
+    return kept
+
+
+def rollouts(make: Make, task: str, outcomes: Sequence[float], first: int = 0) -> list[AgentTrajectory]:
+    return [make(task, first + i, outcome) for i, outcome in enumerate(outcomes)]
+
+
+def test_a_step_fills_buckets_pool_and_skip_set(make: Make) -> None:
+    manager = pool()
+    step(
+        manager, rollouts(make, "half", [1, 0, 1, 0]) + rollouts(make, "none", [0] * 4) + rollouts(make, "all", [1] * 4)
+    )
+    assert manager.difficulty2task_dict == {2: ["half"], 0: ["none"]}
+    assert manager.skip_uid_set == {"all"}
+    assert {task: numbers(held) for task, held in manager.task2trajectories.items()} == {"half": [0, 2]}
+    assert manager.get_valid_replay_task_ids() == ["half"]
+
+
+def test_a_solved_task_leaves_and_a_failure_brings_it_back(make: Make) -> None:
+    manager = pool()
+    step(manager, rollouts(make, "a", [1, 0, 1, 0]))
+    step(manager, rollouts(make, "a", [1, 1, 1], first=10))  # three fresh rollouts of a replay task: all there were
+    assert (manager.skip_uid_set, manager.difficulty2task_dict, manager.task2trajectories) == ({"a"}, {}, {})
+    step(manager, rollouts(make, "a", [1, 1, 0], first=20))
+    assert (manager.skip_uid_set, manager.difficulty2task_dict) == (set(), {2: ["a"]})
+    assert numbers(manager.task2trajectories["a"]) == [20, 21]
+
+
+def test_the_two_updates_may_come_in_either_order(make: Make) -> None:
+    manager = pool()
+    for outcomes in ([1, 1], [1, 0], [1, 1], [1, 1]):
+        batch = rollouts(make, "a", outcomes)
+        manager.update_skip_uid_set_and_filter_trajectories(batch, torch.ones(2, 4), torch.ones(2, 4))
+        manager.update_difficulty2task_dict(batch)
+        solved = outcomes == [1, 1]
+        assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {1: ["a"]}))
+
+
+def test_replayed_rows_say_nothing_about_the_policy(make: Make) -> None:
+    manager = pool()
+    replayed = make("a", 9, 1.0, metadata={"is_experience_replay": True})
+    kept = step(manager, [*rollouts(make, "a", [1, 0]), replayed])
+    assert manager.difficulty2task_dict == {1: ["a"]}
+    assert numbers(kept) == [0]
+
+
+def test_bounds_are_exclusive_and_the_filter_sets_copies(make: Make) -> None:
+    manager = pool(experience_lbound=1, experience_rbound=3)
+    manager.global_steps = 7
+    batch = [
+        one
+        for task, outcomes in {"one": [1, 0, 0, 0], "two": [1, 1, 0, 0], "three": [1, 1, 1, 0]}.items()
+        for one in rollouts(make, task, outcomes)
+    ]
+    for one in batch:
+        one.entropy = one.policy_version = None
+    entropys = torch.arange(48.0).reshape(12, 4)
+    mask = torch.tensor([[1, 0, 0, 1]]).expand(12, 4)
+    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, mask)
+    assert [(one.task_id, one.entropy, one.policy_version) for one in kept] == [("two", 17.5, 7), ("two", 21.5, 7)]
+    assert all(one.entropy is None and one.policy_version is None for one in batch)
+
+
+def test_rows_must_match_trajectories(make: Make) -> None:
+    manager = pool()
+    with pytest.raises(InvalidTrajectoryError, match="2 trajectories, entropys of 3 rows"):
+        manager.update_skip_uid_set_and_filter_trajectories(
+            rollouts(make, "a", [1, 0]), torch.ones(3, 4), torch.ones(2, 4)
+        )
+    assert not manager.difficulty2task_dict
+
+
+def test_refusals_are_counted_by_reason(make: Make) -> None:
+    manager = pool(max_trajectories_per_task=2)
+    taken = manager.save_trajectories_to_memory(
+        [
+            make(tokens=1, entropy=1.0),
+            make(tokens=1, entropy=0.1),
+            make(tokens=2, loss_mask=torch.zeros(6)),
+            make(tokens=3, old_log_probs=torch.zeros(9)),
+            make(tokens=4, entropy=None),
+            make(tokens=5, entropy=2.0),
+            make(tokens=6, entropy=2.0),
+        ]
+    )
+    assert (taken, len(manager)) == (2, 2)
+    assert manager.refused == {
+        "duplicate": 1,
+        "no_llm_token": 1,
+        "log_probs_mismatch": 1,
+        "no_entropy": 1,
+        "not_better": 1,
+    }
+    metrics = manager.metrics()
+    assert metrics["experience_replay/refused"] == 5.0
+    assert metrics["experience_replay/refused/duplicate"] == 1.0
+    assert all(type(value) is float for value in metrics.values())
+
+
+def test_a_positive_rollout_without_entropy_is_refused_and_not_called_certain(make: Make) -> None:
+    manager = pool()
+    kept = manager.update_skip_uid_set_and_filter_trajectories(
+        rollouts(make, "a", [1, 1, 0]), torch.ones(3, 4), torch.tensor([[0] * 4, [1] * 4, [0] * 4])
+    )
+    assert numbers(kept) == [1]
+    assert manager.refused == {"no_entropy": 1}
+
+
+@pytest.mark.parametrize(("mode", "order"), [("argmin", [2, 3, 1]), ("argmax", [1, 3, 2])])
+def test_the_k_best_come_out_in_order(make: Make, mode: str, order: list[int]) -> None:
+    manager = pool(exp_select_mode=mode)
+    manager.save_trajectories_to_memory([make(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
+    for n in range(5):
+        assert numbers(manager.get_offpolicy_trajectories_from_memory("a", n)) == order[:n]
+    assert manager.get_offpolicy_trajectories_from_memory("unknown", 3) == []
+
+
+def test_age_and_reward_filter_what_comes_out(make: Make) -> None:
+    manager = pool(max_policy_age=5, min_reward=0.5)
+    manager.update_difficulty2task_dict(rollouts(make, "a", [1, 0]))
+    manager.save_trajectories_to_memory(
+        [
+            make(tokens=1, policy_version=4),
+            make(tokens=2, policy_version=9),
+            make(tokens=3, outcome=0.4, policy_version=9),
+        ]
+    )
+    manager.global_steps = 10
+    assert numbers(manager.get_offpolicy_batch(["a"], 9)) == [2]
+    assert numbers(manager.get_all_candidates_batch(["a", "b"])["a"]) == [2]
+    assert manager.get_valid_replay_task_ids() == ["a"]
+    manager.global_steps = 15
+    assert manager.get_valid_replay_task_ids() == []
+    assert manager.get_all_candidates_batch(["a"]) == {}
+
+
+def test_the_current_policys_entropy_decides_in_one_call(make: Make) -> None:
+    manager = pool()
+    calls: list[list[int]] = []
+
+    def current(batch: Sequence[AgentTrajectory]) -> list[float]:
+        calls.append(numbers(batch))
+        assert all(one.metadata["is_experience_replay"] for one in batch)
+        return [-float(number) for number in numbers(batch)]
+
+    manager.current_entropy = current
+    manager.save_trajectories_to_memory([make(task, tokens=t, entropy=t) for task in "ab" for t in (1, 2, 3)])
+    assert numbers(manager.get_offpolicy_batch([SimpleNamespace(task_id="a"), "b"], 2)) == [3, 2, 3, 2]
+    assert calls == [[1, 2, 3, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("answer", [None, [1.0], [float("nan")] * 3])
+def test_a_failing_entropy_function_is_told_once_and_saved_entropy_used(
+    make: Make, answer: list[float] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = pool()
+
+    def current(batch: Sequence[AgentTrajectory]) -> list[float]:
+        if answer is None:
+            raise RuntimeError("out of memory")
+        return answer
+
+    manager.current_entropy = current
+    manager.save_trajectories_to_memory([make(tokens=t, entropy=t) for t in (3, 1, 2)])
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        assert numbers(manager.get_offpolicy_batch(["a"], 3)) == [1, 2, 3]
+        assert numbers(manager.get_offpolicy_batch(["a"], 1)) == [1]
+    assert len(caplog.records) == 1
+
+
+def test_what_comes_out_is_a_marked_copy(make: Make) -> None:
+    manager = pool()
+    given = make(tokens=1)
+    pristine = copy.deepcopy(given)
+    manager.save_trajectories_to_memory([given])
+    assert given.metadata == pristine.metadata
+    given.old_log_probs.zero_()  # type: ignore[union-attr]  # the pool has its own
+    given.metadata["note"].append("changed")
+    for taken in (
+        *manager.get_offpolicy_batch(["a"], 1),
+        *manager.get_all_candidates_batch(["a"])["a"],
+        *manager.task2trajectories["a"],
+    ):
+        assert torch.equal(taken.old_log_probs, pristine.old_log_probs)  # type: ignore[arg-type]
+        marked = taken.metadata.pop("is_experience_replay", False)
+        assert taken.metadata == pristine.metadata
+        taken.input_ids.zero_()  # type: ignore[union-attr]
+        taken.old_log_probs.zero_()  # type: ignore[union-attr]
+        taken.messages[0]["content"] = "spoiled"
+        taken.metadata["note"].append("spoiled")
+    assert not marked  # task2trajectories shows the pool itself
+    (again,) = manager.get_offpolicy_batch(["a"], 1)
+    assert again.metadata == {**pristine.metadata, "is_experience_replay": True}
+    assert again.messages == pristine.messages
+    assert torch.equal(again.input_ids, pristine.input_ids)  # type: ignore[arg-type]
+    assert torch.equal(again.old_log_probs, pristine.old_log_probs)  # type: ignore[arg-type]
+
+
+def test_sampling_takes_valid_tasks_of_the_wanted_bucket(make: Make) -> None:
+    manager = pool(replay_difficulty=2)
+    for name, outcomes in {"a": [1, 0], "b": [1, 1, 0], "c": [1, 1, 0], "d": [0, 0]}.items():
+        step(manager, rollouts(make, name, outcomes))
+    assert sorted(manager.sample_tasks_from_replaypool(9)) == ["b", "c"]
+    assert manager.sample_tasks_from_replaypool(9, difficulty=1, strategy="linear") == ["a"]
+    assert manager.sample_tasks_from_replaypool(9, difficulty=0) == []
+    assert manager.sample_tasks_from_replaypool(9, exclude={"b"}) == ["c"]
+
+
+def test_one_seed_makes_the_same_choices(make: Make) -> None:
+    def run(seed: int) -> list[object]:
+        manager = pool(seed=seed, exp_select_mode="random", save_filter="best", task_sampling="normal")
+        for number in range(3):
+            for name in "abcdef":
+                step(manager, rollouts(make, name, [*[1, 1, 0, 1][: 2 + number], 0], first=10 * number))
+        return [
+            *(numbers(held) for held in manager.task2trajectories.values()),
+            *(manager.sample_tasks_from_replaypool(3) for _ in range(5)),
+            *(numbers(manager.get_offpolicy_batch(list("abc"), 2)) for _ in range(5)),
+        ]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_another_tokenizer_is_refused_on_admission(make: Make) -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4), tokenizer_fingerprint="qwen:1")
+    with pytest.raises(ConfigurationError, match=r"'llama:2'.*'qwen:1'"):
+        manager.save_trajectories_to_memory([make(tokens=1), make(tokens=2, tokenizer_fingerprint="llama:2")])
+    assert len(manager) == 0
+    adopting = pool()
+    adopting.save_trajectories_to_memory([make(tokens=1, tokenizer_fingerprint="qwen:1")])
+    assert adopting.tokenizer_fingerprint == "qwen:1"
+    with pytest.raises(ConfigurationError):
+        adopting.save_trajectories_to_memory([make(tokens=2, tokenizer_fingerprint="llama:2")])
+
+
+def test_state_dict_goes_round_and_choices_go_on(make: Make) -> None:
+    manager = pool(exp_select_mode="random", max_trajectories_per_task=2)
+    manager.global_steps = 3
+    for name in "abcdefgh":
+        step(manager, rollouts(make, name, [1, 1, 1, 0], first=ord(name)))
+    step(manager, rollouts(make, "h", [1, 1]))
+    manager.sample_tasks_from_replaypool(2)
+    saved = copy.deepcopy(manager.state_dict())
+
+    other = pool(exp_select_mode="random", max_trajectories_per_task=2, seed=99)
+    step(other, rollouts(make, "stale", [1, 0]))
+    other.load_state_dict(saved)
+    assert other.difficulty2task_dict == manager.difficulty2task_dict
+    assert other.skip_uid_set == {"h"}
+    assert (other.global_steps, other.refused) == (3, manager.refused)
+    assert [numbers(held) for held in other.task2trajectories.values()] == [
+        numbers(held) for held in manager.task2trajectories.values()
+    ]
+    for _ in range(3):
+        assert other.sample_tasks_from_replaypool(4) == manager.sample_tasks_from_replaypool(4)
+        assert numbers(other.get_offpolicy_batch("ab", 1)) == numbers(manager.get_offpolicy_batch("ab", 1))
+
+
+@pytest.mark.parametrize("damage", [{"version": 9}, {"generator": {}}, {"refused": 3}, {"trajectories": {"a": [3]}}])
+def test_a_damaged_state_dict_changes_nothing(make: Make, damage: dict[str, object]) -> None:
+    manager = pool()
+    step(manager, rollouts(make, "a", [1, 0]))
+    with pytest.raises(CorruptStoreError):
+        manager.load_state_dict(manager.state_dict() | damage)
+    assert manager.difficulty2task_dict == {1: ["a"]}
+    assert len(manager) == 1
+
+
+def test_a_state_of_another_tokenizer_is_refused(make: Make) -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4), tokenizer_fingerprint="qwen:1")
+    other = ExperienceManager(PoolRules(n_rollout=4), tokenizer_fingerprint="llama:2")
+    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
+        other.load_state_dict(manager.state_dict())
+
+
+def test_a_trajectory_that_the_store_gave_up_leaves_the_pool(make: Make) -> None:
+    store = MemoryStore()
+    manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
+    step(manager, rollouts(make, "a", [1, 1, 0]))
+    lost = next(number for number in store.ids() if store.get(number).rollout_id == "a/0")
+    store.evict([lost])
+    assert numbers(manager.get_offpolicy_batch(["a"], 4)) == [1]
+    assert len(manager) == 1

@@ -1,0 +1,343 @@
+"""A crash leaves some first part of what was added to the store: each must be a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.experience.conftest import build
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules
+from trajstore.experience.ledger import COMPACT_AFTER
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+TASKS = ("a", "b", "c")
+RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2, seed=5)
+
+
+class LoggedStore(MemoryStore):
+    """Durable as far as its user can tell; remembers what was done, so that any first part can be restored."""
+
+    durable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, Any]] = []
+        self.flushed = 0
+        self.fail_after: int | None = None
+
+    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+        if self.fail_after is not None:
+            self.fail_after -= 1
+            if self.fail_after < 0:
+                raise OSError(28, "No space left on device")
+        self.log += [("add", one) for one in trajectories]
+        return super().add_trajectories(trajectories)
+
+    def flush(self) -> None:
+        self.flushed = sum(kind == "add" for kind, _ in self.log)
+
+    def evict(self, ids: Sequence[int], /) -> None:
+        assert self.flushed == sum(kind == "add" for kind, _ in self.log), "evicted what nothing durable replaces"
+        self.log.append(("evict", list(ids)))
+        super().evict(ids)
+
+    def first(self, count: int) -> LoggedStore:
+        restored = LoggedStore()
+        for kind, value in self.log[:count]:
+            if kind == "add":
+                restored.add_trajectories([value])
+                restored.flush()
+            else:
+                restored.evict(value)
+        return restored
+
+
+def view(manager: ExperienceManager) -> dict[str, Any]:
+    return {
+        "buckets": manager.difficulty2task_dict,
+        "skip": manager.skip_uid_set,
+        "entries": {task: [one.rollout_id for one in held] for task, held in manager.task2trajectories.items()},
+        "generator": manager.state_dict()["generator"],
+        "step": manager.global_steps,
+    }
+
+
+def train(manager: ExperienceManager, batch: list[AgentTrajectory]) -> None:
+    entropys = torch.tensor([[float(one.metadata["entropy"])] * 4 for one in batch])
+    manager.update_difficulty2task_dict(batch)
+    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, torch.ones_like(entropys))
+    manager.save_trajectories_to_memory(kept)
+
+
+rollout = st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.5, 1.0, 1.5]), st.integers(0, 5))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against dicts and lists, with crashes between any two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = LoggedStore()
+        self.manager = ExperienceManager(RULES, store=self.store)
+        self.bucket: dict[str, int] = {}
+        self.skip: set[str] = set()
+        self.held: dict[str, list[tuple[int, float]]] = {}
+
+    @rule(work=st.dictionaries(st.sampled_from(TASKS), st.lists(rollout, min_size=1, max_size=4), min_size=1))
+    def train_step(self, work: dict[str, list[tuple[float, float, int]]]) -> None:
+        self.manager.global_steps += 1
+        train(
+            self.manager,
+            [
+                build(task, tokens, outcome, metadata={"entropy": entropy})
+                for task, found in work.items()
+                for outcome, entropy, tokens in found
+            ],
+        )
+        for task, found in work.items():
+            successes = sum(outcome == 1.0 for outcome, _, _ in found)
+            if successes == len(found):
+                self.skip.add(task)
+                self.bucket.pop(task, None)
+                self.held.pop(task, None)
+                continue
+            self.skip.discard(task)
+            self.bucket[task] = successes
+            for outcome, entropy, tokens in found:
+                held = self.held.setdefault(task, [])
+                if outcome == 1.0 and all(tokens != other for other, _ in held):
+                    worst = max((value for _, value in held), default=0.0)
+                    if len(held) < 2 or entropy < worst:
+                        if len(held) == 2:
+                            held.remove(next(one for one in held if one[1] == worst))
+                        held.append((tokens, entropy))
+            if not self.held[task]:
+                del self.held[task]
+
+    @rule(n=st.integers(1, 3))
+    def sample(self, n: int) -> None:
+        drawn = self.manager.sample_tasks_from_replaypool(n)
+        valid = {task for task in self.bucket if task in self.held}
+        assert len(drawn) == len(set(drawn)) == min(n, len(valid))
+        assert set(drawn) <= valid
+
+    @rule()
+    def compact(self) -> None:
+        self.manager.compact()
+
+    @rule()
+    def crash(self) -> None:
+        self.store = self.store.first(len(self.store.log))
+        self.manager = ExperienceManager(RULES, store=self.store)
+
+    @rule(back=st.integers(1, 6))
+    def every_earlier_moment_is_a_pool(self, back: int) -> None:
+        restored = ExperienceManager(RULES, store=self.store.first(max(0, len(self.store.log) - back)))
+        listed = [task for tasks in restored.difficulty2task_dict.values() for task in tasks]
+        assert len(listed) == len(set(listed))
+        assert all(1 <= len(held) <= 2 for held in restored.task2trajectories.values())
+        assert not restored.skip_uid_set & set(restored.task2trajectories)
+
+    @invariant()
+    def equals_the_reference(self) -> None:
+        buckets = self.manager.difficulty2task_dict
+        assert {task: d for d, tasks in buckets.items() for task in tasks} == self.bucket
+        assert all(buckets.values())
+        assert self.manager.skip_uid_set == self.skip
+        found = {
+            task: [(int(one.rollout_id[2:]), one.entropy) for one in held]
+            for task, held in self.manager.task2trajectories.items()
+        }
+        assert found == self.held
+
+
+PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
+
+
+def test_a_crash_after_any_step_finds_the_pool_of_that_step(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    moments = []
+    for number in range(3 * COMPACT_AFTER):
+        manager.global_steps = number
+        manager.sample_tasks_from_replaypool(2)
+        task = TASKS[number % 3]
+        outcomes = [1.0, float(number % 7 == 0), 0.0 if number % 5 else 1.0]
+        train(
+            manager,
+            [
+                make(task, 10 * number + i, o, metadata={"entropy": (number * 7 + i) % 11})
+                for i, o in enumerate(outcomes)
+            ],
+        )
+        moments.append((len(store.log), view(manager)))
+    assert any(kind == "evict" for kind, _ in store.log)
+    assert len(store.ids()) < 2 * COMPACT_AFTER  # compaction keeps the journal short
+    for length, seen in moments[::5] + moments[-3:]:
+        found = view(ExperienceManager(RULES, store=store.first(length)))
+        # A step that changed neither buckets nor skip set left no record of step and generator.
+        assert {k: found[k] for k in ("buckets", "skip", "entries")} == {
+            k: seen[k] for k in ("buckets", "skip", "entries")
+        }
+
+
+def test_the_generator_goes_on_where_the_newest_record_was_made(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    manager.sample_tasks_from_replaypool(1)
+    train(manager, [make(t, i, o, metadata={"entropy": 1}) for t in TASKS for i, o in enumerate([1.0, 0.0])])
+    manager.sample_tasks_from_replaypool(2)
+    manager.global_steps = 4
+    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 1.0, 0.0])])
+    again = ExperienceManager(RULES, store=store.first(len(store.log)))
+    assert view(again) == view(manager)
+    for _ in range(4):
+        assert again.sample_tasks_from_replaypool(2) == manager.sample_tasks_from_replaypool(2)
+
+
+def test_what_a_crash_kept_from_being_evicted_goes_later(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    for entropy in (3, 2, 1):
+        outcomes = [1.0, 1.0, 0.0]
+        train(manager, [make("a", 10 * entropy + i, o, metadata={"entropy": entropy}) for i, o in enumerate(outcomes)])
+    manager.compact()
+    assert store.log[-1][0] == "evict"
+    restored = store.first(len(store.log) - 1)
+    again = ExperienceManager(RULES, store=restored)
+    assert view(again) == view(manager)
+    assert len(restored.ids()) > 3
+    again.compact()
+    assert len(restored.ids()) == 3  # two trajectories and the snapshot
+    assert view(ExperienceManager(RULES, store=restored)) == view(manager)
+
+
+def test_a_full_disk_leaves_the_pool_as_it_was(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
+    before = view(manager)
+    store.fail_after = 0
+    with pytest.raises(OSError, match="No space"):
+        manager.save_trajectories_to_memory([make("a", 7)])
+    with pytest.raises(OSError, match="No space"):
+        manager.update_difficulty2task_dict([make("b", 8)])
+    with pytest.raises(OSError, match="No space"):
+        manager.compact()
+    store.fail_after = None
+    assert view(manager) == before
+    assert view(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
+
+
+@pytest.mark.parametrize("additions", [0, 1])
+def test_loading_replaces_the_pool_whole_or_not_at_all(make: Make, additions: int) -> None:
+    source = ExperienceManager(RULES)
+    train(source, [make("new", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 1.0, 0.0])])
+    saved = source.state_dict() | {"tokenizer_fingerprint": ""}
+
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    train(manager, [make("old", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
+    before = view(manager)
+    store.fail_after = additions
+    with pytest.raises(OSError, match="No space"):
+        manager.load_state_dict(saved)
+    store.fail_after = None
+    assert view(manager) == before
+    assert view(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
+
+    manager.load_state_dict(saved)
+    after = view(manager)
+    assert list(after["entries"]) == ["new"]
+    whole = len(store.log)
+    assert {
+        tuple(view(ExperienceManager(RULES, store=store.first(length)))["entries"]) for length in range(3, whole + 1)
+    } == {("old",), ("new",)}
+    assert view(ExperienceManager(RULES, store=store.first(whole))) == after
+
+
+def test_an_id_cut_is_taken_up_again_even_if_it_was_replaced_since(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
+    saved, before = manager.state_dict(), view(manager)
+    assert not saved["trajectories"]
+    train(manager, [make("a", i, 1.0, metadata={"entropy": 1}) for i in range(3)])
+    assert view(manager)["entries"] == {}
+    manager.load_state_dict(saved)
+    assert view(manager) == before
+    assert view(ExperienceManager(RULES, store=store.first(len(store.log)))) == before
+
+
+def test_a_store_of_another_tokenizer_is_refused(make: Make) -> None:
+    store = LoggedStore()
+    ExperienceManager(RULES, store=store).save_trajectories_to_memory([make(tokenizer_fingerprint="qwen:1")])
+    with pytest.raises(ConfigurationError, match=r"'qwen:1'.*'llama:2'"):
+        ExperienceManager(RULES, store=store, tokenizer_fingerprint="llama:2")
+    assert ExperienceManager(RULES, store=store).tokenizer_fingerprint == "qwen:1"
+
+
+def test_foreign_records_are_left_alone_and_damaged_ones_named(make: Make) -> None:
+    store = LoggedStore()
+    store.add_trajectories([make("foreign")])
+    assert len(ExperienceManager(RULES, store=store)) == 0
+    store.add_trajectories(
+        [AgentTrajectory(metadata={"experience_pool": {"kind": "tasks", "sequence": 0, "tasks": 3}})]
+    )
+    with pytest.raises(CorruptStoreError, match="journal"):
+        ExperienceManager(RULES, store=store)
+
+
+def test_lost_journal_records_are_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(3):
+        train(manager, [make(TASKS[number], i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
+    manager.flush()
+    store.evict(store.ids()[:1])
+    assert sorted(ExperienceManager(RULES, store=store).get_valid_replay_task_ids()) == ["b", "c"]
+    assert "lacks 1 records" in caplog.text
+
+
+class FakeBuffer:
+    """The part of the trajectory buffer that a pool uses, over memory."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.flushed = 0
+
+    @property
+    def trajectory_ids(self) -> torch.Tensor:
+        return torch.tensor(self.store.ids(), dtype=torch.int64)
+
+    def add_trajectories(self, trajectories: list[Any], /) -> list[int]:
+        return self.store.add_trajectories(trajectories)
+
+    def get(self, trajectory_id: int, /) -> Any:
+        return self.store.get(trajectory_id)
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+    def evict(self, ids: Sequence[int], /) -> None:
+        assert set(ids) <= set(self.store.ids())
+        self.store.evict(ids)
+
+
+def test_a_buffer_keeps_the_pool(make: Make) -> None:
+    buffer = FakeBuffer()
+    manager = ExperienceManager(RULES, store=BufferStore(buffer))
+    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
+    manager.flush()
+    assert buffer.flushed == 1
+    manager.compact()
+    assert view(ExperienceManager(RULES, store=BufferStore(buffer))) == view(manager)

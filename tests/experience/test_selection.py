@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.errors import ConfigurationError
+from trajstore.experience.buckets import TaskOutcome
+from trajstore.experience.selection import (
+    PoolEntry,
+    PoolRules,
+    Refusal,
+    choose_to_save,
+    eligible,
+    entry_of,
+    in_bounds,
+    mean_entropy,
+    plan_admissions,
+    rank,
+    token_digest,
+)
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+
+
+def rules(**values: object) -> PoolRules:
+    return PoolRules(**({"n_rollout": 8} | values))  # type: ignore[arg-type]
+
+
+def test_mean_entropy_is_over_the_models_tokens_only() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0, 100.0])
+    assert mean_entropy(values, torch.tensor([1, 0, 1, 0])) == 2.0
+    assert mean_entropy(values.bfloat16(), torch.tensor([True, False, True, False])) == 2.0
+
+
+def test_mean_entropy_of_nothing_is_unknown_and_not_zero() -> None:
+    assert mean_entropy(torch.ones(3), torch.zeros(3)) is None
+    assert mean_entropy(torch.ones(0), torch.ones(0)) is None
+    assert mean_entropy(torch.tensor([math.nan]), torch.ones(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, Refusal.NO_LLM_TOKEN),
+        ({"loss_mask": None, "response_mask": None}, Refusal.NO_LLM_TOKEN),
+        ({"old_log_probs": None}, Refusal.LOG_PROBS_MISMATCH),
+        ({"old_log_probs": torch.zeros(3)}, Refusal.LOG_PROBS_MISMATCH),
+        ({"old_log_probs": torch.tensor([-0.5, -1.0, math.nan, -1.0])}, Refusal.LOG_PROBS_MISMATCH),
+        ({"old_log_probs": torch.tensor([-0.5, -1.0, -math.inf, -1.0])}, Refusal.LOG_PROBS_MISMATCH),
+        ({"response_mask": torch.ones(5)}, Refusal.LOG_PROBS_MISMATCH),
+        ({"entropy": None}, Refusal.NO_ENTROPY),
+        ({"entropy": math.nan}, Refusal.NO_ENTROPY),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_its_reason(
+    make: Make, fields: dict[str, object], refusal: Refusal
+) -> None:
+    assert entry_of(make(**fields), 0) is refusal
+
+
+def test_log_probs_count_only_where_the_model_wrote(make: Make) -> None:
+    entry = entry_of(make(old_log_probs=torch.tensor([-0.5, math.nan, -0.25, -1.0])), 7)
+    assert isinstance(entry, PoolEntry)
+    assert (entry.trajectory_id, entry.entropy, entry.outcome) == (7, 1.0, 1.0)
+
+
+def test_messages_stand_for_absent_tokens(make: Make) -> None:
+    bare = {"input_ids": None, "loss_mask": None, "attention_mask": None, "response_start": None}
+    assert isinstance(entry_of(make(**bare), 0), PoolEntry)
+    assert token_digest(make(tokens=1, **bare)) != token_digest(make(tokens=2, **bare))
+    assert token_digest(make(tokens=1, **bare)) == token_digest(make(tokens=1, **bare, rollout_id="other"))
+    assert token_digest(make(tokens=1, **bare)) != token_digest(make(tokens=1, **bare, old_log_probs=torch.zeros(4)))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "allowed"), [(0, 8, range(1, 8)), (None, 8, range(8)), (2, None, range(3, 9)), (3, 5, [4])]
+)
+def test_bounds_are_exclusive(low: int | None, high: int | None, allowed: list[int]) -> None:
+    checked = rules(experience_lbound=low, experience_rbound=high)
+    assert [n for n in range(9) if in_bounds(TaskOutcome(8, n), checked)] == list(allowed)
+
+
+def test_save_filter(make: Make) -> None:
+    outcomes_entropies = [(0.0, 0.1), (0.5, 0.9), (1.0, 0.4), (None, 0.0)]
+    rollouts = [make(tokens=i, outcome=o, entropy=e) for i, (o, e) in enumerate(outcomes_entropies)]
+    rng = np.random.default_rng(0)
+
+    def kept(**values: object) -> list[int]:
+        return [int(one.rollout_id[2:]) for one in choose_to_save(rollouts, rules(**values), rng)]
+
+    assert kept() == [1, 2]
+    assert kept(save_filter="best") == [2]
+    assert kept(save_filter="best", exp_select_mode="argmax") == [1]
+    assert {kept(save_filter="best", exp_select_mode="random")[0] for _ in range(40)} == {1, 2}
+    assert choose_to_save(rollouts[:1], rules(save_filter="best"), rng) == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.floats(0, 5), max_size=12), st.integers(0, 9))
+def test_rank_is_a_true_order_without_repetition(entropies: list[float], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    low = rank(entropies, "argmin", rng)
+    high = rank(entropies, "argmax", rng)
+    assert [entropies[i] for i in low] == sorted(entropies)
+    assert [entropies[i] for i in high] == sorted(entropies, reverse=True)
+    shuffled = rank(entropies, "random", np.random.default_rng(seed))
+    assert sorted(shuffled) == list(range(len(entropies)))
+    assert shuffled == rank(entropies, "random", np.random.default_rng(seed))
+
+
+def test_age_and_reward_decide_what_comes_out() -> None:
+    def entry(version: int | None, outcome: float | None) -> PoolEntry:
+        return PoolEntry(0, "a", 1.0, outcome, version, b"")
+
+    assert eligible(entry(None, None), rules(), 100)
+    aged = rules(max_policy_age=10)
+    assert [eligible(entry(v, 1.0), aged, 100) for v in (89, 90, 120, None)] == [False, True, True, False]
+    rewarded = rules(min_reward=0.5)
+    assert [eligible(entry(1, o), rewarded, 100) for o in (0.4, 0.5, None)] == [False, True, False]
+
+
+def reference(entropies: list[tuple[int, float]], mode: str, most: int) -> list[int]:
+    """The full-task policy spelled out on (tokens, entropy) pairs; returns the places of those kept."""
+    kept: list[tuple[int, int, float]] = []
+    for place, (tokens, entropy) in enumerate(entropies):
+        if any(tokens == other for _, other, _ in kept):
+            continue
+        if len(kept) == most:
+            if mode == "random":
+                kept.pop(0)
+            else:
+                values = [e for _, _, e in kept]
+                extreme = max(values) if mode == "argmin" else min(values)
+                better = entropy < extreme if mode == "argmin" else entropy > extreme
+                if not better:
+                    continue
+                kept.pop(values.index(extreme))
+        kept.append((place, tokens, entropy))
+    return [place for place, _, _ in kept]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0, 1.5, 2.0])), max_size=12),
+    st.sampled_from(["argmin", "argmax", "random"]),
+    st.integers(1, 4),
+    st.integers(0, 12),
+)
+def test_a_full_task_keeps_what_the_plain_reference_keeps(
+    make: Make, arrivals: list[tuple[int, float]], mode: str, most: int, cut: int
+) -> None:
+    checked = rules(exp_select_mode=mode, max_trajectories_per_task=most)
+    rollouts = [make(tokens=t, entropy=e) for t, e in arrivals]
+
+    # In two calls, the first one's survivors being stored under their places.
+    first = plan_admissions({}, rollouts[:cut], checked)
+    held = first.with_ids([-1 - number for number in first.accepted])  # placeholder -1 - i means place i
+    second = plan_admissions(held, rollouts[cut:], checked)
+    final = {**held, **second.with_ids([cut + -1 - number for number in second.accepted])}
+
+    places = [one.trajectory_id for one in final.get("a", ())]
+    expected = reference(arrivals, mode, most)
+    assert places == expected
+    accepted_later = {cut - 1 - number for number in second.accepted}
+    stored_before = {-1 - number for number in first.accepted}
+    assert set(places) == (stored_before - set(second.replaced)) | accepted_later
+    dropped_unseen = len(arrivals) - len(places) - len(second.replaced)
+    assert first.refused.total() + second.refused.total() <= dropped_unseen
+
+
+def test_rules_report_every_problem() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        rules(n_rollout=0, experience_lbound=8, experience_rbound=8, save_filter="all", seed=-1, max_policy_age=True)
+    for key in ("n_rollout", "experience_lbound", "save_filter", "seed", "max_policy_age"):
+        assert f"{key}: " in str(caught.value)

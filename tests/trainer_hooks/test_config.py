@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer_hooks.config import ExperienceReplayConfig
+from trajstore.errors import ConfigurationError
+from trajstore.experience import PoolRules, RatioSchedule
+
+DEFAULTS = {
+    "enable": False,
+    "replay_start_ratio": 0.35,
+    "exp_ratio": 0.5,
+    "offpolicy_trajectories_per_task": 1,
+    "off_cliprange_high": 1.0,
+    "exp_is_correct": True,
+    "group_offpolicy": "shared",
+    "max_policy_age": None,
+    "task_sampling": "uniform",
+    "store": None,
+    "max_trajectories_per_task": 10,
+    "experience_lbound": 0,
+    "experience_rbound": 8,
+    "exp_select_mode": "argmin",
+    "use_current_policy_entropy": True,
+    "replay_difficulty": None,
+    "save_filter": "positive",
+    "min_reward": None,
+    "seed": 1234,
+    "off_policy_shaping": None,
+}
+
+
+class Node:
+    """Behaves like an OmegaConf node: keys and items, but no dict; lists that are no lists."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+
+    def keys(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        return Node(value) if isinstance(value, dict) else value
+
+
+def test_the_defaults_are_those_of_the_documentation() -> None:
+    assert dataclasses.asdict(ExperienceReplayConfig()) == DEFAULTS
+    assert ExperienceReplayConfig.from_mapping({}) == ExperienceReplayConfig()
+    assert ExperienceReplayConfig.from_mapping(DEFAULTS) == ExperienceReplayConfig()
+
+
+def test_defaults_agree_with_the_pools_own() -> None:
+    assert ExperienceReplayConfig().pool_rules(8) == PoolRules(n_rollout=8)
+
+
+def test_rules_carry_the_configuration() -> None:
+    config = ExperienceReplayConfig(exp_select_mode="random", seed=5, min_reward=0.5, task_sampling="sqrt")
+    rules = config.pool_rules(4)
+    assert (rules.n_rollout, rules.exp_select_mode, rules.seed, rules.min_reward) == (4, "random", 5, 0.5)
+    assert rules.task_sampling == "sqrt"
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ExperienceReplayConfig().enable = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("wrap", [dict, Node])
+def test_it_comes_from_anything_with_keys(wrap: type) -> None:
+    values = {"enable": True, "exp_ratio": [[0.2, 0.0], [0.8, 0.5]], "store": {"path": "pool", "capacity": 10}}
+    config = ExperienceReplayConfig.from_mapping(wrap(values))
+    assert config.enable
+    assert config.store == {"path": "pool", "capacity": 10}
+    assert config.ratio() == RatioSchedule(((0.2, 0.0), (0.8, 0.5)))
+    assert ExperienceReplayConfig().ratio() == 0.5
+
+
+def test_it_comes_from_omegaconf() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    node = omegaconf.OmegaConf.create(
+        {"n": 3, "replay": {"seed": "${n}", "store": {"path": "p"}, "exp_ratio": [[0, 0.5]]}}
+    )
+    config = ExperienceReplayConfig.from_mapping(node.replay)
+    assert (config.seed, config.store, config.exp_ratio) == (3, {"path": "p"}, ((0, 0.5),))
+
+
+def test_it_comes_from_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "trainer: {lr: 1}\n"
+        "exp_manager:\n"
+        "  experience_replay:\n"
+        "    enable: true\n"
+        "    max_policy_age: null\n"
+        "    off_policy_shaping: none\n"
+        "    experience_rbound: 4\n"
+    )
+    assert ExperienceReplayConfig.from_yaml(path) == ExperienceReplayConfig(enable=True, experience_rbound=4)
+    path.write_text("off_policy_shaping: 0.1\n")
+    assert ExperienceReplayConfig.from_yaml(path, section="").off_policy_shaping == 0.1
+    with pytest.raises(ConfigurationError, match=r"train\.yaml: has no section exp_manager\.experience_replay"):
+        ExperienceReplayConfig.from_yaml(path)
+    path.write_text("a: [")
+    with pytest.raises(ConfigurationError, match=r"train\.yaml: not YAML"):
+        ExperienceReplayConfig.from_yaml(path)
+    path.write_text("exp_ratios: 1\n")
+    with pytest.raises(ConfigurationError, match=r"train\.yaml: .*exp_ratios: unknown key"):
+        ExperienceReplayConfig.from_yaml(path, section="")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enable", "yes"),
+        ("enable", 1),
+        ("replay_start_ratio", 1.01),
+        ("replay_start_ratio", "0.3"),
+        ("exp_ratio", -0.1),
+        ("exp_ratio", float("nan")),
+        ("exp_ratio", [[0.5, 2.0]]),
+        ("exp_ratio", [[0.5]]),
+        ("exp_ratio", []),
+        ("offpolicy_trajectories_per_task", 0),
+        ("offpolicy_trajectories_per_task", True),
+        ("off_cliprange_high", -1),
+        ("group_offpolicy", "own"),
+        ("max_policy_age", -1),
+        ("max_policy_age", 1.5),
+        ("task_sampling", "cubic"),
+        ("store", "a/path"),
+        ("max_trajectories_per_task", 0),
+        ("experience_lbound", 8),
+        ("experience_rbound", 0),
+        ("experience_lbound", "1"),
+        ("exp_select_mode", "min"),
+        ("replay_difficulty", "3"),
+        ("save_filter", None),
+        ("min_reward", "high"),
+        ("seed", -1),
+        ("seed", None),
+        ("off_policy_shaping", 0),
+        ("off_policy_shaping", "linear"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> None:
+    named = "experience_lbound" if key == "experience_rbound" else key
+    with pytest.raises(ConfigurationError, match=f"{named}: "):
+        ExperienceReplayConfig.from_mapping({key: value})
+
+
+def test_open_bounds_are_allowed() -> None:
+    config = ExperienceReplayConfig(experience_lbound=None, experience_rbound=None)
+    assert (config.experience_lbound, config.experience_rbound) == (None, None)
+
+
+def test_k_must_be_below_n_rollout() -> None:
+    assert ExperienceReplayConfig.from_mapping({"offpolicy_trajectories_per_task": 3}, n_rollout=4)
+    told = "offpolicy_trajectories_per_task: 4, must be below n_rollout = 4"
+    with pytest.raises(ConfigurationError, match=told):
+        ExperienceReplayConfig.from_mapping({"offpolicy_trajectories_per_task": 4}, n_rollout=4)
+    with pytest.raises(ConfigurationError, match=told):
+        ExperienceReplayConfig(offpolicy_trajectories_per_task=4).pool_rules(4)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    wrong = {"exp_ratio": 2, "experience_lbound": 9, "sede": 1, "offpolicy_trajectories_per_task": 8, "enable": None}
+    with pytest.raises(ConfigurationError) as caught:
+        ExperienceReplayConfig.from_mapping(wrong, n_rollout=8)
+    for key in wrong:
+        assert f"{key}: " in str(caught.value)
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="is a list"):
+        ExperienceReplayConfig.from_mapping([])

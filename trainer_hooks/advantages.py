@@ -1,0 +1,89 @@
+"""Group-relative advantages of outcome rewards (GRPO, arXiv 2402.03300). Torch and numpy only; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trajstore.errors import ConfigurationError
+
+Groups = Tensor | npt.NDArray[Any] | Sequence[object]
+"""One group per row: ``group_ids`` as an integer tensor, or ``uid`` as strings."""
+
+
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Groups,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return every row's score relative to its group, spread over its response tokens.
+
+    The score s of a row is the sum of its token rewards. With mean m and standard deviation d (divisor n - 1)
+    of the group's scores, the advantage is ``(s - m) / (d + epsilon)``, or ``s - m`` without normalization. A
+    group of one row has m = 0 and d = 1. The rows of a group may stand anywhere in the batch.
+
+    Mean and deviation are formed in float64: rounding in float32 leaves a group of equal scores with a tiny
+    deviation instead of none, which the division by ``d + epsilon`` would blow up.
+
+    Args:
+        token_level_rewards: [B, R], floating point. All of a row's rewards count, also outside the mask.
+        response_mask: [B, R], bool or number; the advantage is multiplied with it.
+        index: [B], the group of each row: ``uid`` or ``group_ids``. Objects are told apart by their text.
+        epsilon: added to the standard deviation.
+        norm_adv_by_std_in_grpo: divide by the standard deviation (GRPO) or not (Dr. GRPO, arXiv 2503.20783).
+
+    Returns:
+        Advantages and returns, [B, R] in the dtype of the rewards; with outcome rewards they are the same tensor.
+
+    Raises:
+        ConfigurationError: shapes don't fit, or a row's score is not a finite number.
+    """
+    if token_level_rewards.dim() != 2 or response_mask.shape != token_level_rewards.shape:
+        raise ConfigurationError(
+            f"token_level_rewards, response_mask: shapes {list(token_level_rewards.shape)} and "
+            f"{list(response_mask.shape)}, must both be [B, R]"
+        )
+    scores = token_level_rewards.sum(dim=-1, dtype=torch.float64)
+    bad = (~scores.isfinite()).nonzero()[:, 0].tolist()
+    if bad:
+        raise ConfigurationError(
+            f"token_level_rewards: rows {bad[:8]} sum to nan or infinity ({len(bad)} of {len(scores)} rows); "
+            "correct the reward function or leave these rows out"
+        )
+    group = _group_numbers(index, scores)
+    rows = _sum_by_group(torch.ones_like(scores), group)
+    alone = rows == 1
+    mean = (_sum_by_group(scores, group) / rows).masked_fill(alone, 0.0)
+    advantage = scores - mean
+    if norm_adv_by_std_in_grpo:
+        variance = _sum_by_group(advantage.square(), group) / (rows - 1.0).clamp(min=1.0)
+        advantage /= variance.sqrt().masked_fill(alone, 1.0) + epsilon
+    advantages = advantage.to(token_level_rewards.dtype)[:, None] * response_mask.to(token_level_rewards.dtype)
+    return advantages, advantages
+
+
+def _group_numbers(index: Groups, scores: Tensor) -> Tensor:
+    """Return the groups as numbers from 0 on, [B] int64, on the device of ``scores``."""
+    if isinstance(index, Tensor):
+        numbers: Tensor = torch.unique(index, return_inverse=True)[1]
+    else:
+        values = np.asarray(index)
+        # Objects have no order of their own, which unique needs.
+        keys = values.astype(str) if values.dtype == object else values
+        numbers = torch.from_numpy(np.unique(keys, return_inverse=True)[1])
+    if numbers.shape != scores.shape:
+        raise ConfigurationError(f"index: shape {list(numbers.shape)}, must be [B] with B = {len(scores)}")
+    return numbers.to(scores.device)
+
+
+def _sum_by_group(values: Tensor, group: Tensor) -> Tensor:
+    """Return, for every row, the sum of ``values`` [B] over the rows of its group."""
+    return torch.zeros_like(values).index_add_(0, group, values)[group]

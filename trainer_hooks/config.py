@@ -1,0 +1,207 @@
+"""Configuration of experience replay: one frozen dataclass, from a dict, a YAML file or an OmegaConf node."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
+from trajstore.experience.selection import SaveFilter, SelectMode, rule_problems
+
+SECTION = "exp_manager.experience_replay"
+"""Where the keys stand in a trainer's configuration."""
+
+GroupOffpolicy = Literal["shared", "separate"]
+GROUPS: tuple[GroupOffpolicy, ...] = get_args(GroupOffpolicy)
+
+_FLAGS = ("enable", "exp_is_correct", "use_current_policy_entropy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceReplayConfig:
+    """The keys of ``exp_manager.experience_replay`` and their defaults.
+
+    Raises:
+        ConfigurationError: values out of range; the message lists all of them, each by its key.
+    """
+
+    enable: bool = False
+    replay_start_ratio: float = 0.35
+    """Training progress in [0, 1] before which nothing is replayed; the pool fills all the same."""
+    exp_ratio: float | tuple[tuple[float, float], ...] = 0.5
+    """Share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points joined by straight lines."""
+    offpolicy_trajectories_per_task: int = 1
+    """Histories per experience task at the most: k, below ``n_rollout``."""
+    off_cliprange_high: float = 1.0
+    """Upper clip range of off-policy tokens."""
+    exp_is_correct: bool = True
+    """Whether recorded log-probabilities stand for the current policy's on replayed tokens."""
+    group_offpolicy: GroupOffpolicy = "shared"
+    """Whether replayed rows are in the group of their task, or each in a group of its own."""
+    max_policy_age: int | None = None
+    """Training steps after which a trajectory is no longer replayed; ``None`` = any age."""
+    task_sampling: TaskSampling = "uniform"
+    store: Mapping[str, Any] | None = None
+    """Options of the trajectory buffer that keeps the pool (``path``, ...); ``None`` = in memory."""
+    max_trajectories_per_task: int = 10
+    experience_lbound: int | None = 0
+    """A task enters the pool if more of its rollouts than this succeeded,"""
+    experience_rbound: int | None = 8
+    """and fewer than this."""
+    exp_select_mode: SelectMode = "argmin"
+    use_current_policy_entropy: bool = True
+    replay_difficulty: int | None = None
+    """The one number of successes whose tasks are replayed; ``None`` = all."""
+    save_filter: SaveFilter = "positive"
+    min_reward: float | None = None
+    """Outcome that a trajectory must have at the least to be replayed."""
+    seed: int = 1234
+    off_policy_shaping: float | None = None
+    """gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``) does not."""
+
+    def __post_init__(self) -> None:
+        _raise_if(_problems(vars(self)))
+
+    @staticmethod
+    def from_mapping(values: Any, *, n_rollout: int | None = None) -> ExperienceReplayConfig:
+        """Return the configuration with these keys; absent ones have their defaults.
+
+        Args:
+            values: a dict, or anything with ``keys()`` and ``[key]`` such as an OmegaConf node.
+            n_rollout: rollouts per task, if k is to be checked against it.
+
+        Raises:
+            ConfigurationError: unknown keys, values out of range; the message lists all of them.
+        """
+        if not hasattr(values, "keys"):
+            raise ConfigurationError(f"{SECTION}: must be a mapping of keys, is a {type(values).__name__}")
+        given = {str(key): _plain(values[key]) for key in values.keys()}  # noqa: SIM118 - may be no dict
+        known = {field.name: field.default for field in dataclasses.fields(ExperienceReplayConfig)}
+        problems = [f"{key}: unknown key; known are {', '.join(sorted(known))}" for key in given if key not in known]
+        given = {key: _normal(key, value) for key, value in given.items() if key in known}
+        problems += _problems({**known, **given}) + _group_problems({**known, **given}, n_rollout)
+        _raise_if(problems)
+        return ExperienceReplayConfig(**given)
+
+    @staticmethod
+    def from_yaml(path: str | Path, *, section: str = SECTION, n_rollout: int | None = None) -> ExperienceReplayConfig:
+        """Return the configuration in a section of a YAML file.
+
+        Args:
+            path: the file.
+            section: dotted path of the section; empty if the keys stand at the top.
+            n_rollout: rollouts per task, if k is to be checked against it.
+
+        Raises:
+            ConfigurationError: no such section, not YAML, unknown keys, values out of range.
+            MissingDependencyError: PyYAML is not installed.
+        """
+        try:
+            import yaml  # type: ignore[import-untyped]  # an optional package, needed only here
+        except ImportError:
+            raise MissingDependencyError("pyyaml", "yaml") from None
+        try:
+            node = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"{path}: not YAML: {error}") from error
+        for name in section.split(".") if section else ():
+            if not isinstance(node, Mapping) or name not in node:
+                raise ConfigurationError(f"{path}: has no section {section}; add it, or name another")
+            node = node[name]
+        try:
+            return ExperienceReplayConfig.from_mapping({} if node is None else node, n_rollout=n_rollout)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{path}: {error}") from error
+
+    def pool_rules(self, n_rollout: int) -> PoolRules:
+        """Return the rules of the pool for ``n_rollout`` rollouts per task.
+
+        Raises:
+            ConfigurationError: k is not below ``n_rollout``.
+        """
+        _raise_if(_group_problems(vars(self), n_rollout))
+        shared = {field.name for field in dataclasses.fields(PoolRules)} - {"n_rollout"}
+        return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in shared})
+
+    def ratio(self) -> float | RatioSchedule:
+        """Return ``exp_ratio`` as the mixing takes it."""
+        return RatioSchedule(self.exp_ratio) if isinstance(self.exp_ratio, tuple) else self.exp_ratio
+
+
+def _raise_if(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigurationError(f"{SECTION}: " + "; ".join(problems))
+
+
+def _plain(value: Any) -> Any:
+    """Return dicts and lists for whatever behaves like one."""
+    if isinstance(value, str | bytes):
+        return value
+    if isinstance(value, Mapping) or hasattr(value, "keys"):
+        return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - may be no dict
+    return [_plain(item) for item in value] if isinstance(value, Sequence) else value
+
+
+def _normal(key: str, value: Any) -> Any:
+    """Return a value as the dataclass has it: points as tuples, ``none`` as None."""
+    if key == "exp_ratio" and isinstance(value, list):
+        return tuple(tuple(point) if isinstance(point, list) else point for point in value)
+    return None if key == "off_policy_shaping" and value == "none" else value
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _problems(values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the values of all keys, one sentence each."""
+    problems = [f"{key}: {values[key]!r}, must be true or false" for key in _FLAGS if not isinstance(values[key], bool)]
+    start = values["replay_start_ratio"]
+    if not _number(start) or not 0 <= start <= 1:
+        problems.append(f"replay_start_ratio: {start!r}, must be a number in [0, 1]")
+    problems += _ratio_problems(values["exp_ratio"])
+    histories = values["offpolicy_trajectories_per_task"]
+    if isinstance(histories, bool) or not isinstance(histories, int) or histories < 1:
+        problems.append(f"offpolicy_trajectories_per_task: {histories!r}, must be a whole number of at least 1")
+    clip = values["off_cliprange_high"]
+    if not _number(clip) or clip < 0:
+        problems.append(f"off_cliprange_high: {clip!r}, must be a number of at least 0")
+    if values["group_offpolicy"] not in GROUPS:
+        problems.append(f"group_offpolicy: {values['group_offpolicy']!r}, must be one of {', '.join(GROUPS)}")
+    shaping = values["off_policy_shaping"]
+    if shaping is not None and (not _number(shaping) or shaping <= 0):
+        problems.append(f"off_policy_shaping: {shaping!r}, must be a number above 0, or none")
+    store = values["store"]
+    if store is not None and not isinstance(store, Mapping):
+        problems.append(f"store: {store!r}, must be a mapping of the buffer's options, or null for memory")
+    return problems + rule_problems(values)
+
+
+def _ratio_problems(ratio: Any) -> list[str]:
+    if isinstance(ratio, tuple):
+        points = all(isinstance(point, tuple) and len(point) == 2 and all(map(_number, point)) for point in ratio)
+        try:
+            if points:
+                RatioSchedule(ratio)
+                return []
+        except ConfigurationError as error:
+            return [str(error)]
+        return [f"exp_ratio: {ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
+    if not _number(ratio) or not 0 <= ratio <= 1:
+        return [f"exp_ratio: {ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
+    return []
+
+
+def _group_problems(values: Mapping[str, Any], n_rollout: int | None) -> list[str]:
+    histories = values["offpolicy_trajectories_per_task"]
+    if n_rollout is None or not isinstance(histories, int) or histories < n_rollout:
+        return []
+    return [
+        f"offpolicy_trajectories_per_task: {histories}, must be below n_rollout = {n_rollout},"
+        " so that every task makes a fresh rollout"
+    ]

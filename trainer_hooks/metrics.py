@@ -1,0 +1,262 @@
+"""What is worth watching about replay: flat names and plain floats, ready for any logger. Torch only.
+
+A quantity that does not exist (the ratio of a side without tokens, the age of an unknown version) has no entry:
+0 always means a measured 0. What is in the pool, the pool itself reports (``ExperienceManager.metrics``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from trajstore.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "experience_replay/"
+"""Begins every name."""
+
+OFF_POLICY_SHARE_LIMIT = 0.5
+"""Share of off-policy tokens above which :func:`warn_if_far_off_policy` warns."""
+
+OFF_POLICY_RATIO_LIMIT = 10.0
+"""Importance ratio of an off-policy token above which :func:`warn_if_far_off_policy` warns."""
+
+_LOSS_KEYS_BY_SIDE = {
+    side: (f"{side}_pg_loss", f"{side}_pg_clipfrac", f"{side}_pg_clipfrac_lower") for side in ("on", "off")
+}
+
+Label = TypeVar("Label", bound=Hashable)
+
+
+@torch.no_grad()
+def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
+    """Return the figures of one loss computation. Synchronizes with the device once.
+
+    ``off_policy_share`` (of tokens), ``pg_loss``, ``ppo_kl``; for each side that has tokens, with ``on_`` or
+    ``off_``: ``pg_loss``, ``pg_clipfrac``, ``pg_clipfrac_lower``, ``ratio_mean``, ``ratio_max``, ``ratio_min``;
+    and ``off_effective_sample_size``, see :func:`effective_sample_size`.
+
+    Args:
+        loss: what ``het_compute_token_on_off_policy_loss`` returned.
+        response_mask: [B, R], as given to it.
+        exp_mask: [B, R], as given to it.
+    """
+    valid, ratio = response_mask.bool(), loss["importance_ratio"]
+    off = valid & exp_mask.bool()
+    values = {"pg_loss": loss["pg_loss"], "ppo_kl": loss["ppo_kl"]}
+    for side, mask in (("on", valid ^ off), ("off", off)):
+        values |= {key: loss[key] for key in _LOSS_KEYS_BY_SIDE[side]}
+        values |= {
+            f"{side}_tokens": mask.sum(),
+            f"{side}_ratio_mean": torch.where(mask, ratio, 0.0).sum(dtype=torch.float64) / mask.sum().clamp(min=1),
+            f"{side}_ratio_max": _extreme(ratio, mask, torch.amax, -torch.inf),
+            f"{side}_ratio_min": _extreme(ratio, mask, torch.amin, torch.inf),
+        }
+    values["off_effective_sample_size"] = _effective_sample_size(ratio, off)
+    names = list(values)
+    result = dict(zip(names, torch.stack([values[name].double() for name in names]).tolist(), strict=True))
+    tokens = {side: result.pop(f"{side}_tokens") for side in ("on", "off")}
+    absent = tuple(f"{side}_" for side in tokens if not tokens[side])
+    figures = {name: value for name, value in result.items() if not name.startswith(absent)}
+    if total := sum(tokens.values()):
+        figures["off_policy_share"] = tokens["off"] / total
+    return {PREFIX + name: value for name, value in figures.items()}
+
+
+def warn_if_far_off_policy(metrics: Mapping[str, float]) -> None:
+    """Log a warning when :func:`loss_metrics` shows a batch too far from the policy in training.
+
+    That is: a share of off-policy tokens above 0.5, or an importance ratio above 10 on one of them.
+    """
+    share = metrics.get(f"{PREFIX}off_policy_share", 0.0)
+    if share > OFF_POLICY_SHARE_LIMIT:
+        logger.warning("%.0f %% of the tokens are off-policy: lower exp_ratio or replay fewer per task", 100 * share)
+    ratio = metrics.get(f"{PREFIX}off_ratio_max", 1.0)
+    if ratio > OFF_POLICY_RATIO_LIMIT:
+        logger.warning(
+            "an off-policy token has importance ratio %.3g: set max_policy_age, or check the recorded log-probs", ratio
+        )
+
+
+@torch.no_grad()
+def record_metrics(
+    old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, off_policy_mask: Tensor
+) -> dict[str, float]:
+    """Return how the recorded log-probs of off-policy tokens differ from the current policy's. Synchronizes once.
+
+    ``recorded_share``: share of off-policy tokens with a record; ``recorded_difference_mean``,
+    ``recorded_difference_max``: of |current - recorded| in nats, over those.
+
+    Args:
+        old_log_probs: [B, R], as the current policy gives them, before replacement.
+        recorded_old_log_probs: [B, R].
+        recorded_mask: [B, R].
+        off_policy_mask: [B, R], off-policy and counted (``exp_mask``'s response part and ``response_mask``).
+    """
+    off = off_policy_mask.bool()
+    both = off & recorded_mask.bool()
+    difference = torch.where(both, old_log_probs.double() - recorded_old_log_probs.double(), 0.0).abs()
+    mean = difference.sum() / both.sum().clamp(min=1)
+    largest = _extreme(difference, both, torch.amax, 0.0)
+    tokens, recorded, mean_value, max_value = torch.stack(
+        [off.sum().double(), both.sum().double(), mean, largest]
+    ).tolist()
+    result: dict[str, float] = {}
+    if tokens:
+        result[f"{PREFIX}recorded_share"] = recorded / tokens
+    if recorded:
+        result[f"{PREFIX}recorded_difference_mean"] = mean_value
+        result[f"{PREFIX}recorded_difference_max"] = max_value
+    return result
+
+
+def batch_metrics(
+    task_ids: Sequence[str],
+    is_experience_replay: Sequence[bool],
+    policy_versions: Sequence[int | None],
+    global_steps: int,
+) -> dict[str, float]:
+    """Return what a batch is made of; every argument but the last has one entry per row.
+
+    ``experience_tasks`` (tasks with at least one replayed row), ``tasks``, ``replayed_rows``, ``rows``; and of the
+    replayed rows whose policy version is known ``age_mean``, ``age_max``, ``age_min``: ``global_steps`` minus the
+    version, in training steps.
+    """
+    replayed = [row for row, flag in enumerate(is_experience_replay) if flag]
+    result = {
+        "experience_tasks": len({task_ids[row] for row in replayed}),
+        "tasks": len(set(task_ids)),
+        "replayed_rows": len(replayed),
+        "rows": len(task_ids),
+    }
+    figures = {name: float(value) for name, value in result.items()}
+    versions = (policy_versions[row] for row in replayed)
+    ages = [global_steps - version for version in versions if version is not None]
+    if ages:
+        figures |= {"age_mean": sum(ages) / len(ages), "age_max": float(max(ages)), "age_min": float(min(ages))}
+    return {PREFIX + name: value for name, value in figures.items()}
+
+
+def refused_metrics(refused: int, offered: int) -> dict[str, float]:
+    """Return ``refused_share``: of ``offered`` trajectories, the share that the pool refused; nothing if none was."""
+    return {f"{PREFIX}refused_share": refused / offered} if offered else {}
+
+
+@torch.no_grad()
+def effective_sample_size(importance_ratio: Tensor, mask: Tensor) -> float | None:
+    """Return (sum of w)² / (n · sum of w²) over the n masked ratios w: in (0, 1], 1 when all are equal.
+
+    The share of the tokens that carries the weight of all; a ratio of infinity carries all of it (Kish 1965).
+    ``None`` without tokens, nan when all ratios are 0.
+
+    Args:
+        importance_ratio: any shape.
+        mask: the same shape, nonzero where the ratio counts.
+    """
+    counted = mask.bool()
+    return float(_effective_sample_size(importance_ratio, counted)) if bool(counted.any()) else None
+
+
+@torch.no_grad()
+def clip_fraction_by(
+    labels: Sequence[Label | None],
+    importance_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cliprange_low: float,
+    cliprange_high: float,
+) -> dict[Label, float]:
+    """Return the share of tokens at which the clip range changes the loss, for every label of rows.
+
+    A token is clipped where ``A > 0, r > 1 + cliprange_high`` or ``A < 0, r < 1 - cliprange_low``. With the age of
+    each row's policy, or the bucket of its task, as labels, this shows which history has become useless.
+
+    Args:
+        labels: one per row; rows with ``None`` are left out.
+        importance_ratio: [B, R].
+        advantages: [B, R].
+        mask: [B, R], nonzero on tokens that count.
+        cliprange_low: l.
+        cliprange_high: h of the rows' side.
+
+    Returns:
+        Label -> share in [0, 1], in order of first appearance; labels without a token are left out.
+
+    Raises:
+        ConfigurationError: not one label per row.
+    """
+    if len(labels) != len(importance_ratio):
+        raise ConfigurationError(f"labels: {len(labels)} entries for {len(importance_ratio)} rows")
+    counted = mask.bool()
+    above = (advantages > 0) & (importance_ratio > 1.0 + cliprange_high)
+    below = (advantages < 0) & (importance_ratio < 1.0 - cliprange_low)
+    per_row = torch.stack([((above | below) & counted).sum(dim=-1), counted.sum(dim=-1)], dim=-1).tolist()
+    totals: dict[Label, tuple[int, int]] = {}
+    for label, (clipped, tokens) in zip(labels, per_row, strict=True):
+        if label is not None and tokens:
+            before = totals.get(label, (0, 0))
+            totals[label] = (before[0] + clipped, before[1] + tokens)
+    return {label: clipped / tokens for label, (clipped, tokens) in totals.items()}
+
+
+def named(name: str, by_label: Mapping[Label, float]) -> dict[str, float]:
+    """Return ``{"experience_replay/<name>/<label>": value}``, e.g. of :func:`clip_fraction_by`."""
+    return {f"{PREFIX}{name}/{label}": value for label, value in by_label.items()}
+
+
+def starving_buckets(replayable: Mapping[int, int], drawn: Mapping[int, int]) -> list[int]:
+    """Return the buckets that could be replayed but were not, in ascending order.
+
+    Args:
+        replayable: difficulty -> number of its tasks that could have been drawn in the period looked at.
+        drawn: difficulty -> number of draws from it in that period.
+    """
+    return sorted(bucket for bucket, tasks in replayable.items() if tasks > 0 and not drawn.get(bucket))
+
+
+class StepTimes:
+    """Sums up the seconds spent in each named part of a step.
+
+    Args:
+        clock: returns seconds; only differences count.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the time until the ``with`` block is left, by an exception too, to ``name``."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def take(self) -> dict[str, float]:
+        """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and begin anew."""
+        seconds, self._seconds = self._seconds, {}
+        return named("seconds", seconds)
+
+
+def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
+    """Return the largest or smallest masked value; ``neutral`` if there is none, also in an empty tensor."""
+    flat = torch.where(mask, values, neutral).flatten()
+    return reduce(torch.cat([flat, flat.new_full((1,), neutral)]))
+
+
+def _effective_sample_size(ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return the effective sample size as a scalar; nan without tokens."""
+    weights = torch.where(mask, ratio.double(), 0.0)
+    # Only relations between weights count: scaling keeps the squares, and an infinite weight, in range.
+    weights = weights.clamp(max=torch.finfo(torch.float64).max)
+    weights = weights / _extreme(weights, mask, torch.amax, 0.0)
+    return weights.sum().square() / (weights.square().sum() * mask.sum())

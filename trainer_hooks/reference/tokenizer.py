@@ -1,0 +1,66 @@
+"""A word tokenizer made on the spot, with a chat template of five marks. Pure; no I/O.
+
+A conversation is ``<bos>``, then messages. The environment's are ``<user> words <end>``; the model's are
+``<model> words <end>``, where ``<model>`` is given and the words and ``<end>`` are the model's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+from trajstore.errors import ConfigurationError
+
+PAD, BOS, USER, MODEL, END = "<pad>", "<bos>", "<user>", "<model>", "<end>"
+_MARKS = (PAD, BOS, USER, MODEL, END)
+_TEMPLATE = "bos (user words end | model words end)*"
+
+
+class WordTokenizer:
+    """Words to ids and back. Ids 0..4 are the marks, words follow in the order given.
+
+    Attributes:
+        pad_id, end_id: ids of ``<pad>`` and of ``<end>``.
+        fingerprint: identifies vocabulary and chat template; stored with every trajectory.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = (*_MARKS, *words)
+        self._ids = {word: index for index, word in enumerate(self._words)}
+        if len(self._ids) != len(self._words):
+            raise ConfigurationError("words: the same word twice, or a mark among them")
+        self.pad_id = self._ids[PAD]
+        self.end_id = self._ids[END]
+        text = json.dumps([_TEMPLATE, *self._words])
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text of known words.
+
+        Raises:
+            ConfigurationError: a word is not in the vocabulary.
+        """
+        try:
+            return [self._ids[word] for word in text.split()]
+        except KeyError as error:
+            raise ConfigurationError(f"word {error} is not in the vocabulary; add it to the environment's words") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the words of ids, marks included."""
+        return " ".join(self._words[index] for index in ids)
+
+    def opening(self, message: str) -> list[int]:
+        """Return the ids of a conversation's beginning, up to where the model begins to write."""
+        return [self._ids[BOS], *self.turn(message)]
+
+    def turn(self, message: str) -> list[int]:
+        """Return the ids of an environment's message and of the mark that asks for the next reply."""
+        return [self._ids[USER], *self.encode(message), self.end_id, self._ids[MODEL]]
+
+    def reply_text(self, ids: Sequence[int]) -> str:
+        """Return what the model wrote, without the closing ``<end>``."""
+        return self.decode(ids[:-1] if ids and ids[-1] == self.end_id else ids)

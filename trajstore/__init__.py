@@ -1,0 +1,54 @@
+"""trajstore: trajectories for reinforcement-learning post-training, kept on disk and sampled at the speed of memory.
+
+Names are loaded on first use, so that ``import trajstore`` and the command line are quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trajstore import errors
+    from trajstore.buffer import TrajectoryReplayBuffer
+    from trajstore.builder import EmbodiedRolloutResult
+    from trajstore.retention import Retention
+    from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
+    from trajstore.writer import WriterOptions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentTrajectory",
+    "ChunkStepResult",
+    "EmbodiedRolloutResult",
+    "Retention",
+    "Reward",
+    "Trajectory",
+    "TrajectoryReplayBuffer",
+    "WriterOptions",
+    "errors",
+]
+
+_MODULES = {
+    "AgentTrajectory": "trajectory",
+    "ChunkStepResult": "trajectory",
+    "EmbodiedRolloutResult": "builder",
+    "Retention": "retention",
+    "Reward": "trajectory",
+    "Trajectory": "trajectory",
+    "TrajectoryReplayBuffer": "buffer",
+    "WriterOptions": "writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("trajstore.errors")
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"trajstore.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,66 @@
+"""The trajectory cache's policy: which trajectories stay in memory. Pure; the memory itself is elsewhere."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from trajstore.errors import ConfigurationError
+
+
+class TrajectoryCache:
+    """First in, first out over trajectories, bounded by their number and bytes.
+
+    Args:
+        max_trajectories: how many; None for no bound.
+        max_bytes: bytes of their columns; None for no bound.
+    """
+
+    def __init__(self, max_trajectories: int | None, max_bytes: int | None = None) -> None:
+        for name, bound in (("cache_size", max_trajectories), ("cache_bytes", max_bytes)):
+            if bound is not None and bound < 0:
+                raise ConfigurationError(f"{name}: {bound}, must not be negative")
+        self._max_trajectories = max_trajectories
+        self._max_bytes = max_bytes
+        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, trajectory_id: int) -> bool:
+        return trajectory_id in self._sizes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sizes)
+
+    def put(self, trajectory_id: int, nbytes: int) -> None:
+        """Take in a trajectory; one that is there keeps its turn. Call :meth:`overflow` afterwards."""
+        if trajectory_id not in self._sizes:
+            self._sizes[trajectory_id] = nbytes
+            self.nbytes += nbytes
+
+    def overflow(self) -> list[int]:
+        """Drop the oldest until the bounds hold again; return the dropped ids."""
+        dropped = []
+        while self._sizes and self._over():
+            trajectory_id, nbytes = self._sizes.popitem(last=False)
+            self.nbytes -= nbytes
+            dropped.append(trajectory_id)
+        return dropped
+
+    def _over(self) -> bool:
+        if self._max_trajectories is not None and len(self._sizes) > self._max_trajectories:
+            return True
+        return self._max_bytes is not None and self.nbytes > self._max_bytes
+
+    def discard(self, trajectory_id: int) -> None:
+        """Drop a trajectory if it is there."""
+        self.nbytes -= self._sizes.pop(trajectory_id, 0)
+
+    def clear(self) -> list[int]:
+        """Drop everything; return the dropped ids."""
+        dropped = list(self._sizes)
+        self._sizes.clear()
+        self.nbytes = 0
+        return dropped

@@ -1,0 +1,387 @@
+"""Checkpoints: one consistent cut, linked or copied, published with one rename; and loading them again."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trajstore.catalog import METADATA_NAME, Catalog
+from trajstore.contents import Cut, start_of
+from trajstore.errors import ConfigurationError, CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.formats.base import EncodedFile, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.index import TrajectoryIndex
+from trajstore.local import LocalDirectory, sync_folder
+from trajstore.manifest import manifest_of
+from trajstore.partition import share_of
+from trajstore.record import Record
+from trajstore.rlinf_source import RLinfSource, write_rlinf
+from trajstore.shards import shard_name
+from trajstore.sources import Source, StoreSource
+from trajstore.storage import Directory, ReaderPin, open_directory
+
+Layout = Literal["trajstore", "rlinf"]
+
+_SHARD_BYTES = 16 << 20
+_RANK = re.compile(r"rank_(\d+)")
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The buffer's own state: what ``metadata.json`` says besides the trajectories."""
+
+    trajectory_format: str
+    trajectory_counter: int
+    seed: int | None
+    rng_state: torch.Tensor | None
+
+    @staticmethod
+    def rng_json(seed: int | None, rng_state: torch.Tensor) -> dict[str, Any]:
+        """Return seed and state of the generator as JSON values."""
+        return {"seed": seed, "rng_state": base64.b64encode(rng_state.numpy().tobytes()).decode()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> CheckpointState:
+        """Return the state that a ``metadata.json`` or a pin tells; what it does not tell is None.
+
+        Raises:
+            CorruptStoreError: a value is of the wrong kind.
+        """
+        try:
+            seed, rng, counter = values.get("seed"), values.get("rng_state"), values.get("trajectory_counter", 0)
+            state = None
+            if rng is not None:
+                state = torch.frombuffer(bytearray(base64.b64decode(rng, validate=True)), dtype=torch.uint8)
+                torch.Generator().set_state(state)
+            return CheckpointState(
+                str(values.get("trajectory_format", "pt")), int(counter), None if seed is None else int(seed), state
+            )
+        except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
+            raise CorruptStoreError(f"{METADATA_NAME}: {error}") from error
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat, layout: Layout
+) -> None:
+    """Write a cut to a directory of its own.
+
+    Raises:
+        ConfigurationError: the layout is unknown, or the directory holds something else.
+        StoreWriteError: it could not be written; what was there before is still there.
+    """
+    if layout not in ("trajstore", "rlinf"):
+        raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
+    write = _write_store if layout == "trajstore" else _write_rlinf
+    try:
+        if not isinstance(target, LocalDirectory):
+            write(target, cut, state, trajectory_format)
+            return
+        _check_replaceable(target)
+        temporary = target.path.with_name(f".{target.path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            staged = LocalDirectory(temporary)
+            staged.create()
+            write(staged, cut, state, trajectory_format)
+            _swap_in(temporary, target.path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise StoreWriteError(f"{error}: the checkpoint {target.url} was not written") from error
+
+
+def _check_replaceable(target: LocalDirectory) -> None:
+    if not target.exists():
+        return
+    names = os.listdir(target.path)
+    if names and METADATA_NAME not in names:
+        raise ConfigurationError(f"{target.url}: holds other files ({sorted(names)[0]}, ...); give the checkpoint its own directory")
+    if "writer.lock" in names and (target.path / "writer.lock").stat().st_size:
+        raise ConfigurationError(f"{target.url}: is a store that is being written; give the checkpoint its own directory")
+
+
+def _swap_in(temporary: Path, target: Path) -> None:
+    """Put a finished directory in its place; an earlier one steps aside for the moment between two renames."""
+    aside = None
+    if target.exists() and os.listdir(target):
+        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old")
+        os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, target)
+        raise
+    sync_folder(target.parent)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
+    catalog = Catalog.create(target)
+    rows = np.zeros(len(cut.index), np.int32)
+    links: list[tuple[Source, str, str]] = []
+    known: dict[tuple[int, int], int] = {}
+    loose: list[int] = []
+    for at, place in enumerate(cut.places):
+        if place is None or not cut.sources[place[0]].linkable:
+            loose.append(at)
+            continue
+        row = known.get(place)
+        if row is None:
+            source = cut.sources[place[0]]
+            old = source.manifest(place[1])
+            manifest = _renamed(old, shard_name(len(catalog.shards)))
+            links += [(source, a.name, b.name) for a, b in zip(old.files, manifest.files, strict=True)]
+            row = known[place] = catalog.shards.add(len(catalog.shards), manifest)
+        rows[at] = row
+    _link(target, links)
+    starts = cut.index
+    for group in _loose_groups(cut, loose):
+        records = [record for _, record in group]
+        name = shard_name(len(catalog.shards))
+        encoded = trajectory_format.encode(name, records)
+        target.publish(encoded.files)
+        row = catalog.shards.add(len(catalog.shards), manifest_of(encoded, trajectory_format.name, name, records))
+        _place(starts, [at for at, _ in group], records)
+        rows[[at for at, _ in group]] = row
+    columns = cut.index.take(np.arange(cut.index.first, cut.index.end))
+    columns["shard"] = rows
+    catalog.index.weights = cut.index.weights
+    catalog.index.append(columns)
+    catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
+    catalog.next_shard = len(catalog.shards)
+    target.publish([catalog.snapshot_file()])
+    extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
+    target.publish([catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)])
+
+
+def _place(index: TrajectoryIndex, entries: Sequence[int], records: Sequence[Record]) -> None:
+    """Set where trajectories begin within the shard that was made of them."""
+    from trajstore.index import starts_of
+
+    starts = starts_of([record.extent for record in records], records[0].schema.kind)
+    for name, values in starts.items():
+        index.arrays[name][np.array(entries)] = values
+    for at, record in zip(entries, records, strict=True):
+        index.arrays["extra"][at] = record.extent.extra
+        index.arrays["document"][at] = record.extent.document
+
+
+def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
+    files = tuple(StoredFile(f.name.replace(manifest.name, name), f.size, f.crc32) for f in manifest.files)
+    return replace(manifest, name=name, files=files)
+
+
+def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
+    """Yield trajectories that have no shard to link, in groups of one schema and a shard's size."""
+    group: list[tuple[int, Record]] = []
+    nbytes = 0
+    for at in loose:
+        record = _record_at(cut, at)
+        if group and (record.schema != group[0][1].schema or nbytes + record.nbytes > _SHARD_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append((at, record))
+        nbytes += record.nbytes
+    if group:
+        yield group
+
+
+def _record_at(cut: Cut, at: int) -> Record:
+    """Return a trajectory of the cut as columns, from memory or decoded from its shard."""
+    if at in cut.records:
+        return cut.records[at]
+    place = cut.places[at]
+    if place is None:
+        raise StoreWriteError(f"trajectory {at} of the checkpoint is neither in memory nor on disk")
+    source, row = cut.sources[place[0]], place[1]
+    entry = cut.index.entry(at)
+    manifest = source.manifest(row)
+    extent = source.extent(row) or entry.extent
+    reader = source.reader(row)
+    tensors = []
+    for number, column in enumerate(manifest.schema.columns):
+        start = int(cut.index.arrays[start_of(column.axis)][at])
+        tensors.append(reader.rows(number, start, start + extent.rows(column.axis)))
+    return Record(
+        manifest.schema,
+        extent,
+        tuple(tensors),
+        entry.num_samples,
+        entry.max_episode_length,
+        entry.model_weights_id,
+        entry.versions,
+    )
+
+
+def _link(target: Directory, links: Sequence[tuple[Source, str, str]]) -> None:
+    """Bring files over: hard links where both sides are on one file system, else copies."""
+    folders: set[Path] = set()
+    for source, old, new in links:
+        if isinstance(target, LocalDirectory) and isinstance(source.directory, LocalDirectory):
+            path = target.local_path(new)
+            if path.parent not in folders:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                folders.add(path.parent)
+            with contextlib.suppress(OSError):
+                os.link(source.directory.local_path(old), path)
+                continue
+        target.publish([EncodedFile(new, [source.directory.read(old)])])
+    for folder in folders:
+        sync_folder(folder)
+
+
+def _write_rlinf(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
+    records = ((cut.index.entry(at), _record_at(cut, at)) for at in range(len(cut.index)))
+    write_rlinf(target, records, state.trajectory_counter, state.seed, trajectory_format.name)
+
+
+# -- loading --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Loaded:
+    """What ``load_sources`` found.
+
+    Attributes:
+        parts: sources with the entries to show of each, oldest first.
+        pins: announcements that keep the writer from deleting what is read.
+        state: of the buffer that saved it; ``rng_state`` is None where the draws cannot go on.
+        counter: one more than the highest id of the share.
+        next_id: one more than the highest id of all shares.
+        skipped: trajectories left out because their files are absent.
+    """
+
+    parts: list[tuple[Source, TrajectoryIndex]]
+    pins: list[ReaderPin]
+    state: CheckpointState
+    counter: int = 0
+    next_id: int = 0
+    skipped: int = 0
+    seen: set[bytes] = field(default_factory=set)
+
+
+def load_sources(
+    path: str | Path,
+    *,
+    storage_options: Mapping[str, Any],
+    share: tuple[int, int] | None,
+    strict: bool,
+    pin: str | None,
+) -> Loaded:
+    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
+    if share is not None:
+        share_of(0, *share)
+    directories = _directories(path, storage_options)
+    pins = [directory.announce_reader() for directory in directories]
+    try:
+        found = [_open(directory, strict, pin) for directory in directories]
+        for (source, _, _, _), announced in zip(found, pins, strict=True):
+            announced.update(source.generation)
+        own = share[0] if share is not None and len(found) == share[1] and len(found) > 1 else 0
+        state = found[own][2]
+        if share is not None and len(found) > 1 and len(found) != share[1]:
+            state = replace(state, rng_state=None)  # no rank of now is a rank of then
+        loaded = Loaded([], pins, state, skipped=sum(skipped for *_, skipped in found))
+        _unite(loaded, [(source, index) for source, index, _, _ in found], share)
+        counters = [item.trajectory_counter for _, _, item, _ in found]
+        loaded.next_id = max([loaded.next_id, *counters])
+        if share is None:
+            loaded.counter = loaded.next_id
+        return loaded
+    except BaseException:
+        for announced in pins:
+            announced.release()
+        raise
+
+
+def _directories(path: str | Path, options: Mapping[str, Any]) -> list[Directory]:
+    directory = open_directory(path, **options)
+    if Catalog.exists(directory) or RLinfSource.exists(directory):
+        return [directory]
+    ranks: dict[int, str] = {}
+    for name in directory.names():
+        match = _RANK.fullmatch(name.split("/", 1)[0])
+        if match:
+            ranks[int(match[1])] = match[0]
+    if ranks:
+        return [open_directory(f"{str(path).rstrip('/')}/{ranks[rank]}", **options) for rank in sorted(ranks)]
+    raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
+
+
+def _open(
+    directory: Directory, strict: bool, pin: str | None
+) -> tuple[Source, TrajectoryIndex, CheckpointState, int]:
+    """Return a directory's source, the entries that it shows, the buffer's state, and how many entries were skipped."""
+    if not Catalog.exists(directory):
+        if pin is not None:
+            raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
+        rlinf = RLinfSource.open(directory, strict)
+        return rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), rlinf.skipped
+    catalog = Catalog.open(directory)
+    values = catalog.metadata()
+    index = catalog.index
+    if pin is not None:
+        index = catalog.pinned_index(pin)
+        values |= catalog.pin_state(pin)
+    state = CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
+    source = StoreSource(catalog)
+    missing = source.missing(index)
+    if missing:
+        if strict:
+            files = sorted({f"{directory.url}/{name}" for _, name in missing})
+            raise IncompleteCheckpointError(
+                f"{len(missing)} trajectories of {directory.url} are not there: {listed(files)}; "
+                "copy the files back, or load with strict=False to leave them out"
+            )
+        index = index.slice(0, len(index))
+        index.drop(np.array([position for position, _ in missing], np.intp))
+    return source, index, state, len(missing)
+
+
+def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:
+    """Choose the entries of each source: all, or one rank's share of the union; nothing twice, no id twice."""
+    distinct = [_distinct(index, loaded.seen) if len(found) > 1 else index for _, index in found]
+    total = sum(len(index) for index in distinct)
+    start, stop = (0, total) if share is None else share_of(total, *share)
+    ids = np.concatenate([index["trajectory_id"] for index in distinct]) if distinct else np.zeros(0, np.int64)
+    renumber = len(np.unique(ids)) < len(ids)
+    loaded.next_id = total if renumber else int(ids.max(initial=-1)) + 1
+    before = 0
+    for (source, _), index in zip(found, distinct, strict=True):
+        low, high = max(start - before, 0), min(stop - before, len(index))
+        if low < high:
+            part = index.slice(low, high)
+            if renumber:
+                part.arrays["trajectory_id"] = np.arange(before + low, before + high, dtype=np.int64)
+            loaded.parts.append((source, part))
+            loaded.counter = max(loaded.counter, int(part["trajectory_id"].max()) + 1)
+        before += len(index)
+
+
+def _distinct(index: TrajectoryIndex, seen: set[bytes]) -> TrajectoryIndex:
+    """Return the entries whose UUIDs were not seen in an earlier source."""
+    fresh = []
+    for at, raw in enumerate(index["uuid"].tolist()):
+        if raw not in seen:
+            seen.add(raw)
+            fresh.append(at)
+    if len(fresh) == len(index):
+        return index
+    part = index.slice(0, len(index))
+    part.replace(index.take(index.first + np.array(fresh, np.intp)))
+    return part

@@ -1,0 +1,78 @@
+"""The command line: ``trajstore inspect``, ``verify``, ``demo``.
+
+Each command is one thin file over a function that can be imported and called without it. Commands
+import what they need when they run, so that ``trajstore --help`` loads neither torch nor numpy.
+
+Exit codes: 0 = done, 1 = damage was found, 2 = it could not be done (a wrong call, a path
+without a store, a full disk, a missing package), 130 = interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from trajstore.cli import demo, inspect, verify
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output
+from trajstore.errors import CorruptStoreError, TrajstoreError
+
+DAMAGED = 1
+FAILED = 2
+INTERRUPTED = 130
+
+COMMANDS: tuple[Command, ...] = (inspect.COMMAND, verify.COMMAND, demo.COMMAND)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; ``docs/cli.md`` is checked against it."""
+    parser = argparse.ArgumentParser(
+        prog="trajstore", description="Look into, check and try out stores of reinforcement learning trajectories."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        child = commands.add_parser(command.name, help=command.summary, description=command.description)
+        command.configure(child)
+        child.set_defaults(run=command.run)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        arguments: the words after ``trajstore``; those of the process if None.
+    """
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    out = Output(sys.stdout)
+    try:
+        if options.version:
+            from importlib.metadata import version  # takes longer than all the rest
+
+            out.line(version("trajstore"))
+            return 0
+        if options.run is None:
+            parser.error("a command is needed; see  trajstore --help")
+        code: int = options.run(options, out)
+        out.flush()
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has enough of it. Keep the interpreter from flushing again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except CorruptStoreError as error:
+        return _fail(str(error), DAMAGED)
+    except (TrajstoreError, OSError) as error:
+        return _fail(str(error), FAILED)
+    return code
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"trajstore: {' '.join(message.split())}\n")
+    return code

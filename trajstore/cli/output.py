@@ -1,0 +1,134 @@
+"""Everything that commands write: lines, tables, JSON, numbers for people, a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+
+class Output:
+    """Writes results to a stream (standard output)."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def line(self, text: str = "") -> None:
+        """Write one line."""
+        self._stream.write(text + "\n")
+
+    def json(self, value: Any) -> None:
+        """Write a JSON document, indented, keys in their order."""
+        self.line(json.dumps(_json_value(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+    def heading(self, text: str) -> None:
+        """Write a title with an empty line before it."""
+        self.line()
+        self.line(text)
+
+    def pairs(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Write names and values in two columns; rows with an empty value are left out."""
+        self.table([row for row in rows if row[1]])
+
+    def table(self, rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+        """Write rows of equal length in aligned columns; those numbered in ``right`` are flush right."""
+        if not rows:
+            return
+        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = [
+                cell.rjust(width) if number in right else cell.ljust(width)
+                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            self.line(("  " + "  ".join(cells)).rstrip())
+
+    def flush(self) -> None:
+        """Hand everything written to the system."""
+        self._stream.flush()
+
+
+def _json_value(value: Any) -> Any:
+    """Return ``value`` with numbers that JSON lacks (nan, infinities, complex ones) as strings."""
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def format_bytes(count: float) -> str:
+    """Return a size in binary units, e.g. ``"1.5 MiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with at most four significant digits after grouping, ``"unknown"`` for None."""
+    if value is None:
+        return "unknown"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def format_range(value: dict[str, Any] | None) -> str:
+    """Return ``{"min", "mean", "max"}`` in words; empty if there is none."""
+    if value is None:
+        return ""
+    low, high = format_number(value["min"]), format_number(value["max"])
+    if low == high:
+        return low
+    text = f"{low} to {high}"
+    return text + f", mean {format_number(value['mean'])}" if "mean" in value else text
+
+
+class ProgressBar:
+    """A line that shows how far something is; silent unless the stream is a terminal.
+
+    Calling it with (done, total) moves it. Leaving the context wipes the line.
+    """
+
+    _INTERVAL = 0.1  # seconds between two drawings
+    _WIDTH = 30
+
+    def __init__(self, label: str, stream: TextIO) -> None:
+        self._label = label
+        self._stream = stream
+        self._shown = stream.isatty()
+        self._drawn = 0.0
+        self._begun = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Take the line away; the next call draws it again."""
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Show that ``done`` of ``total`` steps are behind us."""
+        now = time.monotonic()
+        if not self._shown or (now - self._drawn < self._INTERVAL and done < total):
+            return
+        self._drawn = now
+        share = done / total if total else 1.0
+        bar = "#" * round(share * self._WIDTH)
+        left = f"{(now - self._begun) * (total - done) / done:.0f} s left" if done else ""
+        parts = [f"\r\x1b[K{self._label} [{bar:<{self._WIDTH}}] {done:,}/{total:,}", left, note]
+        self._stream.write("  ".join(part for part in parts if part))
+        self._stream.flush()

@@ -1,0 +1,63 @@
+"""The command line reference, written from the parser: ``python -m trajstore.cli.reference > docs/cli.md``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from trajstore.cli import COMMANDS, DAMAGED, FAILED, INTERRUPTED
+
+_HEAD = """# Command line
+
+<!-- Written by python -m trajstore.cli.reference; a test fails when it is out of date. -->
+
+`trajstore COMMAND ...`. Results go to standard output, errors (one sentence) and progress bars to standard error;
+the bars are silent unless it is a terminal. `trajstore --version` prints the version.
+"""
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Yield every argument as it is typed, and its help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        text = (action.help or "") % {"default": action.default, "prog": parser.prog}
+        metavar = str(action.metavar or "")
+        if action.choices is not None:
+            metavar = "{" + ",".join(map(str, action.choices)) + "}"
+        names = ", ".join(action.option_strings)
+        yield f"{names} {metavar}".strip(), text
+
+
+def reference() -> str:
+    """Return ``docs/cli.md``."""
+    lines = [_HEAD]
+    for command in COMMANDS:
+        parser = argparse.ArgumentParser(prog=f"trajstore {command.name}")
+        command.configure(parser)
+        lines += [
+            f"## trajstore {command.name}",
+            "",
+            command.description,
+            "",
+            "| argument | meaning |",
+            "| --- | --- |",
+        ]
+        lines += [f"| `{name}` | {text} |" for name, text in options_of(parser)]
+        lines.append("")
+    lines += [
+        "## Exit codes",
+        "",
+        "| code | meaning |",
+        "| --- | --- |",
+        "| 0 | done; `verify`: sound |",
+        f"| {DAMAGED} | something is damaged |",
+        f"| {FAILED} | it could not be done: no store there, a value out of range, a missing package, a full disk |",
+        f"| {INTERRUPTED} | interrupted (Ctrl-C) |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,59 @@
+"""``trajstore verify``: whether a directory is sound. The exit code says it."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, ProgressBar, format_bytes
+
+if TYPE_CHECKING:
+    from trajstore.verify import Verification
+
+_SHOWN = 50  # problems written one by one
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _run(options: Namespace, out: Output) -> int:
+    from trajstore.verify import verify
+
+    with ProgressBar("checking", sys.stderr) as bar:
+        result = verify(options.path, bar)
+    if options.json:
+        out.json(result.to_json())
+    else:
+        _write(result, out)
+    return 0 if result.sound else 1
+
+
+def _write(result: Verification, out: Output) -> None:
+    for part in result.parts:
+        _write(part, out)
+    for problem in result.problems[:_SHOWN]:
+        named = result.path in problem.message
+        out.line(problem.message if named else f"{result.path}/{problem.file}: {problem.message}")
+    if len(result.problems) > _SHOWN:
+        out.line(f"{result.path}: and {len(result.problems) - _SHOWN:,} more; --json lists all")
+    for note in result.notes:
+        out.line(f"{result.path}: note: {note}")
+    verdict = "sound" if result.sound else "DAMAGED"
+    checked = f"{result.trajectories:,} trajectories, {result.files:,} files, {format_bytes(result.nbytes)} checked"
+    out.line(f"{result.path}: {verdict}: {checked}")
+
+
+COMMAND = Command(
+    name="verify",
+    summary="check every checksum and every name",
+    description=(
+        "Read every byte and compare it with its checksum; check that every name is there. Writes nothing. "
+        "Exit code 0 = sound, 1 = damaged, 2 = no store there."
+    ),
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,386 @@
+"""What a buffer holds: its index over all sources, and where each trajectory's rows are now.
+
+A trajectory's rows are in its shard on disk (its *home*) or in memory: pending (not committed yet), or
+cached. The ``shard`` column of the index is the slot to read from. Changes happen under ``lock``; copies
+run outside it, on addresses that stay valid until they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.cache import TrajectoryCache
+from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError
+from trajstore.fields import Axis
+from trajstore.gather import Located, allocate, gather, locate
+from trajstore.index import TrajectoryIndex, columns_of
+from trajstore.pending import OwnedRecord
+from trajstore.record import ColumnSpec, Extent, Record, Schema, trajectory_of
+from trajstore.residency import Residency
+from trajstore.sources import Source
+from trajstore.trajectory import AnyTrajectory
+
+GONE = -1
+"""Slot of a trajectory that was kept in memory only and has left it."""
+
+_STARTS = ("start_samples", "start_extra", "start_document")
+
+
+@dataclass(slots=True)
+class _Held:
+    """A trajectory in memory. ``home`` is its (slot, starts...) on disk, once it is there."""
+
+    slot: int
+    nbytes: int
+    home: tuple[int, int, int, int] | None
+    pending: bool
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch that only has to be copied."""
+
+    located: Located
+    numbers: npt.NDArray[np.int64]
+    specs: list[ColumnSpec]
+    addresses: npt.NDArray[np.int64]
+    axes: npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A consistent picture of the contents, for a checkpoint.
+
+    Attributes:
+        index: the entries that can be saved; ``shard`` is meaningless.
+        places: per entry, (source, row) on disk, or None where ``records`` has it.
+        records: by place in ``index``, trajectories that are in memory only.
+        sources: the sources that ``places`` refers to.
+    """
+
+    index: TrajectoryIndex
+    places: list[tuple[int, int] | None]
+    records: dict[int, Record]
+    sources: list[Source]
+
+
+def start_of(axis: Axis) -> str:
+    """Return the index column that says where a trajectory's rows on an axis begin."""
+    if axis is Axis.SAMPLES:
+        return "start_samples"
+    return "start_document" if axis is Axis.DOCUMENT else "start_extra"
+
+
+class Contents:
+    """Trajectories of a buffer, oldest first, and their memory.
+
+    Args:
+        cache: which trajectories stay in memory; None keeps only those that are not on disk.
+        map_limit: most shards mapped at a time.
+    """
+
+    def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
+        self.lock = threading.RLock()
+        self.index = TrajectoryIndex()
+        self.sources: list[Source] = []
+        self.cache = cache
+        self.residency = Residency(map_limit)
+        self._first_slot: list[int] = []
+        self._held: dict[int, _Held] = {}
+        self._decoded: list[int] = []
+
+    # -- taking in --------------------------------------------------------------------------------
+
+    def attach(self, source: Source) -> int:
+        """Take in a source without its trajectories; return its number."""
+        number, first = self.residency.add_source(source, source.shards)
+        self.sources.append(source)
+        self._first_slot.append(first)
+        return number
+
+    def show(self, number: int, part: TrajectoryIndex) -> None:
+        """Append entries of a source's index."""
+        first = self._first_slot[number]
+        if len(self.index) == 0 and first == 0:
+            self.index = part  # arrays are shared, not copied
+            self.index.own("shard", *_STARTS, "extra")
+            return
+        columns = part.take(np.arange(part.first, part.end))
+        columns["shard"] = columns["shard"] + first
+        columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
+        self.index.append(columns)
+
+    def add(self, owned: Sequence[OwnedRecord], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
+        """Append trajectories that are in memory; ``pending`` ones stay there until they are committed."""
+        records = [item.record for item in owned]
+        with self.lock:
+            for at in range(len(records)):
+                item = owned[at]
+                slot = self.residency.add_memory(item.record.schema, item.addresses, item.block)
+                self._held[ids[at]] = _Held(slot, item.nbytes, None, pending, item.record)
+                if self.cache is not None:
+                    self.cache.put(ids[at], item.nbytes)
+            columns = columns_of(records, ids, uuids, self.index.weights, GONE)
+            columns |= {name: np.zeros(len(ids), np.int64) for name in _STARTS}
+            columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
+            self.index.append(columns)
+            self._trim()
+
+    def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
+        """Note that pending trajectories are on disk now, in this row of a source."""
+        with self.lock:
+            slot = self.residency.add_shard(source, row)
+            starts = [columns[name].tolist() for name in _STARTS]
+            going = []
+            for at, number in enumerate(ids):
+                held = self._held.get(number)
+                if held is None:
+                    continue
+                held.home = (slot, starts[0][at], starts[1][at], starts[2][at])
+                held.pending = False
+                if self.cache is None or number not in self.cache:
+                    going.append(number)
+            self._send_home(going)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        if self.cache is not None:
+            self._send_home(self.cache.overflow())
+
+    def _send_home(self, ids: Sequence[int]) -> None:
+        """Let trajectories be read from disk again; those that are not there yet stay, or are gone for good."""
+        for number in ids:
+            held = self._held.get(number)
+            if held is None or held.pending:
+                continue
+            position = self.index.find(number)
+            if position is not None:
+                home = held.home or (GONE, 0, 0, 0)
+                self.index.arrays["shard"][position] = home[0]
+                for name, start in zip(_STARTS, home[1:], strict=True):
+                    self.index.arrays[name][position] = start
+            del self._held[number]
+            self.residency.release(held.slot)
+
+    def clear_cache(self) -> None:
+        """Drop what is cached. What is nowhere else stays."""
+        with self.lock:
+            if self.cache is None:
+                return
+            for number in self.cache.clear():
+                held = self._held.get(number)
+                if held is not None and held.home is None:
+                    self.cache.put(number, held.nbytes)
+                else:
+                    self._send_home([number])
+
+    def drop(self, positions: npt.NDArray[np.intp]) -> None:
+        """Forget trajectories."""
+        with self.lock:
+            for number in self.index.arrays["trajectory_id"][positions].tolist():
+                held = self._held.pop(number, None)
+                if self.cache is not None:
+                    self.cache.discard(number)
+                if held is not None:
+                    self.residency.release(held.slot)
+            self.index.drop(positions)
+
+    def is_pending(self, trajectory_id: int) -> bool:
+        """Return whether a trajectory is not committed yet."""
+        held = self._held.get(trajectory_id)
+        return held is not None and held.pending
+
+    def cut(self) -> Cut:
+        """Return a picture of everything that can be saved; with ``lock`` held, and quickly."""
+        index = self.index
+        positions = np.arange(index.first, index.end)
+        columns = index.take(positions)
+        places: list[tuple[int, int] | None] = []
+        records: dict[int, Record] = {}
+        kept = np.ones(len(positions), np.bool_)
+        slots = columns["shard"].tolist()
+        for at, number in enumerate(columns["trajectory_id"].tolist()):
+            slot = slots[at]
+            held = self._held.get(number)
+            if held is not None and held.home is not None:
+                slot = held.home[0]
+                for name, start in zip(_STARTS, held.home[1:], strict=True):
+                    columns[name][at] = start
+            elif held is not None and held.record is not None:
+                records[len(places)] = held.record
+                places.append(None)
+                continue
+            elif slot == GONE:
+                kept[at] = False
+                continue
+            places.append(self.residency.place(slot))
+        picture = TrajectoryIndex()
+        picture.weights = index.weights.copy()
+        picture.append({name: array[kept] for name, array in columns.items()})
+        return Cut(picture, places, records, list(self.sources))
+
+    def in_memory(self, trajectory_id: int) -> bool:
+        """Return whether a trajectory's rows are in memory."""
+        return trajectory_id in self._held
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def prepare(
+        self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None
+    ) -> Prepared:
+        """Find the rows of samples, counted from the first sample of the window ``[first, end)``.
+
+        With ``lock`` held. What it returns must be given to :meth:`read`.
+
+        Raises:
+            SchemaMismatchError: the samples' trajectories differ in their columns.
+            TrajectoryUnavailableError: a trajectory is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        located = self._locate(samples, first, end)
+        numbers = self._columns_for(located, columns)
+        prepared = Prepared(
+            located,
+            np.array(numbers, np.int64),
+            [self.residency.specs[number] for number in numbers],
+            self.residency.addresses,
+            self.residency.axes,
+        )
+        self.residency.begin_reading()
+        # What was decoded for this batch and is not to be cached goes when the copy has ended.
+        self._trim()
+        self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
+        self._decoded.clear()
+        return prepared
+
+    def read(self, prepared: Prepared, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Return the rows found by :meth:`prepare`, by dotted column name; without ``lock``.
+
+        Raises:
+            ConfigurationError: a tensor of ``out`` does not fit.
+        """
+        try:
+            targets = allocate(prepared.specs, len(prepared.located.slot), out)
+            gather(prepared.located, prepared.addresses, prepared.axes, prepared.numbers, prepared.specs, targets)
+        finally:
+            self.residency.end_reading()
+        return {spec.name: target for spec, target in zip(prepared.specs, targets, strict=True)}
+
+    def _locate(self, samples: npt.NDArray[np.int64], first: int, end: int) -> Located:
+        located = locate(samples, self.index, first, end)
+        while len(located.slot):
+            if located.slot.min() < 0:
+                missing = int(self.index.arrays["trajectory_id"][located.position[located.slot.argmin()]])
+                raise TrajectoryUnavailableError(
+                    f"trajectory {missing} was kept in memory only and has left it: sample from a window of at most "
+                    "sample_window_size trajectories, or use auto_save=True"
+                )
+            if self.residency.signature[located.slot].min() >= 0:
+                break
+            undecoded = self.residency.ensure(located.slot, self._set_extra)
+            if undecoded:
+                self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
+            located = locate(samples, self.index, first, end)
+        return located
+
+    def _set_extra(self, slot: int, extra: int) -> None:
+        """Note a trajectory's number of extra rows, which foreign indexes do not tell."""
+        self.index.arrays["extra"][: self.index.end][self.index.arrays["shard"][: self.index.end] == slot] = extra
+
+    def _decode(self, positions: npt.NDArray[np.int64]) -> None:
+        """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
+        order = np.argsort(self.index.arrays["shard"][positions], kind="stable")
+        for position in positions[order].tolist():
+            schema, tensors = self._rows_of(position)
+            slot = self.residency.add_memory(schema, [tensor.data_ptr() for tensor in tensors], tensors)
+            number = int(self.index.arrays["trajectory_id"][position])
+            home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *_STARTS))
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            self._held[number] = _Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
+            self.index.arrays["shard"][position] = slot
+            for name in _STARTS:
+                self.index.arrays[name][position] = 0
+            if self.cache is not None:
+                self.cache.put(number, nbytes)
+            self._decoded.append(number)
+
+    def _columns_for(self, located: Located, names: Sequence[str] | None) -> list[int]:
+        signatures = np.unique(self.residency.signature[located.slot]).tolist()
+        sets = [self.residency.columns(signature) for signature in signatures]
+        specs = self.residency.specs
+        if names is None:
+            if len(sets) == 1:
+                return list(sets[0])
+            common = set(sets[0]).intersection(*sets[1:])
+            differing = sorted({specs[n].name for columns in sets for n in columns if n not in common})
+            raise SchemaMismatchError(
+                f"trajectories of this window differ in {', '.join(differing)} (absent, or another dtype or shape); "
+                "name the columns to sample, or narrow the window"
+            )
+        chosen = []
+        for name in names:
+            found = {next((n for n in columns if specs[n].name == name), None) for columns in sets}
+            if len(found) != 1 or None in found:
+                raise SchemaMismatchError(f"column {name}: not in every trajectory of this window with one dtype and shape")
+            chosen += [n for n in found if n is not None]
+        return chosen
+
+    def get(self, position: int) -> AnyTrajectory:
+        """Return the trajectory at a position, its tensors copied.
+
+        Raises:
+            TrajectoryUnavailableError: it is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        with self.lock:
+            schema, tensors = self._rows_of(position)
+            entry = self.index.entry(position)
+            return trajectory_of(
+                schema,
+                entry.extent,
+                [tensor.clone() for tensor in tensors],
+                max_episode_length=entry.max_episode_length,
+                model_weights_id=entry.model_weights_id,
+            )
+
+    def rows_of(self, position: int) -> tuple[Schema, Extent, list[torch.Tensor]]:
+        """Return the columns of the trajectory at a position; they may alias the buffer's memory."""
+        with self.lock:
+            schema, tensors = self._rows_of(position)
+            return schema, self.index.entry(position).extent, tensors
+
+    def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
+        slot = int(self.index.arrays["shard"][position])
+        if slot == GONE:
+            number = int(self.index.arrays["trajectory_id"][position])
+            raise TrajectoryUnavailableError(f"trajectory {number} was kept in memory only and has left it")
+        undecoded = self.residency.ensure(np.array([slot], np.int64), self._set_extra)
+        extent = self.index.entry(position).extent
+        starts = {axis: int(self.index.arrays[start_of(axis)][position]) for axis in Axis}
+        if undecoded:
+            source, row = self.residency.place(slot)
+            schema = self.sources[source].manifest(row).schema
+            reader = self.sources[source].reader(row)
+            return schema, [
+                reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))
+                for number, column in enumerate(schema.columns)
+            ]
+        schema = self.residency.schema(slot)
+        tensors = []
+        for column, base in zip(schema.columns, self.residency.addresses_of(slot), strict=True):
+            rows, width = extent.rows(column.axis), column.row_nbytes
+            tensor = torch.empty((rows, *column.row_shape), dtype=column.torch_dtype)
+            if tensor.nbytes:
+                ctypes.memmove(tensor.data_ptr(), base + starts[column.axis] * width, tensor.nbytes)
+            tensors.append(tensor)
+        return schema, tensors

@@ -1,0 +1,117 @@
+"""Every error that trajstore raises on purpose.
+
+Each message names the file or field at fault and says what to do about it. The tree::
+
+    TrajstoreError
+    ├── InvalidTrajectoryError (ValueError)      a trajectory was refused when it was added
+    ├── ConfigurationError (ValueError)          an argument or configuration key is out of range
+    ├── SchemaMismatchError (ValueError)         trajectories of one window have different columns
+    ├── EmptyBufferError (RuntimeError)          nothing to sample from
+    ├── TrajectoryUnavailableError (KeyError)    no such trajectory, or it is no longer kept
+    ├── MissingDependencyError (ImportError)     an optional package is needed; names the extra
+    └── StoreError                               something about a directory
+        ├── StoreNotFoundError (FileNotFoundError)   no store at this path
+        ├── StoreLockedError                     another writer holds the directory; names the holder
+        ├── StoreWriteError (OSError)            a write did not reach the disk; names the file
+        ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
+        ├── StoreClosedError                     used after close(), or in a forked child
+        ├── UnsupportedVersionError              the directory was written by a newer layout
+        ├── UnsafeContentError                   a pickle or a name that would leave the sandbox
+        └── CorruptStoreError                    damage: truncated, changed or foreign files
+            └── IncompleteCheckpointError (FileNotFoundError)   the index names files that are absent
+
+The standard-library classes in parentheses are second bases, so that code written against other
+replay buffers (``except FileNotFoundError``) keeps working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TrajstoreError(Exception):
+    """Base class of every error raised on purpose by trajstore."""
+
+
+class InvalidTrajectoryError(TrajstoreError, ValueError):
+    """A trajectory has fields that do not fit together; nothing of it was added."""
+
+
+class ConfigurationError(TrajstoreError, ValueError):
+    """An argument or configuration key has a value outside its range."""
+
+
+class SchemaMismatchError(TrajstoreError, ValueError):
+    """The trajectories to be sampled together differ in their columns."""
+
+
+class EmptyBufferError(TrajstoreError, RuntimeError):
+    """There is nothing to sample from."""
+
+
+class TrajectoryUnavailableError(TrajstoreError, KeyError):
+    """No trajectory has this id, or its data is no longer kept."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingDependencyError(TrajstoreError, ImportError):
+    """An optional package is needed for what was asked."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"this needs the package {package!r}: install it with  pip install 'trajstore[{extra}]'"
+        )
+
+
+class StoreError(TrajstoreError):
+    """Something about a directory on disk."""
+
+
+class StoreNotFoundError(StoreError, FileNotFoundError):
+    """There is no store at this path."""
+
+    __str__ = Exception.__str__
+
+
+class StoreLockedError(StoreError):
+    """Another writer holds the directory."""
+
+
+class StoreWriteError(StoreError, OSError):
+    """A write did not reach the disk. What was not written is still held in memory."""
+
+    __str__ = Exception.__str__
+
+
+class PendingFullError(StoreError):
+    """Waiting writes fill the memory set aside for them."""
+
+
+class StoreClosedError(StoreError):
+    """The store was closed, or belongs to another process."""
+
+
+class UnsupportedVersionError(StoreError):
+    """The directory was written by a newer version of the layout."""
+
+
+class UnsafeContentError(StoreError):
+    """Loading this would run code or leave the directory."""
+
+
+class CorruptStoreError(StoreError):
+    """Files are truncated, changed or not what their names say."""
+
+
+class IncompleteCheckpointError(CorruptStoreError, FileNotFoundError):
+    """The index names trajectories whose files are absent."""
+
+    __str__ = Exception.__str__
+
+
+def listed(items: Iterable[str], limit: int = 10) -> str:
+    """Return the first few of many names, for a message."""
+    names = list(items)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

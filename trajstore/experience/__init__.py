@@ -1,0 +1,30 @@
+"""Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
+
+Imports run downward: ``mixing`` → ``pool`` → ``cut``, ``scoring``, ``ledger`` → ``journal`` → ``store``, ``selection`` →
+``buckets``; ``persistence`` reads and writes a pool as files, ``contract`` compares tokenizers.
+"""
+
+from trajstore.experience.buckets import REPLAY_MARK, TASK_SAMPLING, TaskSampling
+from trajstore.experience.mixing import ExperienceMixCollateFn, RatioSchedule
+from trajstore.experience.persistence import newest_pool
+from trajstore.experience.pool import ExperienceManager
+from trajstore.experience.scoring import CurrentEntropy
+from trajstore.experience.selection import PoolRules, Refusal, mean_entropy
+from trajstore.experience.store import BufferStore, MemoryStore, PoolStore
+
+__all__ = [
+    "REPLAY_MARK",
+    "TASK_SAMPLING",
+    "BufferStore",
+    "CurrentEntropy",
+    "ExperienceManager",
+    "ExperienceMixCollateFn",
+    "MemoryStore",
+    "PoolRules",
+    "PoolStore",
+    "RatioSchedule",
+    "Refusal",
+    "TaskSampling",
+    "mean_entropy",
+    "newest_pool",
+]

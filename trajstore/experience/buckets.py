@@ -1,0 +1,206 @@
+"""Which tasks are how hard, and which of them are drawn. Pure; the generator is passed in.
+
+The *difficulty* of a task is the number of successes among the fresh rollouts of its newest step. Tasks of
+one difficulty share a *bucket*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory
+
+TaskSampling = Literal["uniform", "random", "normal", "linear", "sqrt", "linear_clip"]
+TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
+
+REPLAY_MARK = "is_experience_replay"
+"""Key of ``metadata`` that is true on a trajectory that came out of the pool."""
+
+SUCCESS = 1.0
+"""The outcome that counts as a success."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOutcome:
+    """What the fresh rollouts of one task came to in one step."""
+
+    rollouts: int
+    successes: int
+
+    @property
+    def solved(self) -> bool:
+        """Whether every rollout that was made succeeded; a replay task makes fewer than ``n_rollout``."""
+        return self.rollouts > 0 and self.successes == self.rollouts
+
+
+def outcome_of(trajectory: AgentTrajectory) -> float | None:
+    """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one."""
+    return None if trajectory.reward is None else trajectory.reward.outcome
+
+
+def is_replayed(trajectory: AgentTrajectory) -> bool:
+    """Return whether the trajectory came out of the pool, and so says nothing about the current policy."""
+    return bool(trajectory.metadata.get(REPLAY_MARK, False))
+
+
+def count_outcomes(trajectories: Iterable[AgentTrajectory]) -> dict[str, TaskOutcome]:
+    """Return rollouts and successes per task, in order of first appearance. Replayed trajectories are left out.
+
+    Raises:
+        InvalidTrajectoryError: a trajectory has no ``task_id``.
+    """
+    counts: dict[str, list[int]] = {}
+    for trajectory in trajectories:
+        if not trajectory.task_id:
+            raise InvalidTrajectoryError(
+                f"field task_id: empty (rollout {trajectory.rollout_id!r}); the pool keeps trajectories by task, set it"
+            )
+        if is_replayed(trajectory):
+            continue
+        count = counts.setdefault(trajectory.task_id, [0, 0])
+        count[0] += 1
+        count[1] += outcome_of(trajectory) == SUCCESS
+    return {task: TaskOutcome(rollouts, successes) for task, (rollouts, successes) in counts.items()}
+
+
+class DifficultyBuckets:
+    """A partition of tasks by difficulty. Buckets and the tasks in them keep their order of arrival.
+
+    A task is in one bucket at the most, and no bucket is empty.
+    """
+
+    def __init__(self, buckets: Mapping[int, Iterable[str]] | None = None) -> None:
+        self._tasks: dict[int, dict[str, None]] = {}  # a dict as an ordered set: removal does not search
+        self._difficulty: dict[str, int] = {}
+        for difficulty, tasks in (buckets or {}).items():
+            for task in tasks:
+                if task in self._difficulty:
+                    raise ConfigurationError(
+                        f"difficulty2task_dict: task {task!r} is in the buckets {self._difficulty[task]} and"
+                        f" {difficulty}; keep it in one"
+                    )
+                self.place(task, difficulty)
+
+    def __len__(self) -> int:
+        return len(self._difficulty)
+
+    def __contains__(self, task: object) -> bool:
+        return task in self._difficulty
+
+    def difficulty(self, task: str) -> int | None:
+        """Return the task's difficulty; ``None`` if it is in no bucket."""
+        return self._difficulty.get(task)
+
+    def place(self, task: str, difficulty: int) -> None:
+        """Put a task into a bucket, out of the one it was in. A task that is there already keeps its place."""
+        if self._difficulty.get(task) == difficulty:
+            return
+        self.remove(task)
+        self._difficulty[task] = difficulty
+        self._tasks.setdefault(difficulty, {})[task] = None
+
+    def remove(self, task: str) -> None:
+        """Take a task out of its bucket, if it is in one."""
+        difficulty = self._difficulty.pop(task, None)
+        if difficulty is None:
+            return
+        bucket = self._tasks[difficulty]
+        del bucket[task]
+        if not bucket:
+            del self._tasks[difficulty]
+
+    def to_dict(self) -> dict[int, list[str]]:
+        """Return ``{difficulty: [task, ...]}``, a copy."""
+        return {difficulty: list(tasks) for difficulty, tasks in self._tasks.items()}
+
+    def sizes(self) -> dict[int, int]:
+        """Return the number of tasks per difficulty."""
+        return {difficulty: len(tasks) for difficulty, tasks in self._tasks.items()}
+
+
+def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rollout: int) -> np.ndarray:
+    """Return the probability with which the next task comes from each bucket, in the order of ``sizes``.
+
+    With difficulty d, bucket size m and n = ``n_rollout``, a bucket's weight is
+
+    ================ ============================================================
+    ``uniform``      m: every task is equally likely
+    ``random``       1: the bucket is drawn first, then a task of it
+    ``normal``       exp(-(d - n/2)² / 2): half-solved tasks, sigma 1
+    ``linear``       d / n: easy tasks
+    ``sqrt``         sqrt(d / n)
+    ``linear_clip``  min(d / n, 1/2)
+    ================ ============================================================
+
+    The last four are the weightings of ExGRPO (arXiv 2510.02245). A weight of zero is never drawn.
+
+    Returns:
+        float64 ``[len(sizes)]`` that sums to 1, or zeros if no bucket has any weight.
+
+    Raises:
+        ConfigurationError: no such strategy.
+    """
+    weights = np.array([_log_weight(d, m, strategy, n_rollout) for d, m in sizes.items()], dtype=np.float64)
+    if not weights.size or np.isneginf(weights).all():
+        return np.zeros(len(sizes))
+    # Relative to the largest, since exp(-(n/2)² / 2) underflows for large n.
+    weights = np.exp(weights - weights.max())
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: int) -> float:
+    if strategy == "normal":
+        return -((difficulty - n_rollout / 2) ** 2) / 2 if size else -math.inf
+    share = difficulty / n_rollout
+    weight: float
+    if strategy == "uniform":
+        weight = size
+    elif strategy == "random":
+        weight = 1.0
+    elif strategy == "linear":
+        weight = share
+    elif strategy == "sqrt":
+        weight = math.sqrt(share)
+    elif strategy == "linear_clip":
+        weight = min(share, 0.5)
+    else:
+        raise ConfigurationError(f"task_sampling: {strategy!r}, must be one of {', '.join(TASK_SAMPLING)}")
+    return math.log(weight) if size and weight > 0 else -math.inf
+
+
+def draw_tasks(
+    buckets: Mapping[int, Sequence[str]],
+    n: int,
+    strategy: TaskSampling,
+    n_rollout: int,
+    generator: np.random.Generator,
+    exclude: Collection[str] = (),
+) -> list[str]:
+    """Draw up to ``n`` tasks without replacement: a bucket by its weight, then a task of it, until there are n.
+
+    Args:
+        buckets: candidate tasks per difficulty.
+        n: how many to draw; fewer come back when the buckets with any weight hold fewer.
+        strategy: see :func:`bucket_probabilities`; weights follow the buckets as they empty.
+        n_rollout: rollouts per task.
+        generator: source of all randomness.
+        exclude: tasks that are not drawn.
+    """
+    left = {d: [task for task in tasks if task not in exclude] for d, tasks in buckets.items()}
+    drawn: list[str] = []
+    while len(drawn) < n:
+        left = {difficulty: tasks for difficulty, tasks in left.items() if tasks}
+        probabilities = bucket_probabilities({d: len(tasks) for d, tasks in left.items()}, strategy, n_rollout)
+        if not probabilities.any():
+            break
+        tasks = list(left.values())[int(generator.choice(len(left), p=probabilities))]
+        place = int(generator.integers(len(tasks)))
+        tasks[place], tasks[-1] = tasks[-1], tasks[place]
+        drawn.append(tasks.pop())
+    return drawn

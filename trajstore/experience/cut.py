@@ -1,0 +1,69 @@
+"""``PoolCut``: the pool at one moment, as a training checkpoint carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import CorruptStoreError
+from trajstore.experience.buckets import DifficultyBuckets
+from trajstore.experience.journal import GeneratorState, PoolState, set_generator_state
+from trajstore.experience.persistence import from_plain, to_plain
+from trajstore.trajectory import AgentTrajectory
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PoolCut:
+    """Everything but the rules. Trajectories are named by their id in a durable store, or contained."""
+
+    difficulty2task_dict: dict[int, list[str]]
+    skip_uid_set: list[str]
+    generator: GeneratorState
+    global_steps: int
+    refused: dict[str, int]
+    tokenizer_fingerprint: str
+    entries: dict[str, list[int]]
+    trajectories: dict[str, list[AgentTrajectory]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the cut as plain containers; inverse of :meth:`from_dict`."""
+        plain = {task: [to_plain(one) for one in held] for task, held in self.trajectories.items()}
+        return {**vars(self), "version": _VERSION, "trajectories": plain}
+
+    @staticmethod
+    def from_dict(value: Mapping[str, Any]) -> PoolCut:
+        """Return the cut that :meth:`to_dict` described.
+
+        Raises:
+            CorruptStoreError: ``value`` is no such description.
+        """
+        try:
+            if value["version"] != _VERSION:
+                raise ValueError(f"version {value['version']!r}, this program reads {_VERSION}")
+            return PoolCut(
+                difficulty2task_dict={int(key): list(tasks) for key, tasks in value["difficulty2task_dict"].items()},
+                skip_uid_set=list(value["skip_uid_set"]),
+                generator=dict(value["generator"]),
+                global_steps=int(value["global_steps"]),
+                refused={str(reason): int(count) for reason, count in value["refused"].items()},
+                tokenizer_fingerprint=str(value["tokenizer_fingerprint"]),
+                entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
+                trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
+
+    def state(self) -> PoolState:
+        """Return buckets and skip set as a pool's state without trajectories."""
+        return PoolState(DifficultyBuckets(self.difficulty2task_dict), dict.fromkeys(self.skip_uid_set))
+
+    def make_generator(self) -> np.random.Generator:
+        """Return a random generator in the cut's state."""
+        generator = np.random.Generator(np.random.PCG64())
+        set_generator_state(generator, self.generator)
+        return generator

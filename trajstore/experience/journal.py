@@ -1,0 +1,288 @@
+"""The pool's state as records of a trajectory store, and back.
+
+A pool is what its records make of it, in order of their ids: *entries* are replayable trajectories, *task
+records* say what a step changed in buckets and skip set, a *snapshot* says everything, and *staged* entries
+count only once a snapshot names them (so that a whole pool is replaced at one point). Each is an
+``AgentTrajectory`` whose ``metadata`` has the key ``experience_pool``; task records and snapshots have no
+tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.experience.buckets import REPLAY_MARK, DifficultyBuckets
+from trajstore.experience.selection import PoolEntry, PoolRules, Refusal, admit, entry_of
+from trajstore.experience.store import PoolStore
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+JOURNAL_KEY = "experience_pool"
+"""Key of ``metadata`` under which a record says what it is."""
+
+GeneratorState = dict[str, str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskChange:
+    """What one step says of one task."""
+
+    difficulty: int | None
+    """Its bucket from now on; ``None`` takes it out of its bucket."""
+    skip: bool
+    """Whether it belongs to the skip set from now on."""
+    forget: bool = False
+    """Whether its trajectories leave the pool."""
+
+
+@dataclass
+class PoolState:
+    """Buckets, skip set and entries. Live changes and recovery go through the same methods."""
+
+    buckets: DifficultyBuckets = field(default_factory=DifficultyBuckets)
+    skip: dict[str, None] = field(default_factory=dict)
+    entries: dict[str, tuple[PoolEntry, ...]] = field(default_factory=dict)
+
+    def differs(self, task: str, change: TaskChange) -> bool:
+        """Return whether :meth:`apply` would change anything of a task."""
+        if self.buckets.difficulty(task) != change.difficulty or (task in self.skip) != change.skip:
+            return True
+        return change.forget and task in self.entries
+
+    def apply(self, changes: Mapping[str, TaskChange]) -> list[int]:
+        """Carry out a step's changes and return the ids of trajectories that left the pool."""
+        gone: list[int] = []
+        for task, change in changes.items():
+            if change.difficulty is None:
+                self.buckets.remove(task)
+            else:
+                self.buckets.place(task, change.difficulty)
+            if change.skip:
+                self.skip[task] = None
+            else:
+                self.skip.pop(task, None)
+            if change.forget:
+                gone.extend(entry.trajectory_id for entry in self.entries.pop(task, ()))
+        return gone
+
+    def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]]) -> str:
+        """Take over stored trajectories by id, and return their tokenizer. Those no longer kept are left out."""
+        fingerprint = ""
+        for task, numbers in ids.items():
+            entries = []
+            for number in numbers:
+                try:
+                    record = store.get(number)
+                except TrajectoryUnavailableError:
+                    logger.warning("experience pool: the store no longer keeps trajectory %d of task %s", number, task)
+                    continue
+                entry = entry_of(record, number)
+                if isinstance(entry, PoolEntry):
+                    entries.append(entry)
+                    fingerprint = fingerprint or record.tokenizer_fingerprint
+            if entries:
+                self.entries[task] = tuple(entries)
+        return fingerprint
+
+    def forget(self, entry: PoolEntry) -> None:
+        """Drop one entry; a task without any is no longer listed."""
+        left = tuple(other for other in self.entries.get(entry.task_id, ()) if other is not entry)
+        if left:
+            self.entries[entry.task_id] = left
+        else:
+            self.entries.pop(entry.task_id, None)
+
+    def all_entries(self) -> Iterable[PoolEntry]:
+        """Yield every entry, task by task."""
+        for entries in self.entries.values():
+            yield from entries
+
+
+@dataclass
+class Recovered:
+    """What a store's records amount to."""
+
+    state: PoolState
+    generator: GeneratorState | None
+    """State of the random generator at the newest task record; ``None`` if there was no such record."""
+    global_steps: int
+    sequence: int
+    """Number of the next task record or snapshot."""
+    records: list[int]
+    """Ids of the task records and snapshots."""
+    garbage: list[int]
+    """Ids of the pool's records that no longer matter."""
+    fingerprint: str
+
+
+def entry_record(trajectory: AgentTrajectory, global_steps: int, *, staged: bool = False) -> AgentTrajectory:
+    """Return the record of a replayable trajectory."""
+    head = {"kind": "staged" if staged else "entry", "step": global_steps}
+    metadata = {**trajectory.metadata, JOURNAL_KEY: head}
+    return dataclasses.replace(trajectory, metadata=metadata)
+
+
+def trajectory_of_entry(record: AgentTrajectory) -> AgentTrajectory:
+    """Return an entry's trajectory without the pool's own mark. Tensors and messages are shared with the record."""
+    metadata = {key: value for key, value in record.metadata.items() if key != JOURNAL_KEY}
+    return dataclasses.replace(record, metadata=metadata)
+
+
+def replayed_copy(record: AgentTrajectory) -> AgentTrajectory:
+    """Return a private copy of an entry's trajectory that says that it is replayed."""
+    trajectory = copy.deepcopy(trajectory_of_entry(record))
+    trajectory.metadata[REPLAY_MARK] = True
+    return trajectory
+
+
+def tasks_record(
+    changes: Mapping[str, TaskChange], *, sequence: int, global_steps: int, generator: np.random.Generator
+) -> AgentTrajectory:
+    """Return the record of a step's changes to buckets and skip set."""
+    tasks = [[task, change.difficulty, change.skip, change.forget] for task, change in changes.items()]
+    return _record("tasks", sequence, global_steps, generator, tasks=tasks)
+
+
+def snapshot_record(
+    state: PoolState, *, sequence: int, global_steps: int, generator: np.random.Generator
+) -> AgentTrajectory:
+    """Return the record of the whole state; trajectories are named by id."""
+    return _record(
+        "snapshot",
+        sequence,
+        global_steps,
+        generator,
+        buckets=[[difficulty, tasks] for difficulty, tasks in state.buckets.to_dict().items()],
+        skip=list(state.skip),
+        entries=[[task, [entry.trajectory_id for entry in entries]] for task, entries in state.entries.items()],
+    )
+
+
+def _record(
+    kind: str, sequence: int, global_steps: int, generator: np.random.Generator, **content: Any
+) -> AgentTrajectory:
+    head = {"kind": kind, "sequence": sequence, "step": global_steps, "generator": generator_state(generator)}
+    return AgentTrajectory(metadata={JOURNAL_KEY: head | content})
+
+
+def generator_state(generator: np.random.Generator) -> GeneratorState:
+    """Return a PCG64 generator's state as JSON; its 128-bit numbers are hexadecimal."""
+    state = generator.bit_generator.state
+    return {
+        "bit_generator": str(state["bit_generator"]),
+        "state": hex(state["state"]["state"]),
+        "inc": hex(state["state"]["inc"]),
+        "has_uint32": int(state["has_uint32"]),
+        "uinteger": int(state["uinteger"]),
+    }
+
+
+def set_generator_state(generator: np.random.Generator, state: GeneratorState) -> None:
+    """Put a generator into a state that :func:`generator_state` returned.
+
+    Raises:
+        CorruptStoreError: ``state`` is no such state.
+    """
+    try:
+        generator.bit_generator.state = {
+            "bit_generator": state["bit_generator"],
+            "state": {"state": int(str(state["state"]), 16), "inc": int(str(state["inc"]), 16)},
+            "has_uint32": int(state["has_uint32"]),
+            "uinteger": int(state["uinteger"]),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"experience pool: not the state of a random generator: {error}") from error
+
+
+def recover(store: PoolStore, rules: PoolRules) -> Recovered:
+    """Return the state that a store's records describe: the newest snapshot, and all records after it.
+
+    Records that are not the pool's are left alone. Reads from the newest record backwards to that snapshot.
+
+    Raises:
+        CorruptStoreError: a record of the pool cannot be understood.
+    """
+    tail: list[tuple[int, AgentTrajectory, dict[str, Any]]] = []
+    snapshot: tuple[int, dict[str, Any]] | None = None
+    ids = store.ids()
+    below: list[int] = []
+    for position in range(len(ids) - 1, -1, -1):
+        record = store.get(ids[position])
+        head = record.metadata.get(JOURNAL_KEY)
+        if not isinstance(head, dict):
+            continue
+        if head.get("kind") == "snapshot":
+            snapshot = (ids[position], head)
+            below = ids[:position]
+            break
+        tail.append((ids[position], record, head))
+    tail.reverse()
+
+    result = Recovered(PoolState(), None, 0, 0, [], [], "")
+    try:
+        if snapshot is not None:
+            _from_snapshot(store, *snapshot, below, result)
+        for record_id, record, head in tail:
+            _replay(record_id, record, head, rules, result)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptStoreError(
+            f"experience pool: a record of its journal is not what this version writes ({error!r});"
+            " load a saved pool (experience_pool/step_N) into an empty store"
+        ) from error
+    return result
+
+
+def _from_snapshot(store: PoolStore, record_id: int, head: dict[str, Any], below: list[int], result: Recovered) -> None:
+    result.state.buckets = DifficultyBuckets({int(difficulty): tasks for difficulty, tasks in head["buckets"]})
+    result.state.skip = dict.fromkeys(head["skip"])
+    result.fingerprint = result.state.adopt(store, dict(head["entries"]))
+    live = {entry.trajectory_id for entry in result.state.all_entries()}
+    for other in below:
+        if other not in live and JOURNAL_KEY in store.get(other).metadata:
+            result.garbage.append(other)
+    _note_head(record_id, head, result)
+
+
+def _replay(record_id: int, record: AgentTrajectory, head: dict[str, Any], rules: PoolRules, result: Recovered) -> None:
+    if head["kind"] == "entry":
+        entry = entry_of(record, record_id)
+        held = result.state.entries.get(record.task_id, ())
+        outcome = entry if isinstance(entry, Refusal) else admit(held, entry, rules)
+        if isinstance(outcome, Refusal):
+            result.garbage.append(record_id)
+            return
+        result.state.entries[record.task_id], replaced = outcome
+        if replaced is not None:
+            result.garbage.append(replaced.trajectory_id)
+        result.fingerprint = result.fingerprint or record.tokenizer_fingerprint
+        return
+    if head["kind"] == "staged":  # the snapshot that would have named it was not written
+        result.garbage.append(record_id)
+        return
+    if head["kind"] != "tasks":
+        raise ValueError(f"kind {head['kind']!r}")
+    if head["sequence"] != result.sequence:
+        logger.warning(
+            "experience pool: the store lacks %d records of the pool's journal (evicted by its capacity?);"
+            " buckets and skipped tasks may be out of date",
+            head["sequence"] - result.sequence,
+        )
+    changes = {task: TaskChange(difficulty, skip, forget) for task, difficulty, skip, forget in head["tasks"]}
+    result.garbage.extend(result.state.apply(changes))
+    _note_head(record_id, head, result)
+
+
+def _note_head(record_id: int, head: dict[str, Any], result: Recovered) -> None:
+    result.records.append(record_id)
+    result.generator = head["generator"]
+    result.global_steps = int(head["step"])
+    result.sequence = int(head["sequence"]) + 1

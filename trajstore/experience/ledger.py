@@ -1,0 +1,140 @@
+"""The pool's state together with the store that it is kept in: every change is first a record there.
+
+A store that fails therefore leaves the state as it was, and a crash loses a tail of the changes: never more
+than the store had not yet written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trajstore.errors import TrajectoryUnavailableError
+from trajstore.experience import journal
+from trajstore.experience.journal import PoolState, TaskChange
+from trajstore.experience.selection import AdmissionPlan, PoolEntry, PoolRules
+from trajstore.experience.store import PoolStore
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+COMPACT_AFTER = 64
+"""Task records and dead trajectories after which a snapshot replaces them in the store."""
+
+
+class PoolLedger:
+    """Opens the pool that a store holds, and changes both alike.
+
+    Args:
+        store: where records are kept.
+        rules: by which the store's records are read.
+        generator: put into the recorded state, if there is one; recorded with every change.
+
+    Raises:
+        CorruptStoreError: a record of the pool cannot be understood.
+    """
+
+    def __init__(self, store: PoolStore, rules: PoolRules, generator: np.random.Generator) -> None:
+        found = journal.recover(store, rules)
+        if found.generator is not None:
+            journal.set_generator_state(generator, found.generator)
+        self.state = found.state
+        """What the pool holds. Changed by this class only."""
+        self.generator = generator
+        self.global_steps = found.global_steps
+        """The training step that records are made at."""
+        self.fingerprint = found.fingerprint
+        """Tokenizer of the recovered trajectories; empty if unknown."""
+        self._store = store
+        self._sequence = found.sequence
+        self._records = found.records
+        self._garbage = found.garbage
+
+    @property
+    def durable(self) -> bool:
+        """Whether the store outlives the process."""
+        return self._store.durable
+
+    def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
+        """Return entries with their records, which are not to be changed. What the store gave up leaves the pool."""
+        found = []
+        for entry in entries:
+            try:
+                found.append((entry, self._store.get(entry.trajectory_id)))
+            except TrajectoryUnavailableError:
+                logger.warning("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
+                self.state.forget(entry)
+        return found
+
+    def change(self, changes: Mapping[str, TaskChange]) -> None:
+        """Record changes to buckets and skip set, and carry them out. What changes nothing is not recorded."""
+        needed = {task: change for task, change in changes.items() if self.state.differs(task, change)}
+        if not needed:
+            return
+        record = journal.tasks_record(
+            needed, sequence=self._sequence, global_steps=self.global_steps, generator=self.generator
+        )
+        self._records.extend(self._store.add_trajectories([record]))
+        self._sequence += 1
+        self._garbage.extend(self.state.apply(needed))
+        self._compact_if_due()
+
+    def add(self, plan: AdmissionPlan) -> None:
+        """Store the trajectories of a plan, and carry the plan out."""
+        records = [journal.entry_record(one, self.global_steps) for one in plan.accepted.values()]
+        self.state.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
+        self._garbage.extend(plan.replaced)
+        self._compact_if_due()
+
+    def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
+        """Put stored trajectories into a state that is to replace this one; those no longer kept are left out."""
+        fresh.adopt(self._store, ids)
+
+    def replace(self, fresh: PoolState, plan: AdmissionPlan, global_steps: int, generator: np.random.Generator) -> None:
+        """Make ``fresh``, with the trajectories of ``plan``, the state. In the store this happens at one record.
+
+        The generator takes over the other one's state.
+        """
+        records = [journal.entry_record(one, global_steps, staged=True) for one in plan.accepted.values()]
+        fresh.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
+        before = {entry.trajectory_id for entry in self.state.all_entries()}
+        live = {entry.trajectory_id for entry in fresh.all_entries()}
+        try:
+            snapshot = self._write_snapshot(fresh, global_steps, generator)
+        except BaseException:
+            self._garbage.extend(live - before)
+            raise
+        self._garbage = sorted({*self._garbage, *self._records, *before} - live)
+        self.state, self._records, self.global_steps = fresh, snapshot, global_steps
+        journal.set_generator_state(self.generator, journal.generator_state(generator))
+        self._collect()
+
+    def flush(self) -> None:
+        """Return when every change so far is as durable as the store can make it."""
+        self._store.flush()
+
+    def compact(self) -> None:
+        """Write the whole state as one record, and give up the records that no longer matter."""
+        snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
+        self._garbage.extend(self._records)
+        self._records = snapshot
+        self._collect()
+
+    def _compact_if_due(self) -> None:
+        if len(self._records) + len(self._garbage) >= COMPACT_AFTER:
+            self.compact()
+
+    def _write_snapshot(self, state: PoolState, global_steps: int, generator: np.random.Generator) -> list[int]:
+        snapshot = journal.snapshot_record(
+            state, sequence=self._sequence, global_steps=global_steps, generator=generator
+        )
+        ids = self._store.add_trajectories([snapshot])
+        self._sequence += 1
+        return ids
+
+    def _collect(self) -> None:
+        self._store.flush()  # nothing is given up before that which replaces it is durable
+        self._store.evict(self._garbage)
+        self._garbage = []

@@ -1,0 +1,271 @@
+"""A pool as files: ``experience_pool/step_N/`` with two JSON documents and a pickle of plain containers.
+
+==================================== ============================================================
+``difficulty2task_dict.json``        ``{"3": ["task_1", ...], ...}``
+``skip_uid_set.json``                ``["task_7", ...]``
+``task2trajectories.pkl``            ``{"task_1": [{field: value}, ...], ...}``: the fields of
+                                     ``AgentTrajectory``, tensors as lists of numbers, their
+                                     dtypes under ``"dtypes"``, the reward as a dict
+==================================== ============================================================
+
+AgentEvolver writes the same three files, its pickle holding objects of its own classes; it is read too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError
+from trajstore.formats.base import EncodedFile
+from trajstore.formats.safe_pickle import safe_loads
+from trajstore.local import LocalDirectory, sync_folder
+from trajstore.record import dtypes
+from trajstore.trajectory import AgentTrajectory, Reward
+
+BUCKETS_FILE = "difficulty2task_dict.json"
+SKIP_FILE = "skip_uid_set.json"
+TRAJECTORIES_FILE = "task2trajectories.pkl"
+POOL_FILES = (BUCKETS_FILE, SKIP_FILE, TRAJECTORIES_FILE)
+
+_STEP = re.compile(r"step_(\d+)")
+_FIELDS = {field.name for field in dataclasses.fields(AgentTrajectory)}
+_REWARD_FIELDS = {field.name for field in dataclasses.fields(Reward)}
+_TOKEN_DTYPE = torch.int64
+_VALUE_DTYPE = torch.float32
+_TENSORS = {
+    "input_ids": _TOKEN_DTYPE,
+    "attention_mask": _TOKEN_DTYPE,
+    "loss_mask": _TOKEN_DTYPE,
+    "old_log_probs": _VALUE_DTYPE,
+    "entropys": _VALUE_DTYPE,
+    "response_mask": _TOKEN_DTYPE,
+}
+
+
+@dataclass(frozen=True)
+class PoolContents:
+    """What the three files say."""
+
+    difficulty2task_dict: dict[int, list[str]]
+    skip_uid_set: list[str]
+    task2trajectories: dict[str, list[AgentTrajectory]]
+
+
+def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
+    """Return the newest complete ``step_N`` below ``base`` with N <= ``not_after``; ``None`` if there is none.
+
+    Args:
+        base: the ``experience_pool`` folder; need not exist.
+        not_after: the step that is resumed; ``None`` = no limit.
+    """
+    found: list[tuple[int, Path]] = []
+    base = Path(base)
+    for path in base.iterdir() if base.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match is None or not all((path / name).is_file() for name in POOL_FILES):
+            continue
+        step = int(match.group(1))
+        if not_after is None or step <= not_after:
+            found.append((step, path))
+    return max(found)[1] if found else None
+
+
+def write_pool(directory: Path, contents: PoolContents) -> None:
+    """Write a pool so that the directory appears whole or not at all; one that exists is replaced.
+
+    Raises:
+        StoreWriteError: it did not reach the disk.
+    """
+    buckets = {str(difficulty): tasks for difficulty, tasks in sorted(contents.difficulty2task_dict.items())}
+    plain = {task: [to_plain(one) for one in held] for task, held in contents.task2trajectories.items()}
+    files = [
+        EncodedFile(BUCKETS_FILE, [orjson.dumps(buckets)]),
+        EncodedFile(SKIP_FILE, [orjson.dumps(contents.skip_uid_set)]),
+        EncodedFile(TRAJECTORIES_FILE, [pickle.dumps(plain, protocol=4)]),
+    ]
+    fresh = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
+    old = directory.with_name(f"{directory.name}.{os.getpid()}.old")
+    try:
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        target = LocalDirectory(fresh)
+        target.create()
+        target.publish(files)
+        # A directory cannot be renamed onto another that has files. A crash between the two renames leaves
+        # the old one under its other name, and ``newest_pool`` takes the step before.
+        if directory.exists():
+            os.rename(directory, old)
+        os.rename(fresh, directory)
+        sync_folder(directory.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        if old.exists() and not directory.exists():
+            os.rename(old, directory)
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise StoreWriteError(f"{directory}: the experience pool could not be written: {error}") from error
+
+
+def read_pool(directory: Path) -> PoolContents:
+    """Return a saved pool, ours or AgentEvolver's. Nothing that the pickle names is run.
+
+    Raises:
+        StoreNotFoundError: no such directory.
+        IncompleteCheckpointError: a file is absent.
+        CorruptStoreError: a file is not what its name says.
+        UnsafeContentError: the pickle names something that a pool does not contain.
+    """
+    if not directory.is_dir():
+        raise StoreNotFoundError(f"{directory}: no experience pool here")
+    buckets = _buckets(directory / BUCKETS_FILE)
+    skip = _json(directory / SKIP_FILE)
+    if not isinstance(skip, list) or not all(isinstance(task, str) for task in skip):
+        raise CorruptStoreError(f"{directory / SKIP_FILE}: must be a list of task ids")
+    path = directory / TRAJECTORIES_FILE
+    value = safe_loads(_bytes(path), classes=dict.fromkeys(_AGENT_EVOLVER, ForeignObject), source=str(path))
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{path}: must hold a dict of task ids, holds a {type(value).__name__}")
+    trajectories: dict[str, list[AgentTrajectory]] = {}
+    for task, held in value.items():
+        if not isinstance(task, str) or not isinstance(held, list):
+            raise CorruptStoreError(f"{path}: task {task!r} must be a string with a list of trajectories")
+        try:
+            trajectories[task] = [
+                from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one) for one in held
+            ]
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CorruptStoreError(f"{path}: task {task!r} has a trajectory that cannot be read: {error!r}") from error
+        if any(one.task_id != task for one in trajectories[task]):
+            raise CorruptStoreError(f"{path}: a trajectory under task {task!r} says that it is of another task")
+    return PoolContents(buckets, skip, trajectories)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(f"{path}: absent; a saved pool has {', '.join(POOL_FILES)}") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return orjson.loads(_bytes(path))
+    except orjson.JSONDecodeError as error:
+        raise CorruptStoreError(f"{path}: not JSON: {error}") from error
+
+
+def _buckets(path: Path) -> dict[int, list[str]]:
+    value = _json(path)
+    buckets: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"{path}: must be an object of lists of task ids by difficulty")
+    for key, tasks in value.items():
+        if not key.isascii() or not key.isdigit() or not isinstance(tasks, list):
+            raise CorruptStoreError(f"{path}: {key!r} must be a number of successes with a list of task ids")
+        if not all(isinstance(task, str) for task in tasks) or len(seen.union(tasks)) != len(seen) + len(tasks):
+            raise CorruptStoreError(f"{path}: difficulty {key}: task ids must be strings, each in one bucket once")
+        seen.update(tasks)
+        buckets[int(key)] = tasks
+    return buckets
+
+
+def to_plain(trajectory: AgentTrajectory) -> dict[str, Any]:
+    """Return a trajectory as dicts, lists, strings and numbers; inverse of :func:`from_plain`."""
+    plain: dict[str, Any] = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(trajectory)}
+    kinds = {}
+    for name in _TENSORS:
+        tensor = plain[name]
+        if tensor is not None:
+            kinds[name] = str(tensor.dtype).removeprefix("torch.")
+            plain[name] = tensor.tolist()
+    plain["reward"] = None if trajectory.reward is None else dataclasses.asdict(trajectory.reward)
+    plain["dtypes"] = kinds
+    return plain
+
+
+def from_plain(plain: Mapping[str, Any]) -> AgentTrajectory:
+    """Return the trajectory that :func:`to_plain` described. Fields of newer versions are left out.
+
+    Raises:
+        TypeError: ``plain`` is not such a description (also KeyError, ValueError).
+    """
+    if not isinstance(plain, Mapping):
+        raise TypeError(f"a trajectory must be a dict, is a {type(plain).__name__}")
+    values = {name: value for name, value in plain.items() if name in _FIELDS}
+    kinds = plain["dtypes"]
+    for name in _TENSORS:
+        if values.get(name) is not None:
+            values[name] = torch.tensor(values[name], dtype=dtypes()[kinds[name]])
+    reward = values.get("reward")
+    values["reward"] = None if reward is None else _reward(reward)
+    return AgentTrajectory(**values)
+
+
+def _reward(values: Mapping[str, Any]) -> Reward:
+    return Reward(**{name: value for name, value in values.items() if name in _REWARD_FIELDS})
+
+
+class ForeignObject:
+    """Stands in for an object whose class is not here: only its pickled state is kept."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"state of type {type(state).__name__}")
+        inner = state.get("__dict__")  # pydantic models pickle their fields one level down
+        self.fields = inner if isinstance(inner, dict) else state
+
+
+_AGENT_EVOLVER = (("agentevolver.schema.trajectory", "Trajectory"), ("agentevolver.schema.trajectory", "Reward"))
+
+
+def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
+    """Return AgentEvolver's trajectory as one of ours.
+
+    Its ``steps`` are messages; log-probabilities, mask, entropy and policy version stand in its metadata and
+    move to the fields of these names. It has no token ids. Replay trains on assistant messages, so these get
+    the author ``llm`` where none is said.
+    """
+    fields = foreign.fields
+    metadata = dict(fields.get("metadata") or {})
+    reward = fields.get("reward")
+    tensors: dict[str, Any] = {}
+    for name, dtype in _TENSORS.items():
+        value = metadata.pop(name, None)
+        tensors[name] = None if value is None else torch.as_tensor(value, dtype=dtype)
+    stated_task = metadata.pop("task_id", fields.get("task_id"))
+    return AgentTrajectory(
+        messages=[_message(message) for message in fields.get("steps") or []],
+        reward=_reward(reward.fields) if isinstance(reward, ForeignObject) else None,
+        task_id=task if stated_task is None else str(stated_task),
+        data_id=str(fields.get("data_id", "")),
+        rollout_id=str(fields.get("rollout_id", "")),
+        query=str(fields.get("query", "")),
+        is_terminated=fields.get("is_terminated"),
+        entropy=_optional(float, metadata.pop("entropy", None)),
+        policy_version=_optional(int, metadata.pop("policy_version", None)),
+        metadata=metadata,
+        **tensors,
+    )
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    author = {"author": "llm"} if message.get("role") == "assistant" else {}
+    return {**author, **message}
+
+
+def _optional(kind: type, value: Any) -> Any:
+    return None if value is None else kind(value)

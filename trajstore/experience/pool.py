@@ -1,0 +1,402 @@
+"""``ExperienceManager``: the pool of replayable trajectories, its buckets and its skip set."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.experience import journal, persistence
+from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, count_outcomes, draw_tasks, is_replayed
+from trajstore.experience.contract import check_same, check_trajectories
+from trajstore.experience.cut import PoolCut
+from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
+from trajstore.experience.selection import (
+    AdmissionPlan,
+    PoolEntry,
+    PoolRules,
+    Refusal,
+    choose_to_save,
+    eligible,
+    in_bounds,
+    is_positive,
+    mean_entropy,
+    plan_admissions,
+    rank,
+)
+from trajstore.experience.store import MemoryStore, PoolStore
+from trajstore.trajectory import AgentTrajectory
+
+
+def task_id_of(task: Any) -> str:
+    """Return the id of a task: the string itself, or the object's ``task_id``."""
+    return task if isinstance(task, str) else str(task.task_id)
+
+
+class ExperienceManager:
+    """Keeps successful rollouts of partly solved tasks, and gives them back as histories.
+
+    Not thread-safe; one training loop owns it. Set :attr:`global_steps` when a step begins.
+
+    Args:
+        rules: what enters, what comes out.
+        store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown, nothing is checked
+            until the first trajectory that names its own.
+        current_entropy: entropy under the current policy; without it the entropy saved with the trajectory counts.
+
+    Raises:
+        ConfigurationError: the store's pool was made with another tokenizer.
+        CorruptStoreError: the store's pool cannot be understood.
+    """
+
+    def __init__(
+        self,
+        rules: PoolRules,
+        *,
+        store: PoolStore | None = None,
+        tokenizer_fingerprint: str = "",
+        current_entropy: CurrentEntropy | None = None,
+    ) -> None:
+        self.rules = rules
+        self.current_entropy = current_entropy
+        self.refused: Counter[str] = Counter()
+        """How many trajectories were refused so far, by reason (see ``Refusal``)."""
+        self._generator = np.random.Generator(np.random.PCG64(rules.seed))
+        self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
+        check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
+        self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
+        self._scorer = EntropyScorer()
+
+    # ---- what the pool holds ----
+
+    @property
+    def global_steps(self) -> int:
+        """The training step that is going on; the age of policies is measured against it."""
+        return self._ledger.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self._ledger.global_steps = int(value)
+
+    @property
+    def difficulty2task_dict(self) -> dict[int, list[str]]:
+        """``{difficulty: [task_id, ...]}``, a copy."""
+        return self._state.buckets.to_dict()
+
+    @property
+    def skip_uid_set(self) -> set[str]:
+        """Tasks whose fresh rollouts of the newest step all succeeded, a copy."""
+        return set(self._state.skip)
+
+    @property
+    def task2trajectories(self) -> dict[str, list[AgentTrajectory]]:
+        """``{task_id: [trajectory, ...]}``, oldest first. Reads the whole pool from the store; all are copies."""
+        return copy.deepcopy(self._held())
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """Tokenizer of the pool's trajectories; empty if unknown."""
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self._state.entries.values())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the pool's size, tasks per difficulty, skipped tasks and refusals, as flat floats."""
+        result = {
+            "experience_replay/pool_trajectories": float(len(self)),
+            "experience_replay/pool_tasks": float(len(self._state.entries)),
+            "experience_replay/skipped_tasks": float(len(self._state.skip)),
+            "experience_replay/refused": float(sum(self.refused.values())),
+        }
+        for difficulty, size in sorted(self._state.buckets.sizes().items()):
+            result[f"experience_replay/tasks_at_difficulty/{difficulty}"] = float(size)
+        for reason in Refusal:
+            result[f"experience_replay/refused/{reason.value}"] = float(self.refused[reason.value])
+        return result
+
+    # ---- after a step ----
+
+    def update_difficulty2task_dict(self, trajectories: Sequence[AgentTrajectory]) -> None:
+        """Put every task of this step's rollouts into the bucket of its number of successes.
+
+        Replayed trajectories do not count. A failure takes a task out of the skip set; a task that is in the
+        skip set and is solved again stays without a bucket, so the order of the two updates does not matter.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``.
+        """
+        changes = {}
+        for task, outcome in count_outcomes(trajectories).items():
+            skip = outcome.solved and task in self._state.skip
+            changes[task] = journal.TaskChange(None if skip else outcome.successes, skip)
+        self._ledger.change(changes)
+
+    def update_skip_uid_set_and_filter_trajectories(
+        self, trajectories: Sequence[AgentTrajectory], entropys: torch.Tensor, response_mask: torch.Tensor
+    ) -> list[AgentTrajectory]:
+        """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
+
+        Args:
+            trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
+            entropys: ``[N, R]`` nats; row i belongs to ``trajectories[i]``.
+            response_mask: ``[N, R]``; 1 where the model wrote.
+
+        Returns:
+            Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass
+            the bounds and ``save_filter``, task by task. The trajectories handed in are not changed; tensors
+            are shared with them.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
+        """
+        if not len(trajectories) == len(entropys) == len(response_mask):
+            raise InvalidTrajectoryError(
+                f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
+                f" {len(response_mask)}: row i must belong to trajectory i"
+            )
+        outcomes = count_outcomes(trajectories)
+        candidates: dict[str, list[AgentTrajectory]] = {}
+        for trajectory, values, mask in zip(trajectories, entropys, response_mask, strict=True):
+            task = trajectory.task_id
+            if is_replayed(trajectory) or outcomes[task].solved or not in_bounds(outcomes[task], self.rules):
+                continue
+            entropy = mean_entropy(values, mask)
+            version = self.global_steps if trajectory.policy_version is None else trajectory.policy_version
+            candidates.setdefault(task, []).append(
+                dataclasses.replace(trajectory, entropy=entropy, policy_version=version)
+            )
+
+        kept: list[AgentTrajectory] = []
+        for rollouts in candidates.values():
+            known = [trajectory for trajectory in rollouts if trajectory.entropy is not None]
+            unknown = [trajectory for trajectory in rollouts if trajectory.entropy is None]
+            self.refused[Refusal.NO_ENTROPY.value] += sum(map(is_positive, unknown))
+            kept.extend(choose_to_save(known, self.rules, self._generator))
+
+        changes = {}
+        for task, outcome in outcomes.items():
+            difficulty = None if outcome.solved else self._state.buckets.difficulty(task)
+            changes[task] = journal.TaskChange(difficulty, outcome.solved, forget=outcome.solved)
+        self._ledger.change(changes)
+        return kept
+
+    def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
+        """Take trajectories into the pool and return how many of them it holds now.
+
+        The store has its own copies. What cannot be replayed, is there already, or is no improvement for a
+        full task is refused and counted in :attr:`refused`.
+
+        Raises:
+            ConfigurationError: a trajectory was made with another tokenizer; nothing was taken.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
+        """
+        fingerprint = check_trajectories(trajectories, self._fingerprint)
+        plan = plan_admissions(self._state.entries, trajectories, self.rules)
+        self._ledger.add(plan)
+        self.refused.update(plan.refused)
+        self._fingerprint = fingerprint
+        return len(plan.accepted)
+
+    # ---- before a step ----
+
+    def get_valid_replay_task_ids(self) -> list[str]:
+        """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
+        return [task for tasks in self._valid_buckets().values() for task in tasks]
+
+    def sample_tasks_from_replaypool(
+        self,
+        n: int,
+        difficulty: int | None = None,
+        strategy: TaskSampling | None = None,
+        exclude: Collection[str] = (),
+    ) -> list[str]:
+        """Draw up to ``n`` valid tasks, without replacement.
+
+        Args:
+            n: how many.
+            difficulty: the one bucket to draw from; ``None`` = the rules' ``replay_difficulty``, or all.
+            strategy: see ``bucket_probabilities``; ``None`` = the rules' ``task_sampling``.
+            exclude: tasks that are not drawn.
+        """
+        buckets = self._valid_buckets()
+        only = self.rules.replay_difficulty if difficulty is None else difficulty
+        if only is not None:
+            # Within one bucket every strategy is uniform, even one that gives this bucket no weight.
+            buckets = {only: buckets.get(only, [])}
+            strategy = "uniform"
+        return draw_tasks(
+            buckets, n, strategy or self.rules.task_sampling, self.rules.n_rollout, self._generator, exclude
+        )
+
+    def get_offpolicy_trajectories_from_memory(self, task_id: str, n: int = 1) -> list[AgentTrajectory]:
+        """Return the up to ``n`` best histories of a task; see :meth:`get_offpolicy_batch`."""
+        return self.get_offpolicy_batch([task_id], n)
+
+    def get_offpolicy_batch(self, tasks: Sequence[Any], n: int = 1) -> list[AgentTrajectory]:
+        """Return up to ``n`` histories of each task, task by task, best first, none twice.
+
+        "Best" is by ``exp_select_mode``, on the entropy under the current policy if the rules want it and
+        :attr:`current_entropy` gives it, else on the saved one. Returned are copies, marked
+        ``metadata["is_experience_replay"]``.
+
+        Args:
+            tasks: task ids, or objects with a ``task_id``.
+            n: histories per task at the most.
+        """
+        candidates = self._candidates(tasks)
+        current = self._current_entropies([record for found in candidates.values() for _, record in found])
+        chosen: list[AgentTrajectory] = []
+        start = 0
+        for found in candidates.values():
+            saved = [entry.entropy for entry, _ in found]
+            entropies = saved if current is None else current[start : start + len(found)]
+            start += len(found)
+            order = rank(entropies, self.rules.exp_select_mode, self._generator)
+            chosen.extend(journal.replayed_copy(found[index][1]) for index in order[:n])
+        return chosen
+
+    def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
+        """Return, per task that has any, all histories that may come out now, oldest first, as marked copies."""
+        return {
+            task: [journal.replayed_copy(record) for _, record in found]
+            for task, found in self._candidates(tasks).items()
+        }
+
+    # ---- keeping it ----
+
+    def flush(self) -> None:
+        """Return when every change so far is in the store as durably as the store can make it.
+
+        Raises:
+            StoreWriteError: the store could not write.
+        """
+        self._ledger.flush()
+
+    def compact(self) -> None:
+        """Write the whole state as one record, and give up the records that no longer matter.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was given up.
+        """
+        self._ledger.compact()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool's cut for a checkpoint: plain containers.
+
+        With a durable store it names trajectories by id (checkpoint the store as well, so that it keeps them),
+        and they are flushed. Without one it contains them.
+        """
+        self.flush()
+        durable = self._ledger.durable
+        entries = self._state.entries.items()
+        return PoolCut(
+            difficulty2task_dict=self.difficulty2task_dict,
+            skip_uid_set=list(self._state.skip),
+            generator=journal.generator_state(self._generator),
+            global_steps=self.global_steps,
+            refused=dict(self.refused),
+            tokenizer_fingerprint=self._fingerprint,
+            entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
+            trajectories={} if durable else self._held(),
+        ).to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state that :meth:`state_dict` returned. Trajectories the store no longer keeps are left out.
+
+        Raises:
+            ConfigurationError: the state's pool was made with another tokenizer; nothing was changed.
+            CorruptStoreError: this is no such state; nothing was changed.
+        """
+        cut = PoolCut.from_dict(state)
+        check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
+        fresh = cut.state()
+        self._ledger.adopt(fresh, cut.entries)
+        plan = self._plan_all(fresh, cut.trajectories)
+        self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
+        self.refused = Counter(cut.refused) + plan.refused
+        self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
+
+    def save_experience_pool_to_disk(self, directory: str | Path) -> None:
+        """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.
+
+        The directory appears whole or not at all; one that exists is replaced. The pickle holds plain
+        containers only and needs neither trajstore nor torch to be read.
+
+        Raises:
+            StoreWriteError: it did not reach the disk; what was there before still is.
+        """
+        contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
+        persistence.write_pool(Path(directory), contents)
+
+    def load_experience_pool_from_disk(self, directory: str | Path) -> None:
+        """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
+
+        Trajectories that the rules do not admit are refused and counted. The random generator goes on as it is.
+
+        Raises:
+            StoreNotFoundError: no such directory.
+            CorruptStoreError: files are absent or not what their names say.
+            UnsafeContentError: the pickle names something that a pool does not contain.
+            ConfigurationError: the pool was made with another tokenizer; nothing was changed.
+        """
+        contents = persistence.read_pool(Path(directory))
+        held = [one for several in contents.task2trajectories.values() for one in several]
+        fingerprint = check_trajectories(held, self._fingerprint)
+        fresh = journal.PoolState(
+            DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
+        )
+        plan = self._plan_all(fresh, contents.task2trajectories)
+        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self.refused.update(plan.refused)
+        self._fingerprint = fingerprint
+
+    # ---- inside ----
+
+    def _held(self) -> dict[str, list[AgentTrajectory]]:
+        """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""
+        held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
+        return {task: [journal.trajectory_of_entry(one) for _, one in found] for task, found in held.items() if found}
+
+    def _plan_all(self, fresh: journal.PoolState, trajectories: dict[str, list[AgentTrajectory]]) -> AdmissionPlan:
+        return plan_admissions(fresh.entries, [one for held in trajectories.values() for one in held], self.rules)
+
+    def _valid_buckets(self) -> dict[int, list[str]]:
+        result: dict[int, list[str]] = {}
+        for difficulty, tasks in self._state.buckets.to_dict().items():
+            valid = [task for task in tasks if task not in self._state.skip and self._eligible(task)]
+            if valid:
+                result[difficulty] = valid
+        return result
+
+    def _eligible(self, task: str) -> tuple[PoolEntry, ...]:
+        entries = self._state.entries.get(task, ())
+        return tuple(entry for entry in entries if eligible(entry, self.rules, self.global_steps))
+
+    def _candidates(self, tasks: Sequence[Any]) -> dict[str, list[tuple[PoolEntry, AgentTrajectory]]]:
+        result = {}
+        for task in dict.fromkeys(task_id_of(task) for task in tasks):
+            found = self._ledger.read(self._eligible(task))
+            if found:
+                result[task] = found
+        return result
+
+    def _current_entropies(self, records: Sequence[AgentTrajectory]) -> list[float] | None:
+        """Return the entropies under the current policy, or ``None`` where the saved ones are to be used."""
+        wanted = self.rules.use_current_policy_entropy and self.rules.exp_select_mode != "random"
+        if not wanted or self.current_entropy is None or not records:
+            return None
+        return self._scorer(self.current_entropy, records)
+
+    @property
+    def _state(self) -> journal.PoolState:
+        return self._ledger.state

@@ -1,0 +1,39 @@
+"""Entropy of stored trajectories under the current policy, asked of the trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from trajstore.experience.journal import replayed_copy
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+CurrentEntropy = Callable[[Sequence[AgentTrajectory]], Sequence[float]]
+"""Returns, for each trajectory, its mean entropy in nats under the current policy. One batched call."""
+
+
+class EntropyScorer:
+    """Calls the trainer's function; tells of its first failure only."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def __call__(self, function: CurrentEntropy, records: Sequence[AgentTrajectory]) -> list[float] | None:
+        """Return one entropy per record, or ``None`` where the saved ones are to be used: the function failed.
+
+        All of an answer is used or nothing, since current and saved entropies do not compare.
+        """
+        try:
+            values = [float(value) for value in function([replayed_copy(record) for record in records])]
+            if len(values) != len(records) or not np.isfinite(values).all():
+                raise ValueError(f"{len(values)} values for {len(records)} trajectories, or not finite")
+        except Exception as error:  # the trainer's code may fail in any way; training goes on with saved entropies
+            if not self._warned:
+                self._warned = True
+                logger.warning("entropy under the current policy failed (%r): using the saved entropy", error)
+            return None
+        return values

@@ -1,0 +1,135 @@
+"""What a shard format promises. A format is pure: bytes in, bytes out; the disk is somebody else's.
+
+A *shard* holds one or more trajectories of one schema. Its columns are the trajectories' rows, one
+after the other: column c of trajectory j begins at the sum of the rows of trajectories 0..j-1 on c's
+axis. A format turns records into files and says, where rows lie uncompressed and contiguous in a
+file, at which byte they begin; such columns are mapped and never decoded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from trajstore.record import Extent, Record, Schema
+
+Buffer = bytes | bytearray | memoryview
+"""Anything contiguous that can be written."""
+
+Fetch = Callable[[str], Buffer]
+"""Returns the bytes of one file of a shard, by the file's name in the manifest.
+
+Raises ``CorruptStoreError`` naming the file when it is absent or has another size than the manifest says.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedFile:
+    """A file to be written: its name and its content in order. Pieces may alias the records' tensors."""
+
+    name: str
+    pieces: Sequence[Buffer]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlace:
+    """Where the raw rows of a column begin: index into the shard's files, and byte offset."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShard:
+    """What a format made of some records.
+
+    ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files).
+    """
+
+    files: tuple[EncodedFile, ...]
+    places: tuple[ColumnPlace | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a shard as it was written. ``crc32`` covers the bytes outside mapped columns (see format spec)."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardManifest:
+    """All that is needed to read a shard: kept in the commit log, next to the trajectories' entries.
+
+    Attributes:
+        name: name without suffix, unique in its store (``shard_00000042``).
+        format: name of the format that reads it.
+        schema: columns, in storage order.
+        files: relative to the store's directory, ``/``-separated.
+        places: per column, where raw rows begin, or None.
+        column_crc32: per column, CRC-32 of its raw rows; None where ``places`` is None.
+        rows: per column, total rows of the shard.
+    """
+
+    name: str
+    format: str
+    schema: Schema
+    files: tuple[StoredFile, ...]
+    places: tuple[ColumnPlace | None, ...]
+    column_crc32: tuple[int | None, ...]
+    rows: tuple[int, ...]
+
+
+class ShardReader(ABC):
+    """Decodes rows of one shard. May keep what it has read; not thread-safe."""
+
+    @abstractmethod
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows ``[start, stop)`` of a column, ``[stop - start, *row_shape]``, contiguous, on the CPU.
+
+        Raises:
+            CorruptStoreError: the shard is damaged; names file and column.
+            UnsafeContentError: reading it would run code.
+        """
+
+
+class TrajectoryFormat(ABC):
+    """One way to keep trajectories in files. Stateless; options are frozen fields of the subclass."""
+
+    name: ClassVar[str]
+    """What ``trajectory_format`` says."""
+
+    @abstractmethod
+    def encode(self, name: str, records: Sequence[Record]) -> EncodedShard:
+        """Return the files of a shard called ``name``. All records have the same schema; at least one."""
+
+    @abstractmethod
+    def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
+        """Return a reader of a stored shard."""
+
+
+def shard_rows(schema: Schema, extents: Sequence[Extent]) -> tuple[int, ...]:
+    """Return, per column, the total rows of a shard of trajectories with these extents."""
+    return tuple(sum(extent.rows(column.axis) for extent in extents) for column in schema.columns)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without copying. Works for every dtype."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor over ``data`` (not copied; read-only data is the caller's word not to write)."""
+    view = memoryview(data)
+    if view.nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))

@@ -1,0 +1,88 @@
+"""The default format: one file that ``torch.load(..., weights_only=True)`` reads, its columns mapped in place."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from trajstore.errors import CorruptStoreError
+from trajstore.formats.base import (
+    ColumnPlace,
+    EncodedFile,
+    EncodedShard,
+    Fetch,
+    ShardManifest,
+    ShardReader,
+    TrajectoryFormat,
+    raw_bytes,
+    shard_rows,
+)
+from trajstore.formats.torch_zip import TensorSlot, write_torch_zip
+from trajstore.record import Record
+
+SHARD_LAYOUT = "trajstore.shard"
+SHARD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PtFormat(TrajectoryFormat):
+    """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories"}``.
+
+    ``trajectories`` is one ``[T, B, E, document bytes]`` per trajectory, from which its rows follow.
+    """
+
+    name: ClassVar[str] = "pt"
+
+    def encode(self, name: str, records: Sequence[Record]) -> EncodedShard:
+        schema = records[0].schema
+        extents = [record.extent for record in records]
+        rows = shard_rows(schema, extents)
+        slots = {
+            column.name: TensorSlot(
+                [raw_bytes(record.tensors[i]) for record in records], column.torch_dtype, (rows[i], *column.row_shape)
+            )
+            for i, column in enumerate(schema.columns)
+        }
+        content = {
+            "layout": SHARD_LAYOUT,
+            "version": SHARD_VERSION,
+            "kind": schema.kind,
+            "columns": slots,
+            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in extents],
+        }
+        pieces, offsets = write_torch_zip(content)
+        return EncodedShard(
+            files=(EncodedFile(f"shards/{name}.pt", pieces),),
+            places=tuple(ColumnPlace(0, offset) for offset in offsets),
+        )
+
+    def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
+        return _PtReader(fetch, manifest)
+
+
+class _PtReader(ShardReader):
+    """Reads through ``torch.load``: the slow way, which needs no offsets."""
+
+    def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
+        self._manifest = manifest
+        name = manifest.files[0].name
+        try:
+            content: Any = torch.load(io.BytesIO(bytes(fetch(name))), weights_only=True)
+            if content["layout"] != SHARD_LAYOUT or content["version"] != SHARD_VERSION:
+                raise ValueError(f"layout {content['layout']!r} version {content['version']!r}")
+            self._columns: dict[str, torch.Tensor] = content["columns"]
+            for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
+                found = self._columns[column.name]
+                if tuple(found.shape) != (rows, *column.row_shape) or found.dtype != column.torch_dtype:
+                    raise ValueError(f"column {column.name}: {found.dtype} {list(found.shape)}")
+        except CorruptStoreError:
+            raise
+        except Exception as error:  # torch.load raises nearly anything on damaged files
+            raise CorruptStoreError(f"{name}: not a shard that trajstore wrote, or damaged: {error}") from error
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        return self._columns[self._manifest.schema.columns[column].name][start:stop].contiguous()

@@ -1,0 +1,270 @@
+"""The container of ``torch.save``: written so that no tensor is copied, and searched for where tensors lie.
+
+A file of ``torch.save`` is a zip archive without compression. ``archive/data.pkl`` is a pickle in which each
+tensor names a storage by a persistent id, and ``archive/data/<key>`` holds that storage's bytes. Every record
+begins at a multiple of 64 bytes, reached by an extra field ``FB`` in its local header. The layout here is
+byte for byte that of torch 2.13 (``torch.serialization._save``, ``caffe2/serialize/inline_container.cc``) but
+for the serialization id, which is left out, and the numbering of the pickle's memo.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.formats.base import Buffer
+from trajstore.formats.safe_pickle import safe_loads
+from trajstore.formats.safe_values import RefusedError, StorageType, UnfitError, place_tensor, require
+from trajstore.formats.zip_records import ZipPieces, zip_records
+
+ALIGNMENT = 64
+"""Storages begin at multiples of this many bytes."""
+
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """A contiguous tensor to be written, in the place where the tensor itself would be.
+
+    Attributes:
+        pieces: its bytes, in order; together as many as ``dtype`` and ``shape`` need. Never copied.
+        dtype: any dtype that can be stored.
+        shape: sizes of its dimensions.
+        crc32: CRC-32 of the bytes if it is already known.
+    """
+
+    pieces: Sequence[Buffer]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies in a file: byte offset of its first element, dtype, shape, strides in elements."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other, in order."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1:
+                if step != expected:
+                    return prod(self.shape) == 0
+                expected *= size
+        return True
+
+
+# -- writing -----------------------------------------------------------------------------------------
+
+
+def write_torch_zip(obj: Any) -> tuple[list[Buffer], list[int]]:
+    """Return a file that ``torch.load(..., weights_only=True)`` reads, as pieces, and where its tensors lie.
+
+    Args:
+        obj: plain containers with a :class:`TensorSlot` in place of every tensor.
+
+    Returns:
+        The file's content in order; pieces of slots are passed on as they are. And, per slot in the order in
+        which ``obj`` lists them, the byte at which its data begins.
+
+    Raises:
+        ConfigurationError: ``obj`` holds anything else, or a slot's pieces do not have the size of its shape.
+    """
+    target = io.BytesIO()
+    pickler = _SlotPickler(target)
+    pickler.dump(obj)
+    archive = ZipPieces(ALIGNMENT)
+    archive.add("archive/data.pkl", [target.getvalue()])
+    archive.add("archive/.format_version", [b"1"])
+    archive.add("archive/.storage_alignment", [str(ALIGNMENT).encode()])
+    archive.add("archive/byteorder", [sys.byteorder.encode()])
+    offsets = [
+        archive.add(f"archive/data/{key}", slot.pieces, crc32=slot.crc32) for key, slot in enumerate(pickler.slots)
+    ]
+    archive.add("archive/version", [b"3\n"])
+    return archive.finish(), offsets
+
+
+@cache
+def _storage_types() -> Mapping[torch.dtype, type[Any]]:
+    """Return torch's storage classes; newer dtypes have none and lie in untyped storages."""
+    return {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+
+
+class _Storage:
+    """Stands in the pickle where a tensor's storage would; becomes a persistent id."""
+
+    __slots__ = ("identity",)
+
+    def __init__(self, kind: type[Any], key: int, size: int) -> None:
+        self.identity = ("storage", kind, str(key), "cpu", size)
+
+
+class _SlotPickler(pickle.Pickler):
+    """Pickles slots as torch pickles tensors, and plain containers."""
+
+    _PLAIN = (type, FunctionType, torch.dtype, OrderedDict, complex)
+
+    def __init__(self, target: io.BytesIO) -> None:
+        super().__init__(target, 2)
+        self.slots: list[TensorSlot] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.identity if type(obj) is _Storage else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not TensorSlot:
+            if isinstance(obj, self._PLAIN):
+                return NotImplemented
+            raise ConfigurationError(
+                f"a {type(obj).__name__} among what is written; use plain containers and TensorSlot"
+            )
+        count = prod(obj.shape)
+        given = sum(memoryview(piece).nbytes for piece in obj.pieces)
+        if given != count * obj.dtype.itemsize:
+            raise ConfigurationError(f"a slot of {obj.dtype} {list(obj.shape)} was given {given} bytes")
+        key = len(self.slots)
+        self.slots.append(obj)
+        strides = [1]
+        for size in reversed(obj.shape[1:]):
+            strides.append(strides[-1] * max(size, 1))
+        place = 0, tuple(obj.shape), tuple(reversed(strides[: len(obj.shape)])), False, OrderedDict()
+        kind = _storage_types().get(obj.dtype)
+        if kind is not None:
+            return torch._utils._rebuild_tensor_v2, (_Storage(kind, key, count), *place)
+        storage = _Storage(torch.UntypedStorage, key, count * obj.dtype.itemsize)
+        return torch._utils._rebuild_tensor_v3, (storage, *place, obj.dtype)
+
+
+# -- locating ----------------------------------------------------------------------------------------
+
+
+class _NotPlacedError(Exception):
+    """A tensor that is not simply a region of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoragePlace:
+    offset: int
+    nbytes: int
+    type: StorageType
+
+
+def locate(data: Buffer, *, source: str = "file") -> Any:
+    """Return what ``torch.load`` would, with a :class:`TensorPlace` for every tensor. Reads no tensor.
+
+    Args:
+        data: the whole file; a map of it will do.
+        source: what messages call it.
+
+    Returns:
+        The object; or None if tensors cannot be located and have to be read with
+        ``torch.load(..., weights_only=True)``: a file from before torch 1.6, of the other byte order, or
+        with sparse, quantized or lazily conjugated tensors.
+
+    Raises:
+        CorruptStoreError: the file is truncated, compressed, or its parts overlap or do not fit together.
+        UnsafeContentError: it names what is not data; nothing of it was run.
+    """
+    view = memoryview(data).cast("B")
+    if bytes(view[:4]) != _ZIP_MAGIC:
+        return None
+    records = zip_records(view, source)
+    root = next(iter(records), "").split("/", 1)[0]
+    order = records.get(f"{root}/byteorder")
+    if order is not None and bytes(view[order.offset : order.end]) != sys.byteorder.encode():
+        return None
+    program = records.get(f"{root}/data.pkl")
+    if program is None:
+        raise CorruptStoreError(f"{source}: a zip archive without data.pkl; not a file of torch.save")
+    content = view[program.offset : program.end]
+    if zlib.crc32(content) != program.crc32:
+        raise CorruptStoreError(f"{source}: data.pkl has changed since it was written (checksum)")
+
+    def storage(identity: Any) -> _StoragePlace:
+        require(type(identity) is tuple and len(identity) == 5 and identity[0] == "storage", "not a storage")
+        _, kind, key, _, count = identity
+        require(isinstance(kind, StorageType) and type(key) is str and type(count) is int, "not a storage")
+        record = records.get(f"{root}/data/{key}")
+        if record is None:
+            raise CorruptStoreError(f"{source}: data/{key} is absent, which a tensor names")
+        size = record.end - record.offset
+        require(count * kind.dtype.itemsize == size, f"data/{key} has {size} bytes, not {count} {kind.dtype}")
+        return _StoragePlace(record.offset, size, kind)
+
+    try:
+        return safe_loads(content, classes=_PLACED, persistent_load=storage, source=f"{source}: data.pkl")
+    except _NotPlacedError:
+        return None
+
+
+def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorPlace:
+    require(isinstance(dtype, torch.dtype), "a tensor without dtype")
+    if metadata:
+        raise _NotPlacedError
+    offset, shape, steps = place_tensor(storage.nbytes, dtype, offset, size, stride)
+    place = TensorPlace(storage.offset + offset * dtype.itemsize, dtype, shape, steps)
+    if place.nbytes > storage.nbytes:
+        raise RefusedError("holds a tensor that repeats elements of its storage; save a contiguous copy instead")
+    return place
+
+
+def _place_v2(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+) -> TensorPlace:
+    require(isinstance(storage, _StoragePlace) and storage.type.typed, "a tensor without storage")
+    return _place(storage, storage.type.dtype, offset, size, stride, metadata)
+
+
+def _place_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+) -> TensorPlace:
+    require(isinstance(storage, _StoragePlace) and not storage.type.typed, "a tensor without storage")
+    return _place(storage, dtype, offset, size, stride, metadata)
+
+
+def _place_parameter(data: Any, _grad: Any, _hooks: Any) -> TensorPlace:
+    if not isinstance(data, TensorPlace):
+        raise UnfitError("a parameter without tensor")
+    return data
+
+
+def _not_placed(*_arguments: Any) -> Any:
+    raise _NotPlacedError
+
+
+_PLACED = {
+    ("torch._utils", "_rebuild_tensor"): _place_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _place_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _place_v3,
+    ("torch._utils", "_rebuild_parameter"): _place_parameter,
+    ("torch._utils", "_rebuild_sparse_tensor"): _not_placed,
+    ("torch._utils", "_rebuild_qtensor"): _not_placed,
+    ("torch._utils", "_rebuild_parameter_with_state"): _not_placed,
+    ("torch._tensor", "_rebuild_from_type_v2"): _not_placed,
+    ("torch.serialization", "_get_layout"): _not_placed,
+}

@@ -1,0 +1,121 @@
+"""Rows out of memory: allocate a batch and let the kernel fill it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.errors import ConfigurationError
+from trajstore.index import TrajectoryIndex
+from trajstore.record import ColumnSpec
+
+_SPLIT_BYTES = 512 * 1024
+"""A batch below this is copied by the calling thread: handing over half of it would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where the rows of n drawn samples are.
+
+    Attributes:
+        position: position of each sample's trajectory in the index, ``[n]``.
+        slot: slot of each sample, ``[n]``.
+        rows: row within the slot on each axis, ``[3, n]`` (axes as in :class:`~trajstore.fields.Axis`).
+    """
+
+    position: npt.NDArray[np.int64]
+    slot: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+
+
+def locate(samples: npt.NDArray[np.int64], index: TrajectoryIndex, first: int, end: int) -> Located:
+    """Find the rows of samples, counted from the first sample of the window of positions ``[first, end)``."""
+    from trajstore._kernels import locate_rows  # numba takes a while to import
+
+    count = len(samples)
+    position, slot, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty((3, count), np.int64)
+    columns = [index.arrays[name] for name in ("shard", "start_samples", "start_extra", "steps", "batch", "extra")]
+    locate_rows(samples, first, end, index.ends, *columns, position, slot, rows)
+    return Located(position, slot, rows)
+
+
+class Helpers:
+    """Threads that share large copies with the caller; made on first use, anew in a forked child."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def pool(self) -> ThreadPoolExecutor:
+        """Return the pool of this process."""
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="trajstore-gather")
+                self._pid = os.getpid()
+            return self._pool
+
+
+_helpers = Helpers(max(1, min(4, (os.cpu_count() or 1) - 1)))
+
+
+def allocate(specs: Sequence[ColumnSpec], count: int, out: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
+    """Return a tensor ``[count, *row_shape]`` for each column, taken from ``out`` where it is given.
+
+    Raises:
+        ConfigurationError: a tensor in ``out`` is absent, too short, not contiguous, or of another dtype or shape.
+    """
+    if out is None:
+        return [torch.empty((count, *spec.row_shape), dtype=spec.torch_dtype) for spec in specs]
+    tensors = []
+    for spec in specs:
+        tensor = out.get(spec.name)
+        if tensor is None:
+            raise ConfigurationError(f"out has no tensor for column {spec.name}")
+        good = tensor.dtype == spec.torch_dtype and tuple(tensor.shape[1:]) == spec.row_shape
+        if not good or tensor.shape[0] < count or not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise ConfigurationError(
+                f"out[{spec.name!r}]: must be a contiguous CPU tensor {spec.dtype} [>= {count}, {list(spec.row_shape)}], "
+                f"is {tensor.dtype} {list(tensor.shape)}"
+            )
+        tensors.append(tensor[:count])
+    return tensors
+
+
+def gather(
+    located: Located,
+    addresses: npt.NDArray[np.int64],
+    axes: npt.NDArray[np.int8],
+    columns: npt.NDArray[np.int64],
+    specs: Sequence[ColumnSpec],
+    targets: Sequence[torch.Tensor],
+) -> None:
+    """Fill ``targets[j]`` with the rows of column ``columns[j]`` for all located samples.
+
+    Everything that ``addresses`` points to must stay where it is until this returns.
+    """
+    from trajstore._kernels import copy_rows  # numba takes a while to import
+
+    count = len(located.slot)
+    widths = np.array([spec.row_nbytes for spec in specs], np.int64)
+    bases = np.array([target.data_ptr() for target in targets], np.int64)
+    arguments: tuple[Any, ...] = (located.slot, located.rows, addresses, axes, columns, widths, bases)
+    if count * int(widths.sum()) < _SPLIT_BYTES or count < 2:
+        copy_rows(*arguments, 0, count)
+        return
+    parts = _helpers.threads + 1
+    edges = [count * part // parts for part in range(parts + 1)]
+    pool = _helpers.pool()
+    others = [pool.submit(copy_rows, *arguments, edges[i], edges[i + 1]) for i in range(1, parts)]
+    copy_rows(*arguments, edges[0], edges[1])
+    for other in others:
+        other.result()

@@ -1,0 +1,300 @@
+"""The index: one entry per trajectory, kept as a struct of arrays. Pure; no I/O.
+
+Entries are in the order in which trajectories were added, the oldest first. Dropping the oldest moves
+a boundary; everything else that sampling asks for is one search in the running total of samples.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.packing import StringTable, pack, unpack
+from trajstore.fields import Axis
+from trajstore.record import Extent, Kind, Record
+
+IntArray = npt.NDArray[np.int64]
+
+UNKNOWN_VERSION = np.iinfo(np.int64).min
+"""Stands for "no version known" inside the arrays; entries show None."""
+
+COLUMNS: Mapping[str, npt.DTypeLike] = {
+    "trajectory_id": np.int64,
+    "num_samples": np.int64,
+    "steps": np.int32,
+    "batch": np.int32,
+    "extra": np.int32,
+    "document": np.int32,
+    "nbytes": np.int64,
+    "max_episode_length": np.int64,
+    "version_low": np.int64,
+    "version_high": np.int64,
+    "weights": np.int32,
+    "uuid": np.dtype("V16"),
+    "shard": np.int32,
+    "start_samples": np.int64,
+    "start_extra": np.int64,
+    "start_document": np.int64,
+}
+"""Arrays of the index. ``nbytes`` are those of the columns, ``shard`` is a row of the shard table; ``start_*`` are first rows within the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEntry:
+    """One trajectory as the index knows it. ``versions`` is (lowest, highest) or None if unknown."""
+
+    trajectory_id: int
+    uuid: str
+    num_samples: int
+    extent: Extent
+    nbytes: int
+    max_episode_length: int
+    model_weights_id: str
+    versions: tuple[int, int] | None
+    shard: int
+
+
+class TrajectoryIndex:
+    """Growable arrays of entries; positions run from ``first`` (oldest kept) to ``end`` (exclusive)."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+        self.ends: IntArray = np.zeros(0, np.int64)
+        """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
+        self.weights = StringTable()
+        self.first = 0
+        self.end = 0
+        self._order: npt.NDArray[np.intp] | None = None
+        self._ascending = True
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        """Return one column of all kept entries, oldest first (a view)."""
+        return self.arrays[name][self.first : self.end]
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of all kept entries."""
+        return self.samples_before(self.end) - self.samples_before(self.first)
+
+    def samples_before(self, position: int) -> int:
+        """Return the running total of samples before a position."""
+        return int(self.ends[position - 1]) if position else 0
+
+    def append(self, columns: Mapping[str, npt.ArrayLike]) -> range:
+        """Add entries, given by column, and return their positions."""
+        count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
+        self._reserve(self.end + count)
+        new = slice(self.end, self.end + count)
+        for name, array in self.arrays.items():
+            array[new] = columns[name]
+        before = self.samples_before(self.end)
+        self.ends[new] = before + np.cumsum(self.arrays["num_samples"][new])
+        ids = self.arrays["trajectory_id"]
+        later = ids[max(new.start - 1, self.first) : new.stop]
+        self._ascending = self._ascending and bool(np.all(later[1:] > later[:-1]))
+        self.end += count
+        self._order = None
+        return range(new.start, new.stop)
+
+    def _reserve(self, capacity: int) -> None:
+        if capacity <= len(self.ends):
+            return
+        capacity = max(capacity, 2 * len(self.ends), 64)
+        for name, array in self.arrays.items():
+            grown = np.zeros(capacity, array.dtype)
+            grown[: self.end] = array[: self.end]
+            self.arrays[name] = grown
+        ends = np.zeros(capacity, np.int64)
+        ends[: self.end] = self.ends[: self.end]
+        self.ends = ends
+
+    def find(self, trajectory_id: int) -> int | None:
+        """Return the position of an id, None if it is not in the index."""
+        ids = self["trajectory_id"]
+        if self._ascending:
+            at = int(np.searchsorted(ids, trajectory_id))
+        else:
+            if self._order is None:
+                self._order = np.argsort(ids, kind="stable")
+            at = int(np.searchsorted(ids, trajectory_id, sorter=self._order))
+            at = int(self._order[at]) if at < len(ids) else at
+        return self.first + at if at < len(ids) and ids[at] == trajectory_id else None
+
+    def position_of(self, trajectory_id: int) -> int:
+        """Return the position of an id.
+
+        Raises:
+            TrajectoryUnavailableError: it is not in the index.
+        """
+        position = self.find(trajectory_id)
+        if position is None:
+            raise TrajectoryUnavailableError(f"no trajectory has the id {trajectory_id}")
+        return position
+
+    def own(self, *names: str) -> None:
+        """Stop sharing some columns with the index from which this one was sliced."""
+        for name in names:
+            self.arrays[name] = self.arrays[name].copy()
+
+    def positions_in(self, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.intp]:
+        """Return the positions of all kept entries whose ids lie in inclusive ranges, oldest first."""
+        ids = self["trajectory_id"]
+        wanted = np.zeros(len(ids), np.bool_)
+        for low, high in ranges:
+            wanted |= (ids >= low) & (ids <= high)
+        return self.first + np.flatnonzero(wanted)
+
+    def drop_oldest(self, count: int) -> None:
+        """Forget the ``count`` oldest entries."""
+        self.first += min(count, len(self))
+        self._order = None
+
+    def drop(self, positions: npt.NDArray[np.intp]) -> None:
+        """Forget entries anywhere; the positions of later ones change."""
+        if len(positions) and np.array_equal(positions, np.arange(self.first, self.first + len(positions))):
+            self.drop_oldest(len(positions))
+            return
+        keep = np.ones(self.end, np.bool_)
+        keep[: self.first] = False
+        keep[positions] = False
+        self.replace(self.take(np.flatnonzero(keep)))
+
+    def take(self, positions: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
+        """Return copies of the columns at some positions."""
+        return {name: array[positions] for name, array in self.arrays.items()}
+
+    def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Forget all entries and hold these; the weights table stays."""
+        self.first = self.end = 0
+        self._ascending = True
+        self.arrays = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+        self.ends = np.zeros(0, np.int64)
+        self.append(columns)
+
+    def slice(self, start: int, stop: int) -> TrajectoryIndex:
+        """Return an index of the entries ``start <= i < stop`` (counted from the oldest kept).
+
+        Arrays are shared until either side adds entries.
+        """
+        part = TrajectoryIndex()
+        low, high = self.first + start, self.first + stop
+        part.arrays = {name: array[low:high] for name, array in self.arrays.items()}
+        part.ends = self.ends[low:high] - self.samples_before(low)
+        part.weights = self.weights.copy()
+        part.end = high - low
+        part._ascending = self._ascending
+        return part
+
+    def entry(self, position: int) -> TrajectoryEntry:
+        """Return the entry at a position."""
+        at = {name: array[position] for name, array in self.arrays.items()}
+        low = int(at["version_low"])
+        return TrajectoryEntry(
+            trajectory_id=int(at["trajectory_id"]),
+            uuid=str(uuid.UUID(bytes=at["uuid"].tobytes())),
+            num_samples=int(at["num_samples"]),
+            extent=Extent(int(at["steps"]), int(at["batch"]), int(at["extra"]), int(at["document"])),
+            nbytes=int(at["nbytes"]),
+            max_episode_length=int(at["max_episode_length"]),
+            model_weights_id=self.weights[int(at["weights"])],
+            versions=None if low == UNKNOWN_VERSION else (low, int(at["version_high"])),
+            shard=int(at["shard"]),
+        )
+
+    def to_json(self, **replaced: npt.NDArray[Any]) -> dict[str, Any]:
+        """Return all kept entries as JSON values, with some columns replaced."""
+        return {
+            "columns": {name: pack(replaced.get(name, self[name])) for name in COLUMNS},
+            "weights": self.weights.to_json(),
+        }
+
+    @staticmethod
+    def from_json(value: Any, shards: int) -> TrajectoryIndex:
+        """Return the index that :meth:`to_json` described.
+
+        Args:
+            value: the JSON values.
+            shards: number of shards in the table that the entries refer to.
+
+        Raises:
+            CorruptStoreError: it does not describe an index, or columns disagree.
+        """
+        index = TrajectoryIndex()
+        try:
+            packed = value["columns"]
+            columns = {name: unpack(packed[name], dtype) for name, dtype in COLUMNS.items()}
+            index.weights = StringTable.from_json(value["weights"])
+        except (KeyError, TypeError) as error:
+            raise CorruptStoreError(f"not an index: {error}") from error
+        check_columns(columns, shards, len(index.weights))
+        index.arrays = columns
+        index.end = len(columns["trajectory_id"])
+        index.ends = np.cumsum(columns["num_samples"])
+        ids = columns["trajectory_id"]
+        index._ascending = bool(np.all(ids[1:] > ids[:-1]))
+        return index
+
+
+def check_columns(columns: Mapping[str, npt.NDArray[Any]], shards: int, weights: int) -> None:
+    """Refuse columns that name shards or weights that are not there, or negative sizes.
+
+    Raises:
+        CorruptStoreError: they do.
+    """
+    count = len(columns["trajectory_id"])
+    for name, array in columns.items():
+        if len(array) != count:
+            raise CorruptStoreError(f"index column {name} has {len(array)} entries, not {count}")
+        limit = {"shard": shards, "weights": weights}.get(name)
+        if array.dtype.kind != "i" or name.startswith("version"):
+            continue
+        if count and (array.min() < 0 or (limit is not None and array.max() >= limit)):
+            raise CorruptStoreError(f"index column {name} holds a value out of range")
+
+
+def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, IntArray]:
+    """Return the first rows, within their shard, of all its trajectories in order."""
+    rows = {
+        "start_samples": [extent.rows(Axis.SAMPLES) for extent in extents],
+        "start_extra": [extent.rows(Axis.FIRST_EXTRA if kind == "step" else Axis.RESPONSE) for extent in extents],
+        "start_document": [extent.document for extent in extents],
+    }
+    return {name: np.cumsum([0, *counts[:-1]], dtype=np.int64) for name, counts in rows.items()}
+
+
+def columns_of(records: Sequence[Record], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int) -> dict[str, npt.NDArray[Any]]:
+    """Return the index columns of new records.
+
+    Args:
+        records: the trajectories, all of one kind.
+        ids: their trajectory ids.
+        uuids: 16 bytes for each.
+        weights: table that takes their ``model_weights_id``.
+        shard: row of the shard table in which they lie, one after the other.
+    """
+    versions = [record.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION) for record in records]
+    columns: dict[str, npt.NDArray[Any]] = {
+        "trajectory_id": np.array(ids, np.int64),
+        "num_samples": np.array([record.num_samples for record in records], np.int64),
+        "steps": np.array([record.extent.steps for record in records], np.int32),
+        "batch": np.array([record.extent.batch for record in records], np.int32),
+        "extra": np.array([record.extent.extra for record in records], np.int32),
+        "document": np.array([record.extent.document for record in records], np.int32),
+        "nbytes": np.array([record.nbytes for record in records], np.int64),
+        "max_episode_length": np.array([record.max_episode_length for record in records], np.int64),
+        "version_low": np.array([low for low, _ in versions], np.int64),
+        "version_high": np.array([high for _, high in versions], np.int64),
+        "weights": np.array([weights.add(record.model_weights_id) for record in records], np.int32),
+        "uuid": np.frombuffer(uuids, "V16"),
+        "shard": np.full(len(records), shard, np.int32),
+    }
+    return columns | starts_of([record.extent for record in records], records[0].schema.kind)

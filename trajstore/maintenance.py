@@ -1,0 +1,59 @@
+"""Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from trajstore.catalog import Catalog
+from trajstore.commits import LOG_FOLDER, segment_generation
+from trajstore.local import TEMPORARY_SUFFIX
+from trajstore.storage import Directory
+
+logger = logging.getLogger(__name__)
+
+SHARDS_FOLDER = "shards"
+
+
+def remove_leftovers(directory: Directory, catalog: Catalog) -> list[str]:
+    """Delete temporary files and shards that no committed record names; return their names.
+
+    Only for the holder of the writer's lock. Does nothing while somebody reads, who may still use evicted shards.
+    """
+    if directory.oldest_reader() is not None:
+        return []
+    needed = set(catalog.shards.files(np.flatnonzero(catalog.needed_shards()).tolist()))
+    names = [name for name in directory.names(SHARDS_FOLDER) if name not in needed]
+    names += [name for name in directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
+    if names:
+        logger.info("removing %d files that an interrupted writer left in %s", len(names), directory.url)
+        _remove(directory, names)
+    return names
+
+
+def collect_garbage(directory: Directory, catalog: Catalog, *, segments: bool = False) -> None:
+    """Delete shards that neither live nor pinned trajectories nor readers need, and old log segments.
+
+    A file that cannot be deleted now is tried again by the next writer that opens the directory.
+    """
+    reader = directory.oldest_reader()
+    if reader is None or reader >= catalog.generation:
+        rows = catalog.take_unneeded()
+        if len(rows):
+            _remove(directory, catalog.shards.files(rows.tolist()))
+    if segments:
+        old = [
+            name
+            for name in directory.names(LOG_FOLDER)
+            if (first := segment_generation(name)) is not None and first <= catalog.snapshot_generation
+        ]
+        _remove(directory, old)
+
+
+def _remove(directory: Directory, names: list[Any]) -> None:
+    try:
+        directory.remove(names)
+    except OSError as error:
+        logger.warning("could not delete files of %s: %s", directory.url, error)

@@ -1,0 +1,133 @@
+"""Arrays and string tables as JSON values: little-endian bytes, differenced, deflated, base64. Pure.
+
+A million-entry index is parsed at the speed of memory this way; as plain JSON numbers it would take
+seconds and several times the memory. The encoding is described in the format specification.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import CorruptStoreError
+
+_MAX_INFLATION = 1100  # deflate cannot shrink by more: a larger claim is hostile
+
+
+def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return an array of integers or raw bytes as JSON values.
+
+    Integers are replaced by their differences along the first axis, which makes ids and offsets small.
+    """
+    array = np.ascontiguousarray(array)
+    values = array
+    if array.dtype.kind in "iu" and len(array):
+        values = np.diff(array.astype(np.int64), axis=0, prepend=np.zeros((1, *array.shape[1:]), np.int64))
+    data = base64.b64encode(zlib.compress(values.tobytes(), 1)).decode()
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
+
+
+def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray[Any]:
+    """Return the array that :func:`pack` described, as a new writable array.
+
+    Raises:
+        CorruptStoreError: it is no array of this dtype and number of dimensions.
+    """
+    wanted = np.dtype(dtype)
+    try:
+        shape = tuple(int(n) for n in value["shape"])
+        if value["dtype"] != wanted.str or len(shape) != dimensions or any(n < 0 for n in shape):
+            raise ValueError(f"dtype {value['dtype']!r}, shape {shape}")
+        integers = wanted.kind in "iu" and bool(shape) and shape[0] > 0
+        stored = np.dtype(np.int64) if integers else wanted
+        size = prod(shape) * stored.itemsize
+        packed = base64.b64decode(value["data"], validate=True)
+        if size > len(packed) * _MAX_INFLATION + 64:
+            raise ValueError(f"claims {size} bytes in {len(packed)}")
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(packed, size) if size else b""
+        if len(data) != size:
+            raise ValueError(f"holds {len(data)} bytes, not {size}")
+    except (KeyError, TypeError, ValueError, binascii.Error, zlib.error) as error:
+        raise CorruptStoreError(f"a packed array is damaged: {error}") from error
+    del packed
+    array = np.frombuffer(data, stored).reshape(shape)
+    return np.cumsum(array, axis=0, dtype=np.int64).astype(wanted, copy=False) if integers else array.copy()
+
+
+class StringTable:
+    """Strings by number, kept as one block of bytes: a million ids cost their bytes and no objects."""
+
+    def __init__(self) -> None:
+        self._blob = bytearray()
+        self._ends = np.zeros(16, np.int64)
+        self._count = 0
+        self._recent: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> str:
+        start = 0 if number == 0 else int(self._ends[number - 1])
+        return self._blob[start : int(self._ends[number])].decode()
+
+    def add(self, text: str) -> int:
+        """Return the number of ``text``; one recently added is not stored again."""
+        number = self._recent.get(text)
+        if number is None:
+            if len(self._recent) >= 1024:
+                self._recent.clear()
+            self._blob += text.encode()
+            if self._count == len(self._ends):
+                self._ends = np.concatenate([self._ends, np.zeros_like(self._ends)])
+            self._ends[self._count] = len(self._blob)
+            number = self._recent[text] = self._count
+            self._count += 1
+        return number
+
+    def copy(self) -> StringTable:
+        """Return a table of the same strings that grows on its own."""
+        table = StringTable()
+        table._blob = bytearray(self._blob)
+        table._ends = self._ends.copy()
+        table._count = self._count
+        return table
+
+    def extend(self, other: StringTable, numbers: Iterable[int]) -> npt.NDArray[np.int32]:
+        """Add the strings that have these numbers in ``other`` and return their numbers here."""
+        return np.array([self.add(other[number]) for number in numbers], np.int32)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as JSON values."""
+        return {
+            "bytes": pack(np.frombuffer(bytes(self._blob), "V1")),
+            "ends": pack(self._ends[: self._count]),
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> StringTable:
+        """Return the table that :meth:`to_json` described.
+
+        Raises:
+            CorruptStoreError: it does not describe a table.
+        """
+        table = StringTable()
+        try:
+            blob, ends = value["bytes"], value["ends"]
+        except (KeyError, TypeError) as error:
+            raise CorruptStoreError(f"not a string table: {error}") from error
+        table._blob = bytearray(unpack(blob, "V1").tobytes())
+        table._ends = unpack(ends, np.int64)
+        table._count = len(table._ends)
+        if table._count and (np.any(np.diff(table._ends, prepend=0) < 0) or table._ends[-1] != len(table._blob)):
+            raise CorruptStoreError("a string table's offsets do not fit its bytes")
+        if table._count == 0:
+            table._ends = np.zeros(16, np.int64)
+        return table

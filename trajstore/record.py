@@ -1,0 +1,384 @@
+"""Trajectories as columns: what every format stores, whatever the trajectory's kind. Pure; no I/O.
+
+A :class:`Record` is one trajectory taken apart into contiguous CPU tensors, one per column of its
+:class:`Schema`, plus an :class:`Extent` that says how many rows each axis has. Text and numbers that
+are not tensors travel in one more column, ``_document``: the bytes of a JSON object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache, cached_property
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import torch
+
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory, get_model_weights_id
+
+Kind = Literal["step", "agent"]
+
+DOCUMENT = "_document"
+"""Name of the column that holds a trajectory's JSON document, as bytes."""
+
+_TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
+_RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask")
+
+
+_DTYPE_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+
+
+@cache
+def dtypes() -> Mapping[str, torch.dtype]:
+    """Return every dtype that can be stored, by its name without ``torch.``."""
+    return {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnSpec:
+    """One column: its dotted name, dtype (without ``torch.``), shape of one row, and axis."""
+
+    name: str
+    dtype: str
+    row_shape: tuple[int, ...]
+    axis: Axis = Axis.SAMPLES
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch knows it.
+
+        Raises:
+            CorruptStoreError: no such dtype.
+        """
+        try:
+            return dtypes()[self.dtype]
+        except KeyError:
+            raise CorruptStoreError(f"column {self.name}: unknown dtype {self.dtype!r}") from None
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.row_shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a trajectory, in storage order, and its kind."""
+
+    kind: Kind
+    columns: tuple[ColumnSpec, ...]
+
+    @cached_property
+    def row_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one row, per column."""
+        return tuple(column.row_nbytes for column in self.columns)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the schema as JSON values."""
+        return {"kind": self.kind, "columns": [[c.name, c.dtype, list(c.row_shape), int(c.axis)] for c in self.columns]}
+
+    @staticmethod
+    def from_json(value: Any) -> Schema:
+        """Return the schema that :meth:`to_json` described.
+
+        Raises:
+            CorruptStoreError: ``value`` does not describe a schema.
+        """
+        try:
+            kind = value["kind"]
+            if kind not in ("step", "agent"):
+                raise ValueError(f"kind {kind!r}")
+            columns = []
+            for name, dtype, row_shape, axis in value["columns"]:
+                shape = tuple(int(n) for n in row_shape)
+                if not isinstance(name, str) or any(n < 0 for n in shape) or dtype not in dtypes():
+                    raise ValueError(f"column {name!r}")
+                columns.append(ColumnSpec(name, dtype, shape, Axis(axis)))
+            return Schema(kind, tuple(columns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"not a trajectory schema: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How many rows a trajectory has on each axis.
+
+    Attributes:
+        steps: T of a step trajectory, L of an agent trajectory.
+        batch: B of a step trajectory, 1 for an agent trajectory.
+        extra: E of a step trajectory (0 without extra rows), R of an agent trajectory.
+        document: bytes of the JSON document.
+    """
+
+    steps: int
+    batch: int
+    extra: int = 0
+    document: int = 0
+
+    def rows(self, axis: Axis) -> int:
+        """Return the number of rows on ``axis``."""
+        if axis is Axis.SAMPLES:
+            return self.steps * self.batch
+        if axis is Axis.RESPONSE:
+            return self.extra
+        if axis is Axis.DOCUMENT:
+            return self.document
+        return (self.steps + self.extra) * self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One trajectory as columns.
+
+    ``tensors[i]`` is contiguous, on the CPU, and holds ``extent.rows(axis) x row_shape`` values of
+    ``schema.columns[i]``; its own shape may still be ``[T, B, ...]``.
+    """
+
+    schema: Schema
+    extent: Extent
+    tensors: tuple[torch.Tensor, ...]
+    num_samples: int
+    max_episode_length: int
+    model_weights_id: str
+    versions: tuple[int, int] | None
+    """Lowest and highest policy version; ``None`` if unknown."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+_schemas: dict[tuple[Any, ...], Schema] = {}
+
+
+def _intern(kind: Kind, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...], Axis]]) -> Schema:
+    """Return the one Schema object for these columns, so that equal schemas are identical in a process."""
+    key = (kind, *columns)
+    schema = _schemas.get(key)
+    if schema is None:
+        specs = tuple(ColumnSpec(name, _dtype_name(dtype), shape, axis) for name, dtype, shape, axis in columns)
+        for spec, (name, dtype, _, _) in zip(specs, columns, strict=True):
+            if spec.dtype not in dtypes():
+                raise InvalidTrajectoryError(f"field {name}: dtype {dtype} cannot be stored")
+        schema = _schemas.setdefault(key, Schema(kind, specs))
+    return schema
+
+
+def record_of(trajectory: AnyTrajectory) -> Record:
+    """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
+
+    Raises:
+        InvalidTrajectoryError: fields do not fit together; the message names field and shapes.
+    """
+    if isinstance(trajectory, AgentTrajectory):
+        return _record_of_agent(trajectory)
+    return _record_of_step(trajectory)
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return ``value`` as a contiguous CPU tensor; numpy arrays are taken too."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, torch.Tensor):
+        raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_quantized:
+        raise InvalidTrajectoryError(f"field {name}: sparse and quantized tensors cannot be stored; make it dense")
+    if value.requires_grad:
+        value = value.detach()
+    if value.device.type != "cpu":
+        value = value.cpu()
+    if value.is_conj() or value.is_neg():
+        value = value.resolve_conj().resolve_neg()
+    return value if value.is_contiguous() else value.contiguous()
+
+
+def _document_column(
+    document: Mapping[str, Any], columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]], tensors: list[torch.Tensor]
+) -> int:
+    """Append the document's column, if there is anything to say, and return its number of bytes."""
+    if not document:
+        return 0
+    try:
+        text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    except (TypeError, ValueError) as error:
+        raise InvalidTrajectoryError(f"fields {sorted(document)}: not JSON: {error}") from error
+    columns.append((DOCUMENT, torch.uint8, (), Axis.DOCUMENT))
+    tensors.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return len(text)
+
+
+def _leading_shape(trajectory: Any) -> tuple[int, int]:
+    for name in ("prev_logprobs", "rewards"):
+        value = getattr(trajectory, name, None)
+        if value is not None:
+            shape = tuple(value.shape)
+            if len(shape) < 2:
+                raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...]")
+            return shape[0], shape[1]
+    raise InvalidTrajectoryError("a trajectory needs prev_logprobs or rewards: one of them gives T and B")
+
+
+def _record_of_step(trajectory: Any) -> Record:
+    steps, batch = _leading_shape(trajectory)
+    if steps * batch == 0:
+        raise InvalidTrajectoryError(f"trajectory has T = {steps}, B = {batch}: there is nothing in it to store")
+    extra = 0
+    extra_field = ""
+    columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]] = []
+    tensors: list[torch.Tensor] = []
+    for name in TENSOR_FIELDS:
+        value = getattr(trajectory, name, None)
+        if value is None:
+            continue
+        tensor = _as_tensor(name, value)
+        shape = tuple(tensor.shape)
+        if len(shape) < 2 or shape[1] != batch:
+            raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...] with B = {batch}")
+        axis, more = axis_of(name, shape[0], steps)
+        if more and extra and more != extra:
+            raise InvalidTrajectoryError(
+                f"field {name}: has {shape[0]} rows = T + {more}, but {extra_field} has {steps + extra} = T + {extra}"
+            )
+        if more:
+            extra, extra_field = more, name
+        columns.append((name, tensor.dtype, shape[2:], axis))
+        tensors.append(tensor)
+    leaves: dict[str, Any] = {}
+    for field in DICT_FIELDS:
+        for path, value in walk(getattr(trajectory, field, None) or {}, (field,)):
+            name = join_name(path)
+            if value is None:
+                continue
+            if not isinstance(value, torch.Tensor | np.ndarray):
+                leaves[name] = value
+                continue
+            tensor = _as_tensor(name, value)
+            shape = tuple(tensor.shape)
+            if shape[:2] != (steps, batch):
+                raise InvalidTrajectoryError(
+                    f"field {name}: shape {list(shape)}, must begin with [T, B] = [{steps}, {batch}]"
+                )
+            columns.append((name, tensor.dtype, shape[2:], Axis.SAMPLES))
+            tensors.append(tensor)
+    size = _document_column({"leaves": leaves} if leaves else {}, columns, tensors)
+    versions = getattr(trajectory, "versions", None)
+    weights = trajectory.model_weights_id or get_model_weights_id(
+        versions if versions is not None else torch.zeros(1, dtype=torch.float32)
+    )
+    return Record(
+        _intern("step", columns),
+        Extent(steps, batch, extra, size),
+        tuple(tensors),
+        num_samples=steps * batch,
+        max_episode_length=int(trajectory.max_episode_length),
+        model_weights_id=str(weights),
+        versions=_version_range(versions),
+    )
+
+
+def _version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
+    if versions is None or versions.numel() == 0:
+        return None
+    low, high = torch.aminmax(versions.detach())
+    if not (torch.isfinite(low) and torch.isfinite(high)):
+        raise InvalidTrajectoryError("field versions: not a finite number")
+    return int(low), int(high)
+
+
+def _record_of_agent(trajectory: AgentTrajectory) -> Record:
+    columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]] = []
+    tensors: list[torch.Tensor] = []
+    lengths: dict[Axis, tuple[int, str]] = {}
+    for names, axis in ((_TOKEN_COLUMNS, Axis.SAMPLES), (_RESPONSE_COLUMNS, Axis.RESPONSE)):
+        for name in names:
+            value = getattr(trajectory, name)
+            if value is None:
+                continue
+            tensor = _as_tensor(name, value)
+            if tensor.dim() != 1:
+                raise InvalidTrajectoryError(f"field {name}: shape {list(tensor.shape)}, must have one dimension")
+            length, first = lengths.setdefault(axis, (tensor.shape[0], name))
+            if length != tensor.shape[0]:
+                raise InvalidTrajectoryError(f"field {name}: has {tensor.shape[0]} entries, but {first} has {length}")
+            columns.append((name, tensor.dtype, (), axis))
+            tensors.append(tensor)
+    tokens = lengths.get(Axis.SAMPLES, (0, ""))[0]
+    response = lengths.get(Axis.RESPONSE, (0, ""))[0]
+    start = trajectory.response_start
+    if start is not None and Axis.SAMPLES in lengths:
+        if not 0 <= start <= tokens:
+            raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
+        if Axis.RESPONSE in lengths and tokens - start != response:
+            raise InvalidTrajectoryError(
+                f"field {lengths[Axis.RESPONSE][1]}: has {response} entries, must have L - response_start = {tokens - start}"
+            )
+    document: dict[str, Any] = {}
+    for item in fields(trajectory):
+        value = getattr(trajectory, item.name)
+        if item.name in _TOKEN_COLUMNS or item.name in _RESPONSE_COLUMNS or value is None:
+            continue
+        document[item.name] = asdict(value) if isinstance(value, Reward) else value
+    size = _document_column(document, columns, tensors)
+    version = trajectory.policy_version
+    return Record(
+        _intern("agent", columns),
+        Extent(tokens, 1, response, size),
+        tuple(tensors),
+        num_samples=1,
+        max_episode_length=0,
+        model_weights_id=str(trajectory.metadata.get("model_weights_id", "")),
+        versions=None if version is None else (int(version), int(version)),
+    )
+
+
+def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:
+    """Return the trajectory of stored columns; inverse of :func:`record_of`.
+
+    Args:
+        schema: the columns.
+        extent: rows per axis.
+        tensors: one per column, ``[rows, *row_shape]`` or already ``[T, B, *row_shape]``.
+        known: fields kept in the index (``max_episode_length``, ``model_weights_id``).
+    """
+    document: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
+    for column, tensor in zip(schema.columns, tensors, strict=True):
+        if column.axis is Axis.DOCUMENT:
+            document = _parse_document(tensor)
+        elif schema.kind == "step":
+            rows = extent.rows(column.axis)
+            values[column.name] = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
+        else:
+            values[column.name] = tensor
+    if schema.kind == "step":
+        merged: dict[str, Any] = {**values, **document.get("leaves", {})}
+        return Trajectory(**known, **nest(merged))
+    reward = document.pop("reward", None)
+    known.pop("max_episode_length", None)
+    known.pop("model_weights_id", None)
+    return AgentTrajectory(**values, **document, **known, reward=None if reward is None else Reward(**reward))
+
+
+def _parse_document(tensor: torch.Tensor) -> dict[str, Any]:
+    try:
+        document = orjson.loads(tensor.numpy().tobytes())
+    except orjson.JSONDecodeError as error:
+        raise CorruptStoreError(f"column {DOCUMENT}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CorruptStoreError(f"column {DOCUMENT}: not a JSON object")
+    return document

@@ -1,0 +1,278 @@
+"""Where the rows of every shard can be read now: addresses in maps of files or in memory.
+
+A *slot* is a table of rows: a shard on disk, or a trajectory in memory. For each slot and column the
+residency knows the address of the first row. Slots in memory are freed, and maps closed, only when no
+sampling call that may still use them is running.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import CorruptStoreError
+from trajstore.formats.base import Buffer
+from trajstore.record import ColumnSpec, Schema
+
+MEMORY = -1
+"""Source number of slots in memory."""
+
+ANY_AXIS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MappedShard:
+    """A shard whose columns can be read in place.
+
+    ``addresses[i]`` is the address of the first row of ``schema.columns[i]``; ``keep`` holds the memory.
+    """
+
+    schema: Schema
+    addresses: tuple[int, ...]
+    keep: Any
+    extra: int | None = None
+    """Extra rows E of a shard of one trajectory whose index does not tell."""
+
+
+class ShardOpener(Protocol):
+    """Opens shards of one source by row."""
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        """Return the shard, mapped; None where its columns cannot be read in place."""
+
+
+def map_file(path: Path, size: int | None) -> mmap.mmap | bytes:
+    """Return a read-only map of a file.
+
+    Raises:
+        CorruptStoreError: the file is absent, or has another size than the index says.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = file.seek(0, 2)
+            if size is not None and found != size:
+                raise CorruptStoreError(f"{path}: has {found} bytes, the index says {size}; run  trajstore verify")
+            if found == 0:
+                return b""
+            mapped = mmap.mmap(file.fileno(), found, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise CorruptStoreError(f"{path}: is missing, but the index names it; run  trajstore verify") from error
+    mapped.madvise(mmap.MADV_RANDOM)  # rows are drawn at random: reading ahead would read what nobody wants
+    return mapped
+
+
+def address_of(data: Buffer | mmap.mmap) -> int:
+    """Return the address of the first byte of a buffer."""
+    return int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else 0
+
+
+class Residency:
+    """Addresses of rows by slot and column. Callers hold the buffer's lock, except for begin and end of reading."""
+
+    def __init__(self, map_limit: int) -> None:
+        self.specs: list[ColumnSpec] = []
+        self.addresses: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
+        self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        """Per slot, the number of its set of columns; -1 while it is not resident."""
+        self._sources: list[ShardOpener] = []
+        self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._owners: dict[int, Any] = {}
+        self._schemas: dict[int, Schema] = {}
+        self._columns: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
+        self._numbers: dict[ColumnSpec, int] = {}
+        self._signatures: dict[tuple[int, ...], int] = {}
+        self._signature_columns: list[tuple[int, ...]] = []
+        self._mapped: OrderedDict[int, None] = OrderedDict()
+        self._map_limit = map_limit
+        self._count = 0
+        self._free: list[int] = []
+        self._readers = 0
+        self._graves: list[tuple[int, Any]] = []
+        self._lock = threading.Lock()
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def add_source(self, source: ShardOpener, shards: int) -> tuple[int, int]:
+        """Take in a source of shards; return its number and the slot of its first shard (the rest follow)."""
+        self._sources.append(source)
+        number = len(self._sources) - 1
+        first = self._count
+        self._reserve(first + shards)
+        self._source[first : first + shards] = number
+        self._row[first : first + shards] = np.arange(shards)
+        self.signature[first : first + shards] = -1
+        self._count += shards
+        return number, first
+
+    def add_shard(self, source: int, row: int) -> int:
+        """Return a slot for one more shard of a source."""
+        slot = self._new_slot()
+        self._source[slot], self._row[slot], self.signature[slot] = source, row, -1
+        return slot
+
+    def add_memory(self, schema: Schema, addresses: Sequence[int], keep: Any) -> int:
+        """Return a slot for a trajectory in memory that ``keep`` holds."""
+        slot = self._new_slot()
+        self._source[slot] = MEMORY
+        self._settle(slot, MappedShard(schema, tuple(addresses), keep))
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Let go of a slot in memory; its number is given out again."""
+        owner = self._owners.pop(slot)
+        self._schemas.pop(slot)
+        self.signature[slot] = -1
+        with self._lock:
+            if self._readers:
+                self._graves.append((slot, owner))
+                return
+        self._free.append(slot)
+
+    def schema(self, slot: int) -> Schema:
+        """Return the schema of a resident slot."""
+        return self._schemas[slot]
+
+    def addresses_of(self, slot: int) -> list[int]:
+        """Return the address of the first row of each column of a resident slot's schema."""
+        numbers, _ = self._numbered(self._schemas[slot])
+        return [int(address) for address in self.addresses[slot, numbers]]
+
+    def is_memory(self, slot: int) -> bool:
+        """Return whether a slot is a trajectory in memory."""
+        return bool(self._source[slot] == MEMORY)
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """Return source number and row of a slot on disk."""
+        return int(self._source[slot]), int(self._row[slot])
+
+    def _new_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._reserve(self._count + 1)
+        self._count += 1
+        return self._count - 1
+
+    def _reserve(self, slots: int) -> None:
+        have, width = self.addresses.shape
+        wanted = len(self.specs)
+        if slots <= have and wanted <= width:
+            return
+        rows = have if slots <= have else max(slots, 2 * have, 64)
+        columns = width if wanted <= width else max(wanted, width + 8)
+        # New arrays, never resized in place: a running copy keeps the ones it was given.
+        addresses, axes = np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.int8)
+        addresses[:have, :width], axes[:have, :width] = self.addresses, self.axes
+        self.addresses, self.axes = addresses, axes
+        for name in ("signature", "_source", "_row"):
+            grown = np.full(rows, -1, np.int32)
+            grown[:have] = getattr(self, name)
+            setattr(self, name, grown)
+
+    # -- residency --------------------------------------------------------------------------------
+
+    def ensure(self, slots: npt.NDArray[np.int64], on_extra: Callable[[int, int], None]) -> list[int]:
+        """Make slots resident; return those that cannot be read in place.
+
+        Args:
+            slots: any slots, repeated or not.
+            on_extra: told the slot and E of a shard whose index does not tell E.
+
+        Raises:
+            CorruptStoreError: a file is missing or has changed its size.
+        """
+        missing = np.unique(slots[self.signature[slots] < 0]).tolist()
+        undecoded = []
+        for slot in missing:
+            shard = self._sources[self._source[slot]].map_shard(int(self._row[slot]))
+            if shard is None:
+                undecoded.append(slot)
+                continue
+            self._settle(slot, shard)
+            self._mapped[slot] = None
+            if shard.extra is not None:
+                on_extra(slot, shard.extra)
+        if len(self._mapped) > self._map_limit:
+            self._unmap_oldest(set(np.unique(slots).tolist()))
+        return undecoded
+
+    def _settle(self, slot: int, shard: MappedShard) -> None:
+        numbers, signature = self._numbered(shard.schema)
+        self._reserve(self._count)
+        self.addresses[slot, numbers] = shard.addresses
+        self.axes[slot, numbers] = [column.axis if column.axis <= 2 else ANY_AXIS for column in shard.schema.columns]
+        self.signature[slot] = signature
+        self._owners[slot] = shard.keep
+        self._schemas[slot] = shard.schema
+
+    def _numbered(self, schema: Schema) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the numbers of a schema's columns, and of the set of them that can be sampled."""
+        known = self._columns.get(schema)
+        if known is None:
+            numbers = []
+            for column in schema.columns:
+                spec = ColumnSpec(column.name, column.dtype, column.row_shape)  # the axis is each slot's own
+                numbers.append(self._numbers.setdefault(spec, len(self.specs)))
+                if numbers[-1] == len(self.specs):
+                    self.specs.append(spec)
+            sampled = tuple(n for n, column in zip(numbers, schema.columns, strict=True) if column.axis <= 2)
+            signature = self._signatures.setdefault(tuple(sorted(sampled)), len(self._signatures))
+            if signature == len(self._signature_columns):
+                self._signature_columns.append(sampled)
+            known = self._columns[schema] = (np.array(numbers, np.int64), signature)
+        return known
+
+    def columns(self, signature: int) -> tuple[int, ...]:
+        """Return the numbers of the columns that can be sampled from slots of this signature."""
+        return self._signature_columns[signature]
+
+    def _unmap_oldest(self, keep: set[int]) -> None:
+        for slot in list(self._mapped):
+            if len(self._mapped) <= self._map_limit:
+                return
+            if slot not in keep:
+                del self._mapped[slot]
+                self._forget(slot)
+
+    def forget(self, slot: int) -> None:
+        """Close the map of a shard that nobody will read again."""
+        if slot in self._mapped:
+            del self._mapped[slot]
+            self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        owner = self._owners.pop(slot)
+        self._schemas.pop(slot)
+        self.signature[slot] = -1
+        with self._lock:
+            if self._readers:
+                self._graves.append((-1, owner))
+
+    @property
+    def mapped(self) -> int:
+        """Number of shards that are mapped."""
+        return len(self._mapped)
+
+    # -- readers ----------------------------------------------------------------------------------
+
+    def begin_reading(self) -> None:
+        """Keep everything that is resident now where it is, until :meth:`end_reading`."""
+        with self._lock:
+            self._readers += 1
+
+    def end_reading(self) -> None:
+        """End what :meth:`begin_reading` began."""
+        with self._lock:
+            self._readers -= 1
+            if self._readers == 0 and self._graves:
+                self._free.extend(slot for slot, _ in self._graves if slot >= 0)
+                self._graves.clear()

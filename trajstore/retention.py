@@ -1,0 +1,59 @@
+"""What a store may hold, and which trajectories must go for it. Pure: deleting is done elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import ConfigurationError
+from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Limits of a store; None is no limit. The oldest trajectories go first; the newest always stays.
+
+    Attributes:
+        max_trajectories: how many trajectories.
+        max_samples: how many samples, T·B summed.
+        max_bytes: bytes of all columns.
+        max_policy_age: how many policy versions a trajectory's newest step may lie behind the newest of
+            all; trajectories whose versions are unknown stay.
+    """
+
+    max_trajectories: int | None = None
+    max_samples: int | None = None
+    max_bytes: int | None = None
+    max_policy_age: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least = 0 if item.name == "max_policy_age" else 1
+            if value is not None and value < least:
+                raise ConfigurationError(f"{item.name}: {value}, must be at least {least}")
+
+    def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
+        """Return the positions of the trajectories that must go, oldest first."""
+        count = len(index)
+        if count == 0:
+            return np.zeros(0, np.intp)
+        going = np.zeros(count, np.bool_)
+        if self.max_policy_age is not None:
+            versions = index["version_high"]
+            going |= (versions != UNKNOWN_VERSION) & (versions < versions.max() - self.max_policy_age)
+        for limit, sizes in (
+            (self.max_trajectories, None),
+            (self.max_samples, "num_samples"),
+            (self.max_bytes, "nbytes"),
+        ):
+            if limit is None:
+                continue
+            amounts = np.ones(count, np.int64) if sizes is None else index[sizes].astype(np.int64)
+            kept = np.where(going, 0, amounts)
+            newer = np.cumsum(kept[::-1])[::-1]  # amount of this trajectory and all newer ones
+            going |= newer > limit
+        going[-1] = False
+        return index.first + np.flatnonzero(going)

@@ -1,0 +1,145 @@
+"""Where the files of a store live: what every directory, local or remote, can do.
+
+Names are relative and ``/``-separated. ``trajstore.local`` has the durable local directory,
+``trajstore.remote`` the one over fsspec.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+from trajstore.errors import UnsafeContentError
+from trajstore.formats.base import Buffer, EncodedFile
+
+_SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it stays below its directory.
+
+    Raises:
+        UnsafeContentError: the name is absolute, has ``..`` or empty parts, or control characters.
+    """
+    parts = name.split("/")
+    if not _SAFE_NAME.fullmatch(name) or any(part in ("", ".", "..") for part in parts) or re.match(r"[A-Za-z]:", name):
+        raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
+    return name
+
+
+class WriterLock(ABC):
+    """Held by the one writer of a directory; released by ``release()`` or the holder's death."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the lock back. Calling it again does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class ReaderPin:
+    """Tells the writer that somebody reads; this one tells nothing (the directory keeps no list of readers)."""
+
+    def update(self, generation: int) -> None:
+        """Say that nothing evicted up to this generation is needed any more."""
+
+    def release(self) -> None:
+        """Say that nothing is needed any more. Calling it again does nothing."""
+
+
+class Directory(ABC):
+    """A directory of files that are published whole and never changed, and of append-only log segments.
+
+    All methods are safe to call from several threads. I/O failures are ``OSError`` whose message names
+    the file; ``FileNotFoundError`` when it is absent.
+    """
+
+    can_append: ClassVar[bool]
+    """Whether ``append`` works; otherwise each commit publishes a log segment of its own."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Path or URL, as it is shown to people."""
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return whether the directory itself exists (remote: whether any file is below it)."""
+
+    @abstractmethod
+    def create(self) -> None:
+        """Make the directory, and its parents, if absent."""
+
+    @abstractmethod
+    def read(self, name: str, offset: int = 0) -> bytes:
+        """Return the bytes of a file from ``offset`` to its end."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+
+    @abstractmethod
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of all files below a folder, at any depth, sorted; empty if the folder is absent."""
+
+    @abstractmethod
+    def local_path(self, name: str) -> Path:
+        """Return a local path from which the file can be mapped. Remote: fetched into the read cache first."""
+
+    @abstractmethod
+    def publish(self, files: Sequence[EncodedFile]) -> None:
+        """Write files so that each appears whole or not at all, and all survive power loss on return."""
+
+    @abstractmethod
+    def append(self, name: str, data: Buffer) -> None:
+        """Append to a log segment, durably. After a failure the segment ends where it ended before."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; absent ones are no error."""
+
+    @abstractmethod
+    def lock_writer(self) -> WriterLock:
+        """Become the directory's one writer.
+
+        Raises:
+            StoreLockedError: somebody else is; names process, host and time.
+        """
+
+    def announce_reader(self) -> ReaderPin:
+        """Tell the writer that somebody reads, so that evicted files stay; remote directories cannot."""
+        return ReaderPin()
+
+    def oldest_reader(self) -> int | None:
+        """Return the oldest generation that somebody may still read; None if nobody reads (that is known of)."""
+        return None
+
+
+def open_directory(url: str | Path, **options: object) -> Directory:
+    """Return the directory at a local path or an fsspec URL (``memory://``, ``s3://``, ...).
+
+    Args:
+        url: path or URL. A scheme of two or more characters followed by ``://`` makes it a URL.
+        options: passed on to the fsspec file system (credentials, endpoint, ...).
+
+    Raises:
+        MissingDependencyError: the file system's package is not installed.
+    """
+    text = str(url)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) and not text.startswith("file://"):
+        from trajstore.remote import RemoteDirectory  # loads fsspec, needed only here
+
+        return RemoteDirectory(text, **options)
+    from trajstore.local import LocalDirectory  # keeps this module free of fcntl
+
+    return LocalDirectory(Path(text.removeprefix("file://")))

@@ -1,0 +1,139 @@
+"""The two kinds of trajectory and one step of a rollout. Plain containers; no I/O."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Trajectory:
+    """A block of T steps in B parallel environments; may hold many episodes. Every field is optional.
+
+    Shapes (A = action chunk x action dim, C = chunk length, E = number of rollout epochs):
+
+    ========================================== =============== =====================================
+    field                                      shape           note
+    ========================================== =============== =====================================
+    ``actions``, ``intervene_flags``           [T, B, A]
+    ``rewards``                                [T, B, C]
+    ``terminations, truncations, dones``       [T or T+E, B, C] each epoch begins with a bootstrap row
+    ``prev_logprobs``                          [T, B, A]       under the policy that acted
+    ``prev_values``                            [T or T+E, B, 1] each epoch ends with a bootstrap row
+    ``versions``                               [T, B, 1]       weight version that acted
+    ``curr_obs``, ``next_obs``, ``forward_inputs``  dict of [T, B, ...]  nested to any depth
+    ========================================== =============== =====================================
+
+    ``prev_logprobs`` or, without it, ``rewards`` gives T and B. ``max_episode_length`` is in steps;
+    ``model_weights_id`` names the weights that acted. Leaves of the dicts that are not tensors must be
+    JSON values; they are stored with the trajectory and are not sampled. Checked when the trajectory is
+    added to a buffer, not here.
+    """
+
+    max_episode_length: int = 0
+    model_weights_id: str = ""
+    actions: torch.Tensor | None = None
+    intervene_flags: torch.Tensor | None = None
+    rewards: torch.Tensor | None = None
+    terminations: torch.Tensor | None = None
+    truncations: torch.Tensor | None = None
+    dones: torch.Tensor | None = None
+    prev_logprobs: torch.Tensor | None = None
+    prev_values: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
+    forward_inputs: dict[str, Any] = field(default_factory=dict)
+    curr_obs: dict[str, Any] = field(default_factory=dict)
+    next_obs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class ChunkStepResult:
+    """What one chunk step of B environments produced, observations aside. All tensors are ``[B, ...]``.
+
+    Tensors are moved to the CPU and made contiguous; dict leaves may be nested.
+    """
+
+    actions: torch.Tensor | None = None
+    prev_logprobs: torch.Tensor | None = None
+    prev_values: torch.Tensor | None = None
+    dones: torch.Tensor | None = None
+    truncations: torch.Tensor | None = None
+    terminations: torch.Tensor | None = None
+    rewards: torch.Tensor | None = None
+    forward_inputs: dict[str, Any] = field(default_factory=dict)
+    versions: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            setattr(self, item.name, to_cpu(getattr(self, item.name)))
+
+
+@dataclass(kw_only=True)
+class Reward:
+    """Outcome of an agent trajectory.
+
+    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success); ``None`` = unknown.
+    """
+
+    outcome: float | None = None
+    success_rate: float | None = None
+    description: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class AgentTrajectory:
+    """One rollout of a language-model agent: token columns of this rollout's own length, and JSON.
+
+    L = tokens of prompt and response, R = tokens of the response (from ``response_start`` on).
+
+    ``input_ids``, ``attention_mask``, ``loss_mask`` are ``[L]`` integer tensors, ``loss_mask`` being 1
+    on tokens that the model wrote; ``old_log_probs`` (natural logarithm, under the policy that sampled),
+    ``entropys`` (nats) and ``response_mask`` are ``[R]``, R = L - ``response_start``. ``messages`` is a
+    list of dicts with ``role``, ``content`` and optionally ``author`` (``"llm"`` for the model).
+    ``policy_version`` is the training step whose weights sampled. ``entropy`` is the mean of
+    ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero.
+    ``tokenizer_fingerprint`` identifies tokenizer and chat template. ``metadata`` is any JSON.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    input_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    response_start: int | None = None
+    old_log_probs: torch.Tensor | None = None
+    entropys: torch.Tensor | None = None
+    response_mask: torch.Tensor | None = None
+    reward: Reward | None = None
+    task_id: str = ""
+    data_id: str = ""
+    rollout_id: str = ""
+    query: str = ""
+    is_terminated: bool | None = None
+    policy_version: int | None = None
+    entropy: float | None = None
+    tokenizer_fingerprint: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+AnyTrajectory = Trajectory | AgentTrajectory
+
+
+def get_model_weights_id(versions: torch.Tensor) -> str:
+    """Return the id of the weights that acted: a UUID (version 5) of the bytes of ``versions``.
+
+    The same versions give the same id as in RLinf, so that file names agree.
+    """
+    return str(uuid.uuid5(uuid.NAMESPACE_DNS, versions.detach().cpu().contiguous().numpy().tobytes().hex()))
+
+
+def to_cpu(value: Any) -> Any:
+    """Return ``value`` with every tensor in it (nested dicts included) on the CPU and contiguous."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous()
+    if isinstance(value, dict):
+        return {key: to_cpu(item) for key, item in value.items()}
+    return value
