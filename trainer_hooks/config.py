@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
 from trajstore.experience.selection import SaveFilter, SelectMode, rule_problems
+from trajstore.experience.store import LEAST_CAPACITY, BufferStore
 
 SECTION = "exp_manager.experience_replay"
 """Where the keys stand in a trainer's configuration."""
@@ -19,6 +20,7 @@ SECTION = "exp_manager.experience_replay"
 GroupOffpolicy = Literal["shared", "separate"]
 GROUPS: tuple[GroupOffpolicy, ...] = get_args(GroupOffpolicy)
 
+_STORE_KEYS = ("path", "format", "capacity")
 _FLAGS = ("enable", "exp_is_correct", "use_current_policy_entropy")
 
 
@@ -47,7 +49,7 @@ class ExperienceReplayConfig:
     """Training steps after which a trajectory is no longer replayed; ``None`` = any age."""
     task_sampling: TaskSampling = "uniform"
     store: Mapping[str, Any] | None = None
-    """Options of the trajectory buffer that keeps the pool (``path``, ...); ``None`` = in memory."""
+    """``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in memory."""
     max_trajectories_per_task: int = 10
     experience_lbound: int | None = 0
     """A task enters the pool if more of its rollouts than this succeeded,"""
@@ -128,6 +130,10 @@ class ExperienceReplayConfig:
         shared = {field.name for field in dataclasses.fields(PoolRules)} - {"n_rollout"}
         return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in shared})
 
+    def open_store(self) -> BufferStore | None:
+        """Open the pool's store, to be closed by the caller; ``None`` if the pool is in memory."""
+        return None if self.store is None else BufferStore.open(**self.store)
+
     def ratio(self) -> float | RatioSchedule:
         """Return ``exp_ratio`` as the mixing takes it."""
         return RatioSchedule(self.exp_ratio) if isinstance(self.exp_ratio, tuple) else self.exp_ratio
@@ -176,9 +182,7 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     shaping = values["off_policy_shaping"]
     if shaping is not None and (not _number(shaping) or shaping <= 0):
         problems.append(f"off_policy_shaping: {shaping!r}, must be a number above 0, or none")
-    store = values["store"]
-    if store is not None and not isinstance(store, Mapping):
-        problems.append(f"store: {store!r}, must be a mapping of the buffer's options, or null for memory")
+    problems += _store_problems(values["store"])
     return problems + rule_problems(values)
 
 
@@ -195,6 +199,26 @@ def _ratio_problems(ratio: Any) -> list[str]:
     if not _number(ratio) or not 0 <= ratio <= 1:
         return [f"exp_ratio: {ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
     return []
+
+
+def _store_problems(store: Any) -> list[str]:
+    if store is None:
+        return []
+    if not isinstance(store, Mapping):
+        return [f"store: {store!r}, must be a mapping with a path, or null for memory"]
+    problems = [
+        f"store.{key}: unknown key; known are {', '.join(_STORE_KEYS)}" for key in store if key not in _STORE_KEYS
+    ]
+    if not isinstance(store.get("path"), str | Path) or not str(store["path"]):
+        problems.append(f"store.path: {store.get('path')!r}, must be a directory or URL")
+    if not isinstance(store.get("format", ""), str):
+        problems.append(f"store.format: {store['format']!r}, must be the name of a format")
+    capacity = store.get("capacity")
+    if capacity is not None and (
+        isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < LEAST_CAPACITY
+    ):
+        problems.append(f"store.capacity: {capacity!r}, must be a whole number of at least {LEAST_CAPACITY} or null")
+    return problems
 
 
 def _group_problems(values: Mapping[str, Any], n_rollout: int | None) -> list[str]:

@@ -446,6 +446,9 @@ class TrajectoryReplayBuffer:
         loaded = _Loaded(load_path, is_distributed, local_rank, world_size, strict, pin)
         skipped, state = self._load(loaded)
         self._loaded = loaded
+        if self._writer is None and state.trajectory_format != self.trajectory_format:
+            self._format = get_format(state.trajectory_format)
+            self.trajectory_format = state.trajectory_format
         if state.seed is not None:
             self.seed = state.seed
         if state.rng_state is not None:

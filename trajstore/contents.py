@@ -370,6 +370,10 @@ class Contents:
         if undecoded:
             source, row = self.residency.place(slot)
             schema = self.sources[source].manifest(row).schema
+            told = self.sources[source].extent(row)
+            if told is not None:
+                extent = told
+                self.index.arrays["extra"][position] = told.extra
             reader = self.sources[source].reader(row)
             return schema, [
                 reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))

@@ -127,7 +127,7 @@ class LocalDirectory(Directory):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             folders.add(path.parent)
-        for folder in folders:
+        for folder in sorted(folders, reverse=True):  # a zarr group's folder after those of its arrays
             with contextlib.suppress(OSError):
                 if folder != self.path and folder.parent != self.path:
                     folder.rmdir()  # the folder of one multi-file shard; fails while it has files
@@ -137,6 +137,8 @@ class LocalDirectory(Directory):
         return LocalWriterLock(self.path / LOCK_NAME)
 
     def announce_reader(self) -> ReaderPin:
+        if not (self.path / LOCK_NAME).exists():
+            return ReaderPin()  # nobody has ever written here in place (a checkpoint, a foreign directory)
         try:
             return LocalReaderPin(self.path / READERS_FOLDER)
         except OSError as error:  # a read-only file system: nobody evicts there either
@@ -164,7 +166,7 @@ class LocalWriterLock(WriterLock):
             os.close(self._descriptor)
             self._descriptor = None
             raise StoreLockedError(
-                f"{path.parent} is being written by {_describe(holder)}; close that writer, or open the directory for reading"
+                f"{path.parent} is being written by {describe_holder(holder)}; close that writer, or open the directory for reading"
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, orjson.dumps(holder_document()), 0)
@@ -230,7 +232,8 @@ def holder_document() -> dict[str, object]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
 
 
-def _describe(holder: bytes) -> str:
+def describe_holder(holder: bytes) -> str:
+    """Return what a lock's text says about its holder, for people."""
     try:
         value = orjson.loads(holder)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value["since"]))

@@ -1,4 +1,269 @@
-class RLinfSource:
+"""Reading RLinf's directories in place, and writing directories that RLinf reads."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, UnsafeContentError, listed
+from trajstore.formats.base import EncodedFile, ShardManifest, ShardReader, StoredFile
+from trajstore.formats.safe_pickle import safe_loads
+from trajstore.formats.torch_zip import TensorPlace, locate
+from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
+from trajstore.record import Extent, Record
+from trajstore.residency import MappedShard, address_of, map_file
+from trajstore.rlinf import (
+    INDEX_NAMES,
+    METADATA_NAME,
+    TRAJECTORY_CLASSES,
+    RLinfEntry,
+    columns_of_file,
+    encode_trajectory,
+    index_json,
+    metadata_json,
+    parse_index,
+    parse_metadata,
+)
+from trajstore.sources import Source
+from trajstore.storage import Directory
+
+_OPEN_FILES = 8
+
+
+class _File:
+    """One trajectory file: its columns, mapped (``places``) or decoded."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        self.source = f"{directory.url}/{name}"
+        self.map = map_file(directory.local_path(name), None)
+        content = self._content(name)
+        self.schema, self.extent, self.leaves = columns_of_file(content, self.source)
+        if any(isinstance(leaf, TensorPlace) and not leaf.is_contiguous for leaf in self.leaves):
+            self.schema, self.extent, self.leaves = columns_of_file(self._loaded(), self.source)
+
+    def _content(self, name: str) -> Any:
+        if name.endswith(".pkl"):
+            return safe_loads(memoryview(self.map), classes=TRAJECTORY_CLASSES, source=self.source)
+        placed = locate(memoryview(self.map), source=self.source)
+        return self._loaded() if placed is None else placed
+
+    def _loaded(self) -> Any:
+        try:
+            return torch.load(io.BytesIO(bytes(memoryview(self.map))), weights_only=True, map_location="cpu")
+        except Exception as error:  # torch.load raises nearly anything on damaged files
+            raise CorruptStoreError(f"{self.source}: damaged, or cannot be loaded without running code: {error}") from error
+
+    def mapped(self) -> MappedShard | None:
+        base = address_of(self.map)
+        places = [leaf.offset for leaf in self.leaves if isinstance(leaf, TensorPlace)]
+        if len(places) != len(self.leaves):
+            return None
+        return MappedShard(self.schema, tuple(base + offset for offset in places), self.map, self.extent.extra)
+
+
+class _FileReader(ShardReader):
+    def __init__(self, file: _File) -> None:
+        self._file = file
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        leaf = self._file.leaves[column]
+        spec = self._file.schema.columns[column]
+        if isinstance(leaf, TensorPlace):
+            first = leaf.offset + start * spec.row_nbytes
+            data = bytearray(memoryview(self._file.map)[first : first + (stop - start) * spec.row_nbytes])
+            flat = torch.frombuffer(data, dtype=torch.uint8).view(leaf.dtype) if data else torch.empty(0, dtype=leaf.dtype)
+            return flat.reshape(stop - start, *spec.row_shape)
+        rows = self._file.extent.rows(spec.axis)
+        return leaf.reshape(rows, *spec.row_shape)[start:stop].contiguous()
+
+
+class RLinfSource(Source):
+    """A directory that RLinf wrote; each trajectory is a shard of its own.
+
+    Attributes:
+        metadata: RLinf's ``metadata.json``.
+        entries: trajectories whose files are there, by row.
+        skipped: how many the index names besides.
+    """
+
+    linkable = False
+
+    def __init__(self, directory: Directory, metadata: Mapping[str, Any], entries: list[RLinfEntry], skipped: int) -> None:
+        self.directory = directory
+        self.metadata = metadata
+        self.entries = entries
+        self.skipped = skipped
+        self.suffix = str(metadata.get("trajectory_format") or "pt")
+        self.index = _index_of(directory, entries)
+        self._files: OrderedDict[int, _File] = OrderedDict()
+
     @staticmethod
-    def exists(d): return False
-def write_rlinf(*a): raise NotImplementedError
+    def exists(directory: Directory) -> bool:
+        """Return whether RLinf's files are in a directory."""
+        for name in (METADATA_NAME, *INDEX_NAMES):
+            try:
+                directory.size(name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            return True
+        return False
+
+    @classmethod
+    def open(cls, directory: Directory, strict: bool) -> RLinfSource:
+        """Read metadata and index, and see which files are there.
+
+        Raises:
+            StoreNotFoundError: metadata or index is absent.
+            IncompleteCheckpointError: the index names absent files (``strict``); lists them.
+            CorruptStoreError: metadata or index are not RLinf's, or torn.
+            UnsafeContentError: a file name leaves the directory.
+        """
+        try:
+            data = directory.read(METADATA_NAME)
+        except FileNotFoundError as error:
+            raise StoreNotFoundError(f"Metadata not found at {directory.url}/{METADATA_NAME}") from error
+        metadata = parse_metadata(data, f"{directory.url}/{METADATA_NAME}")
+        entries = cls._read_index(directory)
+        suffix = str(metadata.get("trajectory_format") or "pt")
+        try:
+            names = [entry.file_name(suffix) for entry in entries]
+        except UnsafeContentError as error:
+            raise UnsafeContentError(f"{directory.url}: {error}") from error
+        present = {name for name in directory.names() if "/" not in name}
+        missing = [name for name in names if name not in present]
+        if missing and strict:
+            raise IncompleteCheckpointError(
+                f"{len(missing)} of {len(names)} trajectories of {directory.url} are not there: {listed(missing)}; "
+                "copy the files there, or load with strict=False to leave them out"
+            )
+        whole = [entry for entry, name in zip(entries, names, strict=True) if name in present]
+        return cls(directory, metadata, whole, len(missing))
+
+    @staticmethod
+    def _read_index(directory: Directory) -> list[RLinfEntry]:
+        for name in INDEX_NAMES:
+            try:
+                data = directory.read(name)
+            except FileNotFoundError:
+                continue
+            return parse_index(data, f"{directory.url}/{name}")
+        raise StoreNotFoundError(f"Trajectory index not found at {directory.url}/{INDEX_NAMES[0]}")
+
+    @property
+    def shards(self) -> int:
+        return len(self.entries)
+
+    def file(self, row: int) -> _File:
+        """Return a trajectory's file, opened; the last few are kept."""
+        found = self._files.get(row)
+        if found is None:
+            name = self.entries[row].file_name(self.suffix)
+            found = self._files[row] = _File(self.directory, name)
+            if (found.extent.steps, found.extent.batch) != self.entries[row].shape[:2]:
+                raise CorruptStoreError(
+                    f"{found.source}: is {[found.extent.steps, found.extent.batch]} steps x environments, "
+                    f"the index says {list(self.entries[row].shape[:2])}"
+                )
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        return found
+
+    def extent(self, row: int) -> Extent | None:
+        return self.file(row).extent
+
+    def manifest(self, row: int) -> ShardManifest:
+        file = self.file(row)
+        name = self.entries[row].file_name(self.suffix)
+        columns = file.schema.columns
+        return ShardManifest(
+            name=name,
+            format="rlinf",
+            schema=file.schema,
+            files=(StoredFile(name, len(file.map), 0),),
+            places=(None,) * len(columns),
+            column_crc32=(None,) * len(columns),
+            rows=tuple(file.extent.rows(column.axis) for column in columns),
+        )
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        return self.file(row).mapped()
+
+    def reader(self, row: int) -> ShardReader:
+        return _FileReader(self.file(row))
+
+    def record(self, row: int) -> Record:
+        """Return a trajectory as columns."""
+        file, entry = self.file(row), self.entries[row]
+        reader = _FileReader(file)
+        tensors = tuple(
+            reader.rows(number, 0, file.extent.rows(column.axis)) for number, column in enumerate(file.schema.columns)
+        )
+        return Record(
+            file.schema,
+            file.extent,
+            tensors,
+            entry.num_samples,
+            entry.max_episode_length,
+            entry.model_weights_id,
+            None,
+        )
+
+
+def _index_of(directory: Directory, entries: list[RLinfEntry]) -> TrajectoryIndex:
+    """Return the entries as an index; extra rows are told when a file is opened."""
+    index = TrajectoryIndex()
+    count = len(entries)
+    if not count:
+        return index
+    uuids = b"".join(uuid.uuid5(uuid.NAMESPACE_URL, f"{directory.url}/{e.trajectory_id}").bytes for e in entries)
+    zeros = np.zeros(count, np.int64)
+    index.append(
+        {
+            "trajectory_id": np.array([e.trajectory_id for e in entries], np.int64),
+            "num_samples": np.array([e.num_samples for e in entries], np.int64),
+            "steps": np.array([e.shape[0] for e in entries], np.int32),
+            "batch": np.array([e.shape[1] for e in entries], np.int32),
+            "extra": zeros,
+            "document": zeros,
+            "nbytes": zeros,
+            "max_episode_length": np.array([e.max_episode_length for e in entries], np.int64),
+            "version_low": np.full(count, UNKNOWN_VERSION),
+            "version_high": np.full(count, UNKNOWN_VERSION),
+            "weights": np.array([index.weights.add(e.model_weights_id) for e in entries], np.int32),
+            "uuid": np.frombuffer(uuids, "V16"),
+            "shard": np.arange(count, dtype=np.int32),
+            "start_samples": zeros,
+            "start_extra": zeros,
+            "start_document": zeros,
+        }
+    )
+    return index
+
+
+def write_rlinf(
+    target: Directory,
+    trajectories: Iterable[tuple[TrajectoryEntry, Record]],
+    trajectory_counter: int,
+    seed: int | None,
+    trajectory_format: str,
+) -> None:
+    """Write a directory that RLinf reads; formats that RLinf does not know are written as ``pt``.
+
+    Raises:
+        ConfigurationError: an agent trajectory is among them.
+    """
+    suffix = "pkl" if trajectory_format == "pkl" else "pt"
+    entries = []
+    for known, record in trajectories:
+        entry, file = encode_trajectory(record, known.trajectory_id, suffix)
+        target.publish([file])
+        entries.append(entry)
+    target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
+    target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
+

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from trajstore.errors import UnsafeContentError
 from trajstore.formats.base import Buffer, EncodedFile
@@ -19,13 +19,15 @@ from trajstore.formats.base import Buffer, EncodedFile
 _SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
 
 
-def check_name(name: str) -> str:
-    """Return ``name`` if it stays below its directory.
+def check_name(name: str, *, one_part: bool = False) -> str:
+    """Return ``name`` if it stays below its directory; with ``one_part``, if it is a file right in it.
 
     Raises:
         UnsafeContentError: the name is absolute, has ``..`` or empty parts, or control characters.
     """
     parts = name.split("/")
+    if one_part and len(parts) > 1:
+        raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
     if not _SAFE_NAME.fullmatch(name) or any(part in ("", ".", "..") for part in parts) or re.match(r"[A-Za-z]:", name):
         raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
     return name
@@ -125,7 +127,7 @@ class Directory(ABC):
         return None
 
 
-def open_directory(url: str | Path, **options: object) -> Directory:
+def open_directory(url: str | Path, **options: Any) -> Directory:
     """Return the directory at a local path or an fsspec URL (``memory://``, ``s3://``, ...).
 
     Args:

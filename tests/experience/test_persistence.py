@@ -237,3 +237,12 @@ def test_a_pool_of_another_tokenizer_is_refused(make: Make, tmp_path: Path) -> N
     unknown = ExperienceManager(RULES)
     unknown.load_experience_pool_from_disk(tmp_path / "step_1")
     assert unknown.tokenizer_fingerprint == "qwen:1"
+
+
+def test_a_task_both_skipped_and_in_a_bucket_is_not_replayed(make: Make, tmp_path: Path) -> None:
+    filled(make).save_experience_pool_to_disk(tmp_path / "step_1")
+    (tmp_path / "step_1" / "skip_uid_set.json").write_text('["a"]')
+    manager = ExperienceManager(RULES)
+    manager.load_experience_pool_from_disk(tmp_path / "step_1")
+    assert manager.get_valid_replay_task_ids() == ["b"]
+    assert manager.sample_tasks_from_replaypool(9) == ["b"]

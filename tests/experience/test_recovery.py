@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.experience.conftest import build
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules
+from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
 from trajstore.experience.ledger import COMPACT_AFTER
+from trajstore.experience.store import LEAST_CAPACITY
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -308,36 +310,19 @@ def test_lost_journal_records_are_told(make: Make, caplog: pytest.LogCaptureFixt
     assert "lacks 1 records" in caplog.text
 
 
-class FakeBuffer:
-    """The part of the trajectory buffer that a pool uses, over memory."""
+def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journal(make: Make) -> None:
+    class Bounded(LoggedStore):
+        def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+            ids = super().add_trajectories(trajectories)
+            MemoryStore.evict(self, self.ids()[:-LEAST_CAPACITY])
+            return ids
 
-    def __init__(self) -> None:
-        self.store = MemoryStore()
-        self.flushed = 0
-
-    @property
-    def trajectory_ids(self) -> torch.Tensor:
-        return torch.tensor(self.store.ids(), dtype=torch.int64)
-
-    def add_trajectories(self, trajectories: list[Any], /) -> list[int]:
-        return self.store.add_trajectories(trajectories)
-
-    def get(self, trajectory_id: int, /) -> Any:
-        return self.store.get(trajectory_id)
-
-    def flush(self) -> None:
-        self.flushed += 1
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        assert set(ids) <= set(self.store.ids())
-        self.store.evict(ids)
-
-
-def test_a_buffer_keeps_the_pool(make: Make) -> None:
-    buffer = FakeBuffer()
-    manager = ExperienceManager(RULES, store=BufferStore(buffer))
-    train(manager, [make("a", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 0.0])])
-    manager.flush()
-    assert buffer.flushed == 1
-    manager.compact()
-    assert view(ExperienceManager(RULES, store=BufferStore(buffer))) == view(manager)
+    store = Bounded()
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(300):
+        train(manager, [make(f"t{number}", i, o, metadata={"entropy": 1}) for i, o in enumerate([1.0, 1.0, 0.0])])
+        if number % 20 == 0 or number > 290:
+            again = ExperienceManager(RULES, store=copy.deepcopy(store))
+            assert again.difficulty2task_dict == manager.difficulty2task_dict
+            assert view(again)["entries"] == view(manager)["entries"]
+    assert 100 < len(manager) <= LEAST_CAPACITY

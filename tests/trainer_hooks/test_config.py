@@ -73,10 +73,10 @@ def test_it_is_frozen() -> None:
 
 @pytest.mark.parametrize("wrap", [dict, Node])
 def test_it_comes_from_anything_with_keys(wrap: type) -> None:
-    values = {"enable": True, "exp_ratio": [[0.2, 0.0], [0.8, 0.5]], "store": {"path": "pool", "capacity": 10}}
+    values = {"enable": True, "exp_ratio": [[0.2, 0.0], [0.8, 0.5]], "store": {"path": "pool", "capacity": 1000}}
     config = ExperienceReplayConfig.from_mapping(wrap(values))
     assert config.enable
-    assert config.store == {"path": "pool", "capacity": 10}
+    assert config.store == {"path": "pool", "capacity": 1000}
     assert config.ratio() == RatioSchedule(((0.2, 0.0), (0.8, 0.5)))
     assert ExperienceReplayConfig().ratio() == 0.5
 
@@ -135,6 +135,11 @@ def test_it_comes_from_yaml(tmp_path: Path) -> None:
         ("max_policy_age", 1.5),
         ("task_sampling", "cubic"),
         ("store", "a/path"),
+        ("store", {}),
+        ("store", {"path": ""}),
+        ("store", {"path": "p", "format": 3}),
+        ("store", {"path": "p", "capacity": 10}),
+        ("store", {"path": "p", "folder": 1}),
         ("max_trajectories_per_task", 0),
         ("experience_lbound", 8),
         ("experience_rbound", 0),
@@ -151,7 +156,7 @@ def test_it_comes_from_yaml(tmp_path: Path) -> None:
 )
 def test_a_value_out_of_range_is_refused_by_its_key(key: str, value: Any) -> None:
     named = "experience_lbound" if key == "experience_rbound" else key
-    with pytest.raises(ConfigurationError, match=f"{named}: "):
+    with pytest.raises(ConfigurationError, match=rf"{named}(\.\w+)?: "):
         ExperienceReplayConfig.from_mapping({key: value})
 
 
@@ -180,3 +185,12 @@ def test_all_problems_are_told_at_once() -> None:
 def test_what_is_no_mapping_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is a list"):
         ExperienceReplayConfig.from_mapping([])
+
+
+def test_it_opens_the_pools_store(tmp_path: Path) -> None:
+    assert ExperienceReplayConfig().open_store() is None
+    store = ExperienceReplayConfig(store={"path": str(tmp_path / "pool"), "format": "pkl"}).open_store()
+    assert store is not None
+    assert store.durable
+    assert store.ids() == []
+    store.close()

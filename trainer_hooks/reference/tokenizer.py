@@ -61,6 +61,10 @@ class WordTokenizer:
         """Return the ids of an environment's message and of the mark that asks for the next reply."""
         return [self._ids[USER], *self.encode(message), self.end_id, self._ids[MODEL]]
 
+    def reply(self, text: str) -> list[int]:
+        """Return the ids of a reply as the model writes it: the words and ``<end>``."""
+        return [*self.encode(text), self.end_id]
+
     def reply_text(self, ids: Sequence[int]) -> str:
         """Return what the model wrote, without the closing ``<end>``."""
         return self.decode(ids[:-1] if ids and ids[-1] == self.end_id else ids)

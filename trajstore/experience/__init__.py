@@ -1,7 +1,7 @@
 """Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
 
-Imports run downward: ``mixing`` → ``pool`` → ``cut``, ``scoring``, ``ledger`` → ``journal`` → ``store``, ``selection`` →
-``buckets``; ``persistence`` reads and writes a pool as files, ``contract`` compares tokenizers.
+Imports run downward: ``mixing`` → ``pool`` → ``cut``, ``scoring``, ``ledger`` → ``journal`` → ``store``,
+``selection`` → ``buckets``; ``persistence`` reads and writes a pool as files, ``contract`` compares tokenizers.
 """
 
 from trajstore.experience.buckets import REPLAY_MARK, TASK_SAMPLING, TaskSampling

@@ -101,6 +101,10 @@ class PoolState:
         else:
             self.entries.pop(entry.task_id, None)
 
+    def count(self) -> int:
+        """Return the number of entries."""
+        return sum(map(len, self.entries.values()))
+
     def all_entries(self) -> Iterable[PoolEntry]:
         """Yield every entry, task by task."""
         for entries in self.entries.values():
@@ -122,6 +126,8 @@ class Recovered:
     garbage: list[int]
     """Ids of the pool's records that no longer matter."""
     fingerprint: str
+    added: int
+    """Entries since the newest snapshot."""
 
 
 def entry_record(trajectory: AgentTrajectory, global_steps: int, *, staged: bool = False) -> AgentTrajectory:
@@ -227,7 +233,7 @@ def recover(store: PoolStore, rules: PoolRules) -> Recovered:
         tail.append((ids[position], record, head))
     tail.reverse()
 
-    result = Recovered(PoolState(), None, 0, 0, [], [], "")
+    result = Recovered(PoolState(), None, 0, 0, [], [], "", 0)
     try:
         if snapshot is not None:
             _from_snapshot(store, *snapshot, below, result)
@@ -254,6 +260,7 @@ def _from_snapshot(store: PoolStore, record_id: int, head: dict[str, Any], below
 
 def _replay(record_id: int, record: AgentTrajectory, head: dict[str, Any], rules: PoolRules, result: Recovered) -> None:
     if head["kind"] == "entry":
+        result.added += 1
         entry = entry_of(record, record_id)
         held = result.state.entries.get(record.task_id, ())
         outcome = entry if isinstance(entry, Refusal) else admit(held, entry, rules)

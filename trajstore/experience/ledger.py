@@ -21,7 +21,9 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 COMPACT_AFTER = 64
-"""Task records and dead trajectories after which a snapshot replaces them in the store."""
+"""A snapshot is written after this many task records and dead trajectories, or after this many additions and
+half as many as the pool holds. So the newest snapshot is never among the older half of a store's records, and
+a store whose capacity evicts its oldest gives up trajectories, not the journal."""
 
 
 class PoolLedger:
@@ -51,6 +53,7 @@ class PoolLedger:
         self._sequence = found.sequence
         self._records = found.records
         self._garbage = found.garbage
+        self._added = found.added
 
     @property
     def durable(self) -> bool:
@@ -86,6 +89,7 @@ class PoolLedger:
         records = [journal.entry_record(one, self.global_steps) for one in plan.accepted.values()]
         self.state.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
         self._garbage.extend(plan.replaced)
+        self._added += len(records)
         self._compact_if_due()
 
     def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
@@ -123,7 +127,9 @@ class PoolLedger:
         self._collect()
 
     def _compact_if_due(self) -> None:
-        if len(self._records) + len(self._garbage) >= COMPACT_AFTER:
+        dead = len(self._records) + len(self._garbage)
+        grown = self._added >= COMPACT_AFTER and self._added >= self.state.count() // 2
+        if dead >= COMPACT_AFTER or grown:
             self.compact()
 
     def _write_snapshot(self, state: PoolState, global_steps: int, generator: np.random.Generator) -> list[int]:
@@ -132,6 +138,7 @@ class PoolLedger:
         )
         ids = self._store.add_trajectories([snapshot])
         self._sequence += 1
+        self._added = 0
         return ids
 
     def _collect(self) -> None:

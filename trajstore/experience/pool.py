@@ -108,7 +108,7 @@ class ExperienceManager:
         return self._fingerprint
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self._state.entries.values())
+        return self._state.count()
 
     def metrics(self) -> dict[str, float]:
         """Return the pool's size, tasks per difficulty, skipped tasks and refusals, as flat floats."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
 
-from trajstore.errors import InvalidTrajectoryError, TrajectoryUnavailableError
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
+from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.buffer import TrajectoryReplayBuffer
+
+LEAST_CAPACITY = 256
+"""Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
 
 
 class PoolStore(Protocol):
@@ -73,37 +80,66 @@ class MemoryStore:
             self._kept.pop(trajectory_id, None)
 
 
-class ReplayBuffer(Protocol):
-    """What :class:`BufferStore` uses of ``TrajectoryReplayBuffer``."""
-
-    @property
-    def trajectory_ids(self) -> Iterable[Any]:
-        """The ids that are kept, ascending."""
-
-    def add_trajectories(self, trajectories: list[AnyTrajectory], /) -> list[int]: ...
-
-    def get(self, trajectory_id: int, /) -> AnyTrajectory: ...
-
-    def flush(self) -> Any: ...
-
-    def evict(self, ids: Sequence[int], /) -> Any: ...
-
-
 class BufferStore:
-    """The pool's records in a ``TrajectoryReplayBuffer`` that writes what it is given (``auto_save=True``).
+    """The pool's records in a trajectory buffer that writes what it is given.
 
-    The buffer belongs to the pool: a capacity that evicts its oldest trajectories would evict the pool's
-    journal, so give it none, or far more than ``tasks x max_trajectories_per_task``. Closing it is the
-    caller's affair.
+    The buffer belongs to the pool. Its retention may have a capacity of 256 trajectories or more: then the pool's
+    oldest trajectories go first. A smaller one would evict the pool's journal.
+
+    Args:
+        buffer: a buffer with ``auto_save=True``.
+
+    Raises:
+        ConfigurationError: the buffer keeps its trajectories in memory, or too few of them.
     """
 
     durable = True
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
+    def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+        if not buffer.auto_save:
+            raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
+        _check_capacity(buffer.retention.max_trajectories)
         self._buffer = buffer
 
+    @classmethod
+    def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
+        """Open the pool's store at a directory or URL, or begin one there.
+
+        Args:
+            path: ``auto_save_path`` of the buffer.
+            format: ``trajectory_format`` of the buffer.
+            capacity: trajectories to keep, the pool's own few records included; ``None`` = no limit.
+
+        Raises:
+            StoreLockedError: another process writes there.
+            CorruptStoreError: what lies there cannot be continued.
+            ConfigurationError: an argument is out of range.
+        """
+        from trajstore.buffer import TrajectoryReplayBuffer  # a pool in memory needs none of it
+        from trajstore.retention import Retention
+
+        _check_capacity(capacity)  # before a directory is made and locked
+        retention = Retention(max_trajectories=capacity)
+        return cls(
+            TrajectoryReplayBuffer(
+                auto_save=True,
+                auto_save_path=path,
+                trajectory_format=format,
+                enable_cache=False,
+                retention=retention,
+            )
+        )
+
+    def close(self) -> None:
+        """Flush and close the buffer.
+
+        Raises:
+            StoreWriteError: something did not reach the disk.
+        """
+        self._buffer.close()
+
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        return [int(trajectory_id) for trajectory_id in self._buffer.add_trajectories(list(trajectories))]
+        return self._buffer.add_trajectories(trajectories)
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         trajectory = self._buffer.get(trajectory_id)
@@ -124,3 +160,8 @@ class BufferStore:
         known = [trajectory_id for trajectory_id in ids if trajectory_id in kept]
         if known:
             self._buffer.evict(known)
+
+
+def _check_capacity(capacity: int | None) -> None:
+    if capacity is not None and capacity < LEAST_CAPACITY:
+        raise ConfigurationError(f"capacity: {capacity}, must be at least {LEAST_CAPACITY} for an experience pool")

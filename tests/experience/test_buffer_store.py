@@ -1,0 +1,146 @@
+"""The pool in a real trajectory buffer, also when its process is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.trajectory import AgentTrajectory, Trajectory
+
+Make = Callable[..., AgentTrajectory]
+RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
+
+
+def train(manager: ExperienceManager, make: Make, number: int) -> None:
+    """One step on one of five tasks; every tenth step solves it."""
+    manager.global_steps = number
+    outcomes = [1.0, 1.0, float(number % 10 == 9)]
+    batch = [make(f"t{number % 5}", 10 * number + i, outcome) for i, outcome in enumerate(outcomes)]
+    entropys = torch.tensor([[float((7 * number + i) % 11)] * 4 for i in range(3)])
+    manager.update_difficulty2task_dict(batch)
+    kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, torch.ones_like(entropys))
+    manager.save_trajectories_to_memory(kept)
+
+
+def view(manager: ExperienceManager) -> dict[str, object]:
+    entries = {task: [one.rollout_id for one in held] for task, held in manager.task2trajectories.items()}
+    return {"buckets": manager.difficulty2task_dict, "skip": manager.skip_uid_set, "entries": entries}
+
+
+@pytest.mark.parametrize("kind", ["pt", "pkl"])
+def test_a_pool_is_found_again_in_its_directory(make: Make, tmp_path: Path, kind: str) -> None:
+    store = BufferStore.open(tmp_path / "pool", format=kind)
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(100):
+        train(manager, make, number)
+    before = view(manager)
+    (taken,) = manager.get_offpolicy_batch(["t1"], 1)
+    store.close()
+
+    store = BufferStore.open(tmp_path / "pool", format=kind)
+    again = ExperienceManager(RULES, store=store)
+    assert view(again) == before
+    (found,) = again.get_offpolicy_batch(["t1"], 1)
+    assert torch.equal(found.input_ids, taken.input_ids)  # type: ignore[arg-type]
+    assert torch.equal(found.old_log_probs, taken.old_log_probs)  # type: ignore[arg-type]
+    assert (found.metadata, found.policy_version) == (taken.metadata, taken.policy_version)
+    assert len(store.ids()) < 100
+    store.close()
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    from tests.experience.conftest import build
+    from tests.experience.test_buffer_store import RULES, train
+    from trajstore.experience import BufferStore, ExperienceManager
+
+    manager = ExperienceManager(RULES, store=BufferStore.open(sys.argv[1]))
+    for number in range(10**6):
+        train(manager, build, number)
+        if number % 7 == 0:
+            manager.flush()
+            print(number, flush=True)
+    """
+)
+
+
+@pytest.mark.parametrize("promised", [1, 4, 19])
+def test_a_killed_process_leaves_at_least_what_it_flushed(
+    make: Make, tmp_path: Path, project_root: Path, promised: int
+) -> None:
+    path = tmp_path / "pool"
+    environment = {**os.environ, "PYTHONPATH": str(project_root)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE, env=environment, cwd=project_root
+    ) as child:
+        assert child.stdout is not None
+        flushed = [int(child.stdout.readline()) for _ in range(promised)][-1]
+        child.send_signal(signal.SIGKILL)
+    store = BufferStore.open(path)
+    manager = ExperienceManager(RULES, store=store)
+    found = view(manager)
+    reached = manager.global_steps
+
+    # The steps are always the same, so the pool after each is known. Found is the pool after a step that
+    # was flushed or a later one, or one within the step that came next.
+    reference = ExperienceManager(RULES)
+    number = -1
+    seen = []
+    while number < max(reached, flushed) + 20:
+        number += 1
+        train(reference, make, number)
+        if number >= flushed:
+            seen.append(view(reference))
+    if found not in seen:
+        assert found["buckets"] in [one["buckets"] for one in seen]
+        known = {name for one in seen for held in one["entries"].values() for name in held}  # type: ignore[attr-defined]
+        assert {name for held in found["entries"].values() for name in held} <= known  # type: ignore[attr-defined]
+    train(manager, make, reached + 1)
+    manager.compact()
+    assert view(manager)["buckets"]
+    store.close()
+
+
+def test_a_cut_by_id_goes_back(make: Make, tmp_path: Path) -> None:
+    store = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(8):
+        train(manager, make, number)
+    saved, before = manager.state_dict(), view(manager)
+    for number in range(8, 12):
+        train(manager, make, number)
+    manager.load_state_dict(saved)
+    assert view(manager) == before
+    store.close()
+    store = BufferStore.open(tmp_path / "pool")
+    assert view(ExperienceManager(RULES, store=store)) == before
+    store.close()
+
+
+def test_a_buffer_that_cannot_keep_a_pool_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="auto_save"):
+        BufferStore(TrajectoryReplayBuffer())
+    with pytest.raises(ConfigurationError, match="capacity: 10, must be at least 256"):
+        BufferStore.open(tmp_path / "pool", capacity=10)
+    assert not (tmp_path / "pool").exists()
+
+
+def test_a_directory_of_step_trajectories_is_refused(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "steps") as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+    store = BufferStore.open(tmp_path / "steps")
+    with pytest.raises(InvalidTrajectoryError, match="directory of its own"):
+        ExperienceManager(RULES, store=store)
+    store.close()

@@ -1,0 +1,383 @@
+"""Remote directories: the suite for every directory, in memory and against a local S3 server, and their own matters."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
+from trajstore.formats.base import EncodedFile
+from trajstore.local import LOCK_NAME, holder_document
+from trajstore.objects import ObjectStore
+from trajstore.read_cache import GRACE_SECONDS
+from trajstore.remote import RemoteDirectory
+from trajstore.storage import Directory, open_directory
+from trajstore.testing.directory import DirectoryConformance, publish
+
+
+@pytest.fixture(scope="session")
+def s3_options() -> Iterator[dict[str, Any]]:
+    """Start an S3 server on the loopback interface; return the storage options that lead to it."""
+    pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
+    server_module = pytest.importorskip("moto.server", reason="needs moto[server]")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield {
+        "key": "test",
+        "secret": "test",
+        "endpoint_url": f"http://{host}:{port}",
+    }
+    server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_options: dict[str, Any]) -> str:
+    """Return the URL of a folder in a new bucket."""
+    import s3fs
+
+    bucket = f"bucket-{uuid.uuid4()}"
+    s3fs.S3FileSystem(**s3_options).mkdir(bucket)
+    return f"s3://{bucket}/runs/run1"
+
+
+@pytest.fixture
+def memory_url() -> str:
+    return f"memory://bucket-{uuid.uuid4()}/run1"
+
+
+class TestMemory(DirectoryConformance):
+    @pytest.fixture
+    def open_again(self, memory_url: str) -> Callable[[], Directory]:
+        return lambda: open_directory(memory_url)
+
+
+class TestS3(DirectoryConformance):
+    @pytest.fixture
+    def open_again(self, s3_url: str, s3_options: dict[str, Any]) -> Callable[[], Directory]:
+        return lambda: open_directory(s3_url, **s3_options)
+
+
+class TestS3WholeBucket(DirectoryConformance):
+    @pytest.fixture
+    def open_again(self, s3_url: str, s3_options: dict[str, Any]) -> Callable[[], Directory]:
+        return lambda: RemoteDirectory(s3_url.removesuffix("/runs/run1") + "/", **s3_options)
+
+
+# -- opening and failing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("nosuchscheme://bucket", {}),
+        ("memory://bucket", {"lock_ttl": 0}),
+        ("memory://bucket", {"lock_ttl": float("nan")}),
+        ("memory://bucket", {"cache_bytes": -1}),
+    ],
+)
+def test_wrong_arguments_are_refused(url: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        open_directory(url, **options)
+
+
+def test_without_s3fs_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(MissingDependencyError, match=r"trajstore\[s3\]"):
+        open_directory("s3a://bucket/run")
+
+
+def test_failures_of_the_network_are_os_errors_that_name_the_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    no_retries = {"retries": {"max_attempts": 0}}
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        directory = RemoteDirectory(
+            "s3://bucket/run", key="x", secret="y", endpoint_url=endpoint, config_kwargs=no_retries
+        )
+        with pytest.raises(OSError, match=r"s3://bucket/run/metadata\.json"):
+            directory.read("metadata.json")
+        with pytest.raises(OSError, match="s3://bucket/run/shards/one"):
+            directory.publish([EncodedFile("shards/one", [b"x"]), EncodedFile("shards/two", [b"y"])])
+
+
+def test_absent_bucket(s3_options: dict[str, Any]) -> None:
+    directory = RemoteDirectory("s3://there-is-no-such-bucket/run", **s3_options)
+    assert not directory.exists()
+    assert directory.names() == []
+    with pytest.raises(FileNotFoundError, match="there-is-no-such-bucket"):
+        publish(directory, a=b"1")
+
+
+def test_segment_written_twice_with_the_same_content_is_one_commit(memory_url: str) -> None:
+    directory = open_directory(memory_url)
+    directory.append("log/1", b"line\n")
+    directory.append("log/1", b"line\n")  # what a client does whose first answer was lost
+    assert directory.read("log/1") == b"line\n"
+
+
+def _read_in_child(directory: Directory) -> bytes:
+    return directory.read("a") + directory.local_path("a").read_bytes()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_processes_connect_anew(method: Any, s3_url: str, s3_options: dict[str, Any]) -> None:
+    directory = open_directory(s3_url, **s3_options)
+    publish(directory, a=b"1")
+    assert _read_in_child(directory) == b"11"
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply_async(_read_in_child, (directory,)).get(timeout=60) == b"11"
+    assert _read_in_child(directory) == b"11"
+
+
+def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str, Any]) -> None:
+    zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")
+    from trajstore.formats.zarr import ZarrFormat
+    from trajstore.record import record_of
+    from trajstore.trajectory import Trajectory
+
+    rewards = torch.arange(24.0).reshape(4, 2, 3)
+    encoded = ZarrFormat(codec="zstd").encode("shard_00000001", [record_of(Trajectory(rewards=rewards))])
+    open_directory(s3_url, **s3_options).publish(encoded.files)
+    group = zarr.open_group(f"{s3_url}/shards/shard_00000001.zarr", mode="r", storage_options=s3_options)
+    assert group["rewards"][:].tolist() == rewards.reshape(8, 3).tolist()
+
+
+# -- the read cache -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the name of each object that is downloaded."""
+    names: list[str] = []
+    download = ObjectStore.download
+
+    def counting(self: ObjectStore, name: str, size: int, target: Path) -> None:
+        names.append(name)
+        download(self, name, size, target)
+
+    monkeypatch.setattr(ObjectStore, "download", counting)
+    return names
+
+
+def test_a_copy_is_made_once_and_outlives_the_process(memory_url: str, tmp_path: Path, downloads: list[str]) -> None:
+    publish(open_directory(memory_url), a=b"1", b=b"2")
+    for _ in range(2):
+        directory = RemoteDirectory(memory_url, cache_dir=tmp_path / "cache")
+        assert [directory.local_path(name).read_bytes() for name in "abab"] == [b"1", b"2", b"1", b"2"]
+    assert downloads == ["a", "b"]
+
+
+def test_directories_do_not_share_copies(tmp_path: Path) -> None:
+    for content in (b"1", b"2"):
+        directory = RemoteDirectory(f"memory://bucket-{uuid.uuid4()}", cache_dir=tmp_path)
+        publish(directory, a=content)
+        assert directory.local_path("a").read_bytes() == content
+
+
+def test_least_recently_used_copies_go_first(memory_url: str, tmp_path: Path) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=250)
+    publish(directory, a=b"a" * 100, b=b"b" * 100, c=b"c" * 100)
+    paths = {name: directory.local_path(name) for name in "ab"}
+    for age, name in enumerate("ba"):  # as if b had been used last
+        long_ago = time.time() - 2 * GRACE_SECONDS - age
+        os.utime(paths[name], (long_ago, long_ago))
+    directory.local_path("c")
+    assert not paths["a"].exists()
+    assert paths["b"].exists()
+    assert directory.local_path("a").read_bytes() == b"a" * 100
+
+
+def test_copies_just_asked_for_stay(memory_url: str, tmp_path: Path) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=0)
+    publish(directory, a=b"1", b=b"2")
+    first, second = directory.local_path("a"), directory.local_path("b")
+    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"2")
+
+
+def test_temporary_copies_go_with_their_directory(memory_url: str) -> None:
+    directory = open_directory(memory_url)
+    publish(directory, a=b"1")
+    folder = directory.local_path("a").parent
+    assert folder.is_dir()
+    del directory
+    gc.collect()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"12", b"12345"])
+def test_a_broken_download_leaves_nothing(
+    memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
+    publish(directory, a=b"1234")
+
+    def broken(self: MemoryFileSystem, remote: str, local: str) -> None:
+        Path(local).write_bytes(content or b"1")
+        if content is None:
+            raise ConnectionError("connection lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", broken)
+        with pytest.raises(OSError, match=rf"(connection lost|arrived of 4): '{memory_url}/a'"):
+            directory.local_path("a")
+    assert list(tmp_path.iterdir()) == []
+    assert directory.local_path("a").read_bytes() == b"1234"
+
+
+def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
+    publish(directory, a=b"1234")
+    directory.local_path("a").write_bytes(b"12")
+    assert directory.local_path("a").read_bytes() == b"1234"
+
+
+# -- the writer's lock --------------------------------------------------------------------------------
+
+
+def lock_text(**changes: Any) -> bytes:
+    return orjson.dumps({**holder_document(), "token": "other", "ttl": 60.0, "heartbeat": time.time(), **changes})
+
+
+def write_lock(directory: Directory, text: bytes) -> None:
+    directory.publish([EncodedFile(LOCK_NAME, [text])])
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.01)
+
+
+def dead_process() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_live_lock_of_another_machine_is_respected(memory_url: str) -> None:
+    directory = open_directory(memory_url)
+    write_lock(directory, lock_text(host="elsewhere", pid=dead_process()))
+    with pytest.raises(StoreLockedError, match=r"on elsewhere since \d{4}-"):
+        directory.lock_writer()
+    assert b"elsewhere" in directory.read(LOCK_NAME)
+
+
+def test_lock_without_heartbeat_is_taken_over(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=0.2)
+    write_lock(directory, lock_text(host="elsewhere", heartbeat=time.time() - 61))
+    with directory.lock_writer():
+        assert b"elsewhere" not in directory.read(LOCK_NAME)
+        with pytest.raises(StoreLockedError):
+            open_directory(memory_url).lock_writer()
+    assert directory.names() == []
+
+
+def test_lock_of_a_dead_process_of_this_machine_is_taken_over(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=0.2)
+    with directory.lock_writer():
+        mine = orjson.loads(directory.read(LOCK_NAME))
+    write_lock(directory, orjson.dumps({**mine, "token": "other", "ttl": 3600, "pid": dead_process()}))
+    directory.lock_writer().release()
+    in_another_container = {**mine, "token": "other", "ttl": 3600, "pid": dead_process(), "pid_namespace": 1}
+    write_lock(directory, orjson.dumps(in_another_container))
+    with pytest.raises(StoreLockedError):
+        directory.lock_writer()
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"heartbeat": "x", "ttl": 1}', b'{"heartbeat": 0}'])
+def test_unreadable_lock_is_left_to_people(memory_url: str, text: bytes) -> None:
+    directory = open_directory(memory_url)
+    write_lock(directory, text)
+    with pytest.raises(StoreLockedError, match=r"another process.*delete writer\.lock"):
+        directory.lock_writer()
+    assert directory.read(LOCK_NAME) == text
+
+
+def test_heartbeat_goes_on(s3_url: str, s3_options: dict[str, Any]) -> None:
+    directory = RemoteDirectory(s3_url, lock_ttl=0.6, **s3_options)
+    with directory.lock_writer():
+        first = orjson.loads(directory.read(LOCK_NAME))["heartbeat"]
+        wait_until(lambda: orjson.loads(directory.read(LOCK_NAME))["heartbeat"] > first + 0.6)
+        publish(directory, a=b"1")
+        with pytest.raises(StoreLockedError):
+            open_directory(s3_url, **s3_options).lock_writer()
+
+
+def test_writer_that_lost_its_lock_cannot_write(memory_url: str) -> None:
+    directory, other = RemoteDirectory(memory_url, lock_ttl=0.1), open_directory(memory_url)
+    lock = directory.lock_writer()
+    write_lock(other, lock_text(host="elsewhere", pid=1))
+
+    def lost() -> bool:
+        try:
+            publish(directory, a=b"1")
+        except StoreLockedError:
+            return True
+        return False
+
+    wait_until(lost)
+    for call in (
+        lambda: publish(directory, a=b"1"),
+        lambda: directory.append("log/1", b"x"),
+        lambda: directory.remove(["a"]),
+    ):
+        with pytest.raises(StoreLockedError, match=r"taken over.*process 1 on elsewhere"):
+            call()
+    lock.release()
+    assert b"elsewhere" in other.read(LOCK_NAME), "the lock of the other writer must stay"
+
+
+def test_writer_that_cannot_renew_its_lock_stops(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=0.1)
+    lock = directory.lock_writer()
+
+    def unreachable(self: ObjectStore, name: str, start: int = 0) -> bytes:
+        raise OSError(5, "unreachable", self.url_of(name))
+
+    def stopped() -> bool:
+        try:
+            publish(directory, a=b"1")
+        except StoreLockedError as error:
+            return "could not be renewed" in str(error)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "read", unreachable)
+        wait_until(stopped)
+    lock.release()
+    assert directory.names() == ["a"]
+    publish(directory, b=b"2")  # nobody holds it, nobody is refused
+
+
+def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def take(_: int) -> bool:
+        try:
+            open_directory(s3_url, **s3_options).lock_writer()
+        except StoreLockedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(take, range(16))) == 1

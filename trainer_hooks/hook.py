@@ -1,0 +1,462 @@
+"""``ReplayHook``: experience replay as a few calls at fixed points of a training loop, whoever wrote the loop.
+
+One step of any GRPO trainer, with the calls in their order::
+
+    mixed = hook.tasks_chosen(tasks, progress, step)          # some tasks give way to tasks with history
+    plan = hook.before_rollout(mixed)                         # histories are drawn; rollouts left to make
+    fresh = ...                                               # plan[i].fresh_rollouts for each plan[i].task
+    batch = build_batch(hook.batch_rows(plan, fresh), pad_id)
+    current, entropys = ...                                   # one pass of the policy over the batch
+    old = hook.log_probs_computed(batch, current)             # recorded log-probs for replayed tokens
+    loss = het_compute_token_on_off_policy_loss(old, ..., **hook.loss_options)
+    hook.loss_computed(batch, rows, loss, advantages)         # optional: figures for the metrics
+    metrics = hook.step_done(batch, fresh, current, entropys) # good rollouts enter the pool
+
+and ``state_dict`` / ``load_state_dict`` where the trainer saves and resumes. With ``enable: false`` no pool is
+opened, and the calls hand back what they were given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Generic, Self, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer_hooks import metrics
+from trainer_hooks.batch import Batch, BatchRow, assign_group_ids
+from trainer_hooks.config import SECTION, ExperienceReplayConfig
+from trainer_hooks.masks import compute_response_mask, replace_recorded_old_log_probs
+from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience import BufferStore, CurrentEntropy, ExperienceManager, ExperienceMixCollateFn, mean_entropy
+from trajstore.experience.cut import PoolCut
+from trajstore.experience.pool import task_id_of
+from trajstore.retention import Retention
+from trajstore.trajectory import AgentTrajectory
+
+Task = TypeVar("Task")
+"""A task id, or an object with a ``task_id``."""
+
+STARVING_STEPS = 20
+"""A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
+
+_STORE_KEYS = ("path", "format", "capacity")
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTasks(Generic[Task]):
+    """The tasks of one step: those that bring history, and the rest."""
+
+    experience: tuple[Task, ...]
+    on_policy: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTask(Generic[Task]):
+    """One task of a step, its histories, and how many rollouts are to be made of it."""
+
+    task: Task
+    fresh_rollouts: int
+    histories: tuple[AgentTrajectory, ...]
+
+
+class LossOptions(TypedDict):
+    """What the configuration says about the loss, as keyword arguments for it."""
+
+    off_cliprange_high: float
+    off_policy_shaping: float | None
+
+
+class ReplayHook(Generic[Task]):
+    """Experience replay for one training loop. Not thread-safe.
+
+    Args:
+        config: the section ``exp_manager.experience_replay``.
+        n_rollout: rows that every task has in a batch.
+        get_task: returns the task of an id; ``None`` if the training data have no such task.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; a pool made with another is refused.
+        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories.
+
+    Raises:
+        ConfigurationError: k is not below ``n_rollout``, a wrong ``store``, or a pool of another tokenizer.
+        StoreLockedError: another process writes to the pool's store.
+        CorruptStoreError: the pool's store cannot be continued.
+    """
+
+    def __init__(
+        self,
+        config: ExperienceReplayConfig,
+        *,
+        n_rollout: int,
+        get_task: Callable[[str], Task | None],
+        tokenizer_fingerprint: str = "",
+        current_entropy: CurrentEntropy | None = None,
+    ) -> None:
+        self.config = config
+        self._n_rollout = n_rollout
+        rules = config.pool_rules(n_rollout)
+        self._buffer = _open_buffer(config.store) if config.enable and config.store is not None else None
+        self._replay: _Replay[Task] | None = None
+        if not config.enable:
+            return
+        try:
+            manager = ExperienceManager(
+                rules,
+                store=None if self._buffer is None else BufferStore(self._buffer),
+                tokenizer_fingerprint=tokenizer_fingerprint,
+                current_entropy=current_entropy,
+            )
+            collate = ExperienceMixCollateFn(
+                manager,
+                get_task,
+                exp_ratio=config.ratio(),
+                replay_start_ratio=config.replay_start_ratio,
+                offpolicy_trajectories_per_task=config.offpolicy_trajectories_per_task,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._replay = _Replay(manager, collate)
+
+    # ---- the fixed points of a step ----
+
+    def tasks_chosen(
+        self, tasks: Sequence[Task], training_progress: float, global_steps: int
+    ) -> MixedTasks[Task]:
+        """Return the tasks of this step, as many as were chosen.
+
+        Args:
+            tasks: what the trainer would train on.
+            training_progress: in [0, 1].
+            global_steps: number of this step; the policy version of its rollouts.
+        """
+        replay = self._replay
+        if replay is None:
+            return MixedTasks((), tuple(tasks))
+        with replay.times.measure("tasks_chosen"):
+            replay.manager.global_steps = global_steps
+            experience, on_policy = replay.collate(tasks, training_progress)
+        return MixedTasks(tuple(experience), tuple(on_policy))
+
+    def before_rollout(self, mixed: MixedTasks[Task]) -> list[PlannedTask[Task]]:
+        """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all."""
+        replay = self._replay
+        if replay is None:
+            return [PlannedTask(task, self._n_rollout, ()) for task in mixed.on_policy]
+        with replay.times.measure("before_rollout"):
+            histories = replay.collate.get_histories(mixed.experience)
+            fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
+            replay.note_drawn([task for task, found in histories.items() if found])
+        tasks = (*mixed.experience, *mixed.on_policy)
+        # A task may stand in the batch twice; only as an experience task does it bring history.
+        found = [tuple(histories.get(task_id_of(task), ())) for task in mixed.experience]
+        found += [()] * len(mixed.on_policy)
+        return [PlannedTask(task, count, held) for task, count, held in zip(tasks, fresh, found, strict=True)]
+
+    def batch_rows(self, plan: Sequence[PlannedTask[Task]], fresh: Sequence[AgentTrajectory]) -> list[BatchRow]:
+        """Return the rows of the batch, task by task, each task's fresh rollouts before its histories.
+
+        Args:
+            plan: what :meth:`before_rollout` returned.
+            fresh: the rollouts made, in the order of the plan.
+
+        Raises:
+            ConfigurationError: there are more or fewer rollouts than planned.
+        """
+        planned = sum(one.fresh_rollouts for one in plan)
+        if len(fresh) != planned:
+            raise ConfigurationError(f"fresh: {len(fresh)} rollouts, the plan asks for {planned}")
+        rollouts = iter(fresh)
+        trajectories: list[AgentTrajectory] = []
+        positions: list[int] = []
+        replayed: list[bool] = []
+        for position, one in enumerate(plan):
+            trajectories += [next(rollouts) for _ in range(one.fresh_rollouts)]
+            trajectories += one.histories
+            positions += [position] * (one.fresh_rollouts + len(one.histories))
+            replayed += [False] * one.fresh_rollouts + [True] * len(one.histories)
+        groups = assign_group_ids(positions, replayed, self.config.group_offpolicy)
+        return [
+            BatchRow(trajectory=trajectory, group_id=group, is_experience_replay=is_replayed)
+            for trajectory, group, is_replayed in zip(trajectories, groups, replayed, strict=True)
+        ]
+
+    def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
+        """Return the log-probabilities to which the loss compares the policy, [B, R].
+
+        Args:
+            batch: the padded batch, on the device of ``old_log_probs``.
+            old_log_probs: [B, R], as the current policy gives them; not changed.
+        """
+        replay = self._replay
+        if replay is None:
+            return old_log_probs
+        with replay.times.measure("log_probs_computed"):
+            recorded = batch.tensors["recorded_old_log_probs"]
+            recorded_mask, exp_mask = batch.tensors["recorded_mask"], batch.tensors["exp_mask"]
+            off_policy = compute_response_mask(exp_mask, old_log_probs.shape[1]) * batch.tensors["response_mask"]
+            replay.figures.append(metrics.record_metrics(old_log_probs, recorded, recorded_mask, off_policy))
+            if not self.config.exp_is_correct:
+                return old_log_probs
+            return replace_recorded_old_log_probs(old_log_probs, recorded, recorded_mask, exp_mask)
+
+    @property
+    def loss_options(self) -> LossOptions:
+        """Keyword arguments for ``het_compute_token_on_off_policy_loss``."""
+        return {
+            "off_cliprange_high": self.config.off_cliprange_high,
+            "off_policy_shaping": self.config.off_policy_shaping,
+        }
+
+    def loss_computed(
+        self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
+    ) -> None:
+        """Take the figures of one loss computation; :meth:`step_done` returns their means.
+
+        Args:
+            batch: the whole batch.
+            rows: which of its rows the loss was computed for, M of them.
+            loss: what ``het_compute_token_on_off_policy_loss`` returned.
+            advantages: [M, R], as given to it.
+            cliprange_low: as given to it.
+        """
+        replay = self._replay
+        if replay is None:
+            return
+        with replay.times.measure("loss_computed"):
+            response_mask = batch.tensors["response_mask"][list(rows)]
+            exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
+            figures = metrics.loss_metrics(loss, response_mask, exp_mask)
+            metrics.warn_if_far_off_policy(figures)
+            replay.figures.append(figures)
+            ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
+            for name, labels in (("age", replay.ages(batch, rows)), ("difficulty", replay.difficulties(batch, rows))):
+                clipped = metrics.clip_fraction_by(
+                    labels, ratio, advantages, off_policy, cliprange_low, self.config.off_cliprange_high
+                )
+                replay.figures.append(metrics.named(f"off_clipped_by_{name}", clipped))
+                replay.figures.append(
+                    metrics.named(f"off_effective_sample_size_by_{name}", _sample_sizes(labels, ratio, off_policy))
+                )
+
+    def step_done(
+        self, batch: Batch, fresh: Sequence[AgentTrajectory], old_log_probs: Tensor, entropys: Tensor
+    ) -> dict[str, float]:
+        """Let what the step made enter the pool; return the step's metrics (none if switched off).
+
+        Rollouts are found in the batch by task and rollout id, wherever their rows stand.
+
+        Args:
+            batch: the padded batch.
+            fresh: the rollouts made; not changed.
+            old_log_probs: [B, R], natural logarithm, as the policy that sampled gives them: not the replaced ones.
+            entropys: [B, R], nats, under the same policy.
+
+        Raises:
+            InvalidTrajectoryError: a rollout is not in the batch, or two have the same ids.
+            StoreWriteError: the pool's store could not write.
+        """
+        replay = self._replay
+        if replay is None:
+            return {}
+        with replay.times.measure("step_done"):
+            manager, rows = replay.manager, _fresh_rows(batch, fresh)
+            log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
+            mask = batch.tensors["response_mask"].cpu()
+            done = [
+                _completed(trajectory, log_probs[row], entropy[row], mask[row], manager.global_steps)
+                for trajectory, row in zip(fresh, rows, strict=True)
+            ]
+            refused = manager.refused.total()
+            manager.update_difficulty2task_dict(done)
+            kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropy[rows], mask[rows])
+            manager.save_trajectories_to_memory(kept)
+            figures = metrics.refused_metrics(manager.refused.total() - refused, len(kept))
+        return {**replay.take_metrics(batch), **figures}
+
+    # ---- checkpoint and resume ----
+
+    def flush(self) -> None:
+        """Return when the pool would survive a crash as it is now. In memory there is nothing to wait for."""
+        if self._replay is not None:
+            self._replay.manager.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool's cut as plain containers, trajectories included; empty if switched off.
+
+        It goes into the checkpoint of the model, so that both are of one moment. That the trajectories are
+        in it makes it independent of what the store evicts later.
+        """
+        if self._replay is None:
+            return {}
+        manager = self._replay.manager
+        cut = PoolCut.from_dict(manager.state_dict())
+        return dataclasses.replace(cut, entries={}, trajectories=manager.task2trajectories).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a cut; what entered the pool since leaves it. An empty state changes nothing.
+
+        Raises:
+            ConfigurationError: the cut is of another tokenizer.
+            CorruptStoreError: this is no such state.
+        """
+        if self._replay is not None and state:
+            self._replay.manager.load_state_dict(dict(state))
+
+    @property
+    def manager(self) -> ExperienceManager | None:
+        """The pool; ``None`` if switched off."""
+        return None if self._replay is None else self._replay.manager
+
+    def close(self) -> None:
+        """Write what is left and close the pool's store. Closing again does nothing."""
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Replay(Generic[Task]):
+    """What a hook that is switched on works with, and the figures of the step that is going on."""
+
+    def __init__(self, manager: ExperienceManager, collate: ExperienceMixCollateFn[Task]) -> None:
+        self.manager = manager
+        self.collate = collate
+        self.times = metrics.StepTimes()
+        self.figures: list[dict[str, float]] = []
+        self._drawn: deque[tuple[Counter[int], Counter[int]]] = deque(maxlen=STARVING_STEPS)
+        self._difficulty: dict[str, int] = {}
+
+    def note_drawn(self, tasks: Sequence[str]) -> None:
+        """Remember which buckets could be replayed in this step, and which were."""
+        buckets = self.manager.difficulty2task_dict
+        self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
+        valid = Counter(self._difficulty[task] for task in self.manager.get_valid_replay_task_ids())
+        self._drawn.append((valid, Counter(self._difficulty[task] for task in tasks)))
+
+    def ages(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
+        """Return the age of each replayed row's policy in steps; None for other rows."""
+        extras = [batch.non_tensors["extras"][row] for row in rows]
+        return [
+            None
+            if not one["is_experience_replay"] or one["policy_version"] is None
+            else self.manager.global_steps - one["policy_version"]
+            for one in extras
+        ]
+
+    def difficulties(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
+        """Return the bucket from which each replayed row's task was drawn; None for other rows."""
+        return [
+            self._difficulty.get(batch.non_tensors["task_ids"][row])
+            if batch.non_tensors["extras"][row]["is_experience_replay"]
+            else None
+            for row in rows
+        ]
+
+    def take_metrics(self, batch: Batch) -> dict[str, float]:
+        """Return all metrics of the step, and begin anew."""
+        extras = batch.non_tensors["extras"]
+        result = _means(self.figures) | self.collate.metrics | self.manager.metrics() | self.times.take()
+        result |= metrics.batch_metrics(
+            batch.non_tensors["task_ids"].tolist(),
+            [one["is_experience_replay"] for one in extras],
+            [one["policy_version"] for one in extras],
+            self.manager.global_steps,
+        )
+        valid: Counter[int] = sum((could for could, _ in self._drawn), Counter())
+        drawn: Counter[int] = sum((did for _, did in self._drawn), Counter())
+        if len(self._drawn) == STARVING_STEPS:
+            result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
+        self.figures = []
+        return result
+
+
+def _open_buffer(options: Mapping[str, Any]) -> TrajectoryReplayBuffer:
+    """Return the buffer that keeps the pool.
+
+    Raises:
+        ConfigurationError: unknown options, or no path.
+    """
+    unknown = sorted(set(options) - set(_STORE_KEYS))
+    if unknown or not options.get("path"):
+        problem = f"unknown key {', '.join(unknown)}" if unknown else "path: missing"
+        raise ConfigurationError(f"{SECTION}: store: {problem}; it takes {', '.join(_STORE_KEYS)}")
+    return TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=options["path"],
+        trajectory_format=options.get("format", "pt"),
+        enable_cache=False,
+        retention=Retention(max_trajectories=options.get("capacity")),
+    )
+
+
+def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:
+    """Return the batch's row of each rollout, by task and rollout id."""
+    rows: dict[tuple[str, str], int] = {}
+    names = zip(batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], batch.non_tensors["extras"], strict=True)
+    for row, (task, rollout, extras) in enumerate(names):
+        if extras["is_experience_replay"]:
+            continue
+        if (task, rollout) in rows:
+            raise InvalidTrajectoryError(
+                f"field rollout_id: {rollout!r} twice among the fresh rows of task {task!r}; give each rollout its own"
+            )
+        rows[task, rollout] = row
+    try:
+        return [rows[one.task_id, one.rollout_id] for one in fresh]
+    except KeyError as error:
+        raise InvalidTrajectoryError(f"rollout {error} is not among the fresh rows of the batch") from None
+
+
+def _completed(
+    trajectory: AgentTrajectory, log_probs: Tensor, entropys: Tensor, response_mask: Tensor, version: int
+) -> AgentTrajectory:
+    """Return a rollout with what the policy's pass over the batch says of it, cut to its own length."""
+    length = trajectory.input_ids.numel() if trajectory.input_ids is not None else 0
+    response = length - (trajectory.response_start or 0)
+    return dataclasses.replace(
+        trajectory,
+        old_log_probs=log_probs[:response].clone(),
+        entropys=entropys[:response].clone(),
+        response_mask=response_mask[:response].clone(),
+        entropy=mean_entropy(entropys[:response], response_mask[:response]),
+        policy_version=version,
+    )
+
+
+def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:
+    """Return the effective sample size of each label's tokens; labels without a token are left out."""
+    sizes: dict[int, float] = {}
+    for label in dict.fromkeys(labels):
+        if label is None:
+            continue
+        chosen = torch.tensor([other == label for other in labels], device=ratio.device)
+        size = metrics.effective_sample_size(ratio[chosen], off_policy[chosen])
+        if size is not None:
+            sizes[label] = size
+    return sizes
+
+
+def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each name's mean over the mappings that have it; of maxima the largest, of minima the smallest."""
+    values: dict[str, list[float]] = {}
+    for one in figures:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    return {
+        name: (max if name.endswith("_max") else min if name.endswith("_min") else fmean)(found)
+        for name, found in values.items()
+    }

@@ -1,0 +1,177 @@
+"""Objects below a URL: the few fsspec calls that a remote directory needs, with errors that name the object."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trajstore.errors import ConfigurationError, MissingDependencyError
+
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+)
+
+_ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """Size in bytes, and a text that changes when the object is replaced (as far as the store tells)."""
+
+    size: int
+    version: str
+
+
+class ObjectStore:
+    """Objects by name below one URL. Every call asks the store itself: listings are never cached.
+
+    Safe to call from several threads. A forked child opens a connection of its own. Failures are ``OSError``
+    whatever the backend raises; ``FileNotFoundError`` when the object is absent.
+
+    Args:
+        url: an fsspec URL, ``s3://bucket/folder``.
+        options: storage options of its file system.
+
+    Raises:
+        MissingDependencyError: the file system's package is not installed.
+        ConfigurationError: no such scheme, or options it does not take.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.url = url.rstrip("/") if not url.endswith("://") else url
+        self._options = options
+        self._opened: tuple[int, Any, str] | None = None
+        self._filesystem()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore, (self.url, self._options)
+
+    def url_of(self, name: str) -> str:
+        """Return an object's URL, for messages."""
+        return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}"
+
+    def read(self, name: str, start: int = 0) -> bytes:
+        """Return an object's bytes from ``start`` to its end; empty if it ends before ``start``."""
+        if start and start >= self.info(name).size:
+            return b""  # object stores refuse such a range
+        fs, root = self._filesystem()
+        with self._naming(name):
+            return bytes(fs.cat_file(root + name, start=start) if start else fs.cat_file(root + name))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object with one PUT, replacing it if it is there."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            fs.pipe_file(root + name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object if it is absent; return whether it was.
+
+        Decided by the store itself on S3 (``If-None-Match``) and other backends that know fsspec's mode ``create``;
+        elsewhere by looking first, which two simultaneous callers can both pass.
+        """
+        fs, root = self._filesystem()
+        with self._naming(name):
+            fs.invalidate_cache()
+            if fs.exists(root + name):
+                return False
+            try:
+                fs.pipe_file(root + name, data, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+    def info(self, name: str) -> ObjectInfo:
+        """Return what the store says about an object."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            fs.invalidate_cache()
+            found = fs.info(root + name)
+            if found["type"] != "file":
+                raise FileNotFoundError(errno.ENOENT, f"is a {found['type']}")
+            version = "|".join(str(found[key]) for key in _VERSION_KEYS if found.get(key) is not None)
+            return ObjectInfo(int(found["size"]), version)
+
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of all objects below a folder, sorted."""
+        fs, root = self._filesystem()
+        prefix = f"{root}{below}/" if below else root
+        with self._naming(below):
+            fs.invalidate_cache()
+            try:
+                found = fs.find(prefix.rstrip("/"))
+            except FileNotFoundError:  # the bucket is absent
+                return []
+        return sorted(path[len(root) :] for path in found if path.startswith(prefix) and not path.endswith("/"))
+
+    def any(self) -> bool:
+        """Return whether there is any object."""
+        fs, root = self._filesystem()
+        with self._naming(""):
+            fs.invalidate_cache()
+            try:
+                return bool(fs.ls(root.rstrip("/"), detail=False))
+            except FileNotFoundError:
+                return False
+
+    def delete(self, name: str) -> None:
+        """Remove an object; an absent one is no error."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            try:
+                fs.rm_file(root + name)
+            except FileNotFoundError:
+                return
+
+    def download(self, name: str, size: int, target: Path) -> None:
+        """Copy an object, which has ``size`` bytes, to a local file."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            fs.get_file(root + name, str(target))
+            found = target.stat().st_size
+            if found != size:
+                raise OSError(errno.EIO, f"{found:,} bytes arrived of {size:,}")
+
+    def _filesystem(self) -> tuple[Any, str]:
+        """Return this process's file system, and the path of the URL with a slash at its end."""
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = (os.getpid(), *_connect(self.url, self._options))
+        return self._opened[1:]
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        url = self.url_of(name)
+        try:
+            yield
+        except OSError as error:
+            number = error.errno or next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
+            raise OSError(number, error.strerror or str(error) or os.strerror(number), url) from error
+        except Exception as error:  # what backends raise when the network fails is of no common class
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+
+
+def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    import fsspec.core
+
+    try:
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        if url.startswith(("s3://", "s3a://")):
+            raise MissingDependencyError("s3fs", "s3") from error
+        raise ConfigurationError(f"{url}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{url}: {error}") from error
+    return fs, path.rstrip("/") + "/"

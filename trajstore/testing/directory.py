@@ -1,0 +1,207 @@
+"""What every directory must pass: subclass :class:`DirectoryConformance` and define the fixture ``open_again``."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import random
+import socket
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from trajstore.errors import StoreLockedError, UnsafeContentError
+from trajstore.formats.base import Buffer, EncodedFile
+from trajstore.storage import Directory
+
+UNSAFE_NAMES = ("", "/", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/", "C:/x", "a\\b", "a\0b", "a\nb")
+"""Names that must be refused, whatever is asked for."""
+
+
+def publish(directory: Directory, **files: bytes) -> None:
+    """Publish files; ``__`` in a name stands for ``/``."""
+    directory.publish([EncodedFile(name.replace("__", "/"), [data]) for name, data in files.items()])
+
+
+class DirectoryConformance:
+    """Subclass this and define the fixture ``open_again``; every test must pass."""
+
+    @pytest.fixture
+    def open_again(self) -> Callable[[], Directory]:
+        """Return a function that opens one place, at first empty, anew with each call, as another process would."""
+        raise NotImplementedError("define the fixture 'open_again' in the subclass")
+
+    @pytest.fixture
+    def directory(self, open_again: Callable[[], Directory]) -> Directory:
+        """A new, empty directory."""
+        directory = open_again()
+        directory.create()
+        return directory
+
+    def test_new_directory_is_empty(self, directory: Directory) -> None:
+        directory.create()
+        assert directory.names() == []
+        assert directory.names("shards") == []
+
+    def test_exists_when_something_is_in_it(self, open_again: Callable[[], Directory]) -> None:
+        assert not open_again().exists()
+        directory = open_again()
+        directory.create()
+        publish(directory, a__b=b"1")
+        assert open_again().exists()
+
+    def test_url_says_where(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
+        assert directory.url == open_again().url
+        assert not directory.url.endswith("/")
+
+    def test_published_files_are_read_by_others(
+        self, directory: Directory, open_again: Callable[[], Directory]
+    ) -> None:
+        other = open_again()
+        assert other.names() == []
+        publish(directory, top=b"0123456789", shards__one=b"", shards__deep__er__two=b"xyz")
+        assert other.names() == ["shards/deep/er/two", "shards/one", "top"]
+        assert [other.read(name) for name in other.names()] == [b"xyz", b"", b"0123456789"]
+        assert [other.size(name) for name in other.names()] == [3, 0, 10]
+
+    @pytest.mark.parametrize("offset", [0, 1, 9, 10, 11, 1000])
+    def test_read_from_an_offset(self, directory: Directory, offset: int) -> None:
+        publish(directory, log=b"0123456789")
+        assert directory.read("log", offset) == b"0123456789"[offset:]
+
+    def test_names_below_a_folder(self, directory: Directory) -> None:
+        publish(directory, log__1=b"", log__2__3=b"", logs__1=b"", log2=b"")
+        assert directory.names("log") == ["log/1", "log/2/3"]
+        assert directory.names("log/2") == ["log/2/3"]
+        assert directory.names("lo") == []
+        assert directory.names("log2") == []
+
+    def test_pieces_of_any_kind(self, directory: Directory) -> None:
+        numbers = array("d", [1.0, -2.0])
+        pieces: list[Buffer] = [b"a", bytearray(b"bc"), memoryview(b""), memoryview(numbers), b"z" * 5000]
+        directory.publish([EncodedFile("file", pieces), EncodedFile("none", [])])
+        assert directory.read("file") == b"abc" + numbers.tobytes() + b"z" * 5000
+        assert directory.read("none") == b""
+
+    def test_publishing_again_replaces(self, directory: Directory) -> None:
+        publish(directory, index=b"long content")
+        publish(directory, index=b"short")
+        assert directory.read("index") == b"short"
+        assert directory.size("index") == 5
+        assert directory.names() == ["index"]
+
+    def test_absent_files_are_named(self, directory: Directory) -> None:
+        publish(directory, folder__file=b"")
+        for name in ("absent", "folder/absent", "no/folder"):
+            for call in (directory.read, directory.size, lambda name: directory.local_path(name).stat()):
+                with pytest.raises(FileNotFoundError, match=name):
+                    call(name)
+            with pytest.raises(FileNotFoundError, match=name):
+                directory.read(name, 3)
+
+    @pytest.mark.parametrize("name", UNSAFE_NAMES)
+    def test_unsafe_names_are_refused(self, directory: Directory, name: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: directory.read(name),
+            lambda: directory.size(name),
+            lambda: directory.local_path(name),
+            lambda: directory.publish([EncodedFile(name, [b"x"])]),
+            lambda: directory.append(name, b"x"),
+            lambda: directory.remove([name]),
+        ]
+        for call in calls:
+            with pytest.raises(UnsafeContentError):
+                call()
+        assert directory.names() == []
+
+    def test_remove(self, directory: Directory) -> None:
+        publish(directory, a=b"1", shards__z__zarr=b"2", shards__z__c__0=b"3", shards__y=b"4")
+        directory.remove(["a", "absent", "no/folder/absent", "shards/z/c/0", "shards/z/zarr"])
+        assert directory.names() == ["shards/y"]
+        directory.remove([])
+        with pytest.raises(FileNotFoundError):
+            directory.read("a")
+        publish(directory, shards__z__c__0=b"again")
+        assert directory.read("shards/z/c/0") == b"again"
+
+    def test_append(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
+        directory.append("log/1", b"first\n")
+        assert open_again().read("log/1") == b"first\n"
+        if directory.can_append:
+            directory.append("log/1", bytearray(b"second\n"))
+            assert open_again().read("log/1", 6) == b"second\n"
+        else:
+            with pytest.raises(OSError, match="log/1"):
+                directory.append("log/1", b"second\n")
+            assert open_again().read("log/1") == b"first\n"
+
+    def test_local_path_can_be_mapped(self, directory: Directory) -> None:
+        publish(directory, shards__s=b"0123456789", shards__t=b"abc")
+        path = directory.local_path("shards/s")
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert directory.local_path("shards/t").read_bytes() == b"abc"
+            directory.remove(["shards/s"])
+            assert mapped[:] == b"0123456789"
+
+    def test_local_path_follows_a_replaced_file(self, directory: Directory) -> None:
+        publish(directory, shards__s=b"0123")
+        assert directory.local_path("shards/s").read_bytes() == b"0123"
+        publish(directory, shards__s=b"4567")
+        assert directory.local_path("shards/s").read_bytes() == b"4567"
+
+    def test_one_writer(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
+        lock = directory.lock_writer()
+        with pytest.raises(StoreLockedError, match=f"process {os.getpid()} on {socket.gethostname()} since"):
+            open_again().lock_writer()
+        with pytest.raises(StoreLockedError):
+            open_again().lock_writer()
+        publish(directory, a=b"1")
+        lock.release()
+        lock.release()
+        with open_again().lock_writer(), pytest.raises(StoreLockedError):
+            directory.lock_writer()
+        directory.lock_writer().release()
+
+    def test_travels_to_another_process(self, directory: Directory) -> None:
+        publish(directory, a=b"1")
+        with directory.lock_writer():
+            again: Directory = pickle.loads(pickle.dumps(directory))
+            assert again.read("a") == b"1"
+            assert again.local_path("a").read_bytes() == b"1"
+
+    def test_several_threads(self, directory: Directory) -> None:
+        def work(number: int) -> bool:
+            data = bytes([number]) * (1000 + number)
+            directory.publish([EncodedFile(f"shards/{number}/{part}", [data]) for part in range(3)])
+            name = f"shards/{number}/1"
+            return directory.read(name) == directory.local_path(name).read_bytes() == data
+
+        with ThreadPoolExecutor(6) as pool:
+            assert all(pool.map(work, range(12)))
+        assert len(directory.names("shards")) == 36
+
+    def test_random_calls_agree_with_a_dict(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
+        generator = random.Random(1)
+        expected: dict[str, bytes] = {}
+        names = [f"{folder}{stem}" for folder in ("", "log/", "shards/s.zarr/") for stem in ("a", "b", "c.0")]
+        other = open_again()
+        for _ in range(80):
+            name, data = generator.choice(names), generator.randbytes(generator.randrange(40))
+            action = generator.choice(["publish", "publish", "append", "remove"])
+            if action == "publish":
+                directory.publish([EncodedFile(name, [data])])
+                expected[name] = data
+            elif action == "remove":
+                directory.remove([name])
+                expected.pop(name, None)
+            elif directory.can_append or name not in expected:
+                directory.append(name, data)
+                expected[name] = expected.get(name, b"") + data
+            assert other.names() == sorted(expected)
+            if name in expected:
+                assert other.read(name, 3) == expected[name][3:]
+                assert other.size(name) == len(expected[name])
+        assert {name: other.read(name) for name in other.names()} == expected
