@@ -127,9 +127,7 @@ class ReplayHook(Generic[Task]):
 
     # ---- the fixed points of a step ----
 
-    def tasks_chosen(
-        self, tasks: Sequence[Task], training_progress: float, global_steps: int
-    ) -> MixedTasks[Task]:
+    def tasks_chosen(self, tasks: Sequence[Task], training_progress: float, global_steps: int) -> MixedTasks[Task]:
         """Return the tasks of this step, as many as were chosen.
 
         Args:
@@ -406,7 +404,9 @@ def _open_buffer(options: Mapping[str, Any]) -> TrajectoryReplayBuffer:
 def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:
     """Return the batch's row of each rollout, by task and rollout id."""
     rows: dict[tuple[str, str], int] = {}
-    names = zip(batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], batch.non_tensors["extras"], strict=True)
+    names = zip(
+        batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], batch.non_tensors["extras"], strict=True
+    )
     for row, (task, rollout, extras) in enumerate(names):
         if extras["is_experience_replay"]:
             continue

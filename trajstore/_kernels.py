@@ -33,7 +33,7 @@ def _loader(element: types.Type) -> Any:
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[misc]
+@numba.njit(nogil=True, cache=True)
 def locate_rows(
     samples: np.ndarray[Any, Any],
     first: int,
@@ -79,7 +79,7 @@ def locate_rows(
         rows[LAST_EXTRA, k] = tail
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[misc]
+@numba.njit(nogil=True, cache=True)
 def copy_rows(
     slot: np.ndarray[Any, Any],
     rows: np.ndarray[Any, Any],
@@ -117,7 +117,7 @@ def copy_rows(
                 _memcpy(target + k * width, addresses[slot[k], c] + rows[axes[slot[k], c], k] * width, width)
 
 
-@numba.njit(nogil=True, cache=True)  # type: ignore[misc]
+@numba.njit(nogil=True, cache=True)
 def copy_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
     """Copy blocks of bytes from addresses to addresses."""
     for i in range(len(sizes)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class EmbodiedRolloutResult:
         """Forget all steps."""
         self._steps: dict[str, list[torch.Tensor]] = {name: [] for name in TENSOR_FIELDS}
         self._dicts: dict[str, list[dict[str, Any]]] = {name: [] for name in DICT_FIELDS}
+        self._model_action_holds = True
 
     def append_step_result(self, result: ChunkStepResult) -> None:
         """Add what one chunk step gave. With actions, ``intervene_flags`` of that step begin as all False."""
@@ -72,8 +74,8 @@ class EmbodiedRolloutResult:
     def update_last_actions(self, intervene_actions: torch.Tensor, intervene_flags: torch.Tensor) -> None:
         """Put a human's actions in place of the last step's where the flags say so, and mark them.
 
-        ``forward_inputs["action"]`` of that step follows; ``forward_inputs["model_action"]`` is dropped, as it is
-        no longer what was done.
+        ``forward_inputs["action"]`` of that step follows; ``forward_inputs["model_action"]`` is dropped from the
+        trajectory, as it is no longer what was done.
 
         Args:
             intervene_actions: ``[B, A]``.
@@ -94,7 +96,7 @@ class EmbodiedRolloutResult:
             inputs = self._dicts["forward_inputs"][-1]
             if "action" in inputs:
                 inputs["action"] = merged
-            inputs.pop("model_action", None)
+            self._model_action_holds = False
 
     def _expanded(self, flags: torch.Tensor) -> torch.Tensor:
         """Return flags ``[B]`` or ``[B, chunks]`` for every entry of the last actions, ``[B, A]``."""
@@ -124,6 +126,8 @@ class EmbodiedRolloutResult:
         for name, dicts in self._dicts.items():
             if dicts:
                 setattr(trajectory, name, _stacked_dicts(name, dicts))
+        if not self._model_action_holds:
+            trajectory.forward_inputs.pop("model_action", None)
         versions = trajectory.versions if trajectory.versions is not None else torch.zeros(1)
         trajectory.model_weights_id = get_model_weights_id(versions)
         return trajectory
@@ -154,7 +158,9 @@ class EmbodiedRolloutResult:
         whole = self.to_trajectory()
         batch = _batch_of(whole)
         if sum(split_sizes) != batch or any(size < 1 for size in split_sizes):
-            raise InvalidTrajectoryError(f"split_sizes: {list(split_sizes)}, must be positive and add up to B = {batch}")
+            raise InvalidTrajectoryError(
+                f"split_sizes: {list(split_sizes)}, must be positive and add up to B = {batch}"
+            )
         return _split(whole, list(split_sizes))
 
 
@@ -176,13 +182,21 @@ def _split(whole: Trajectory, sizes: list[int]) -> list[Trajectory]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     for name in DICT_FIELDS:
         for part, start, size in zip(parts, starts, sizes, strict=True):
-            setattr(part, name, _mapped(getattr(whole, name), lambda t, a=start, n=size: t[:, a : a + n].contiguous()))
+            setattr(part, name, _mapped(getattr(whole, name), partial(_columns, start=start, size=size)))
     return parts
+
+
+def _columns(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    return tensor[:, start : start + size].contiguous()
 
 
 def _mapped(value: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     return {
-        key: _mapped(item, change) if isinstance(item, Mapping) else change(item) if isinstance(item, torch.Tensor) else item
+        key: _mapped(item, change)
+        if isinstance(item, Mapping)
+        else change(item)
+        if isinstance(item, torch.Tensor)
+        else item
         for key, item in value.items()
     }
 
@@ -204,7 +218,8 @@ def _stacked(name: str, steps: Sequence[torch.Tensor]) -> torch.Tensor:
     for number, step in enumerate(steps):
         if step.shape != first.shape or step.dtype != first.dtype:
             raise InvalidTrajectoryError(
-                f"field {name}: step {number} is {step.dtype} {list(step.shape)}, step 0 is {first.dtype} {list(first.shape)}"
+                f"field {name}: step {number} is {step.dtype} {list(step.shape)}, "
+                f"step 0 is {first.dtype} {list(first.shape)}"
             )
     return torch.stack(list(steps))
 
@@ -213,7 +228,9 @@ def _stacked_dicts(name: str, dicts: Sequence[Mapping[str, Any]]) -> dict[str, A
     keys = dicts[0].keys()
     for number, item in enumerate(dicts):
         if item.keys() != keys:
-            raise InvalidTrajectoryError(f"field {name}: step {number} has keys {sorted(item)}, step 0 has {sorted(keys)}")
+            raise InvalidTrajectoryError(
+                f"field {name}: step {number} has keys {sorted(item)}, step 0 has {sorted(keys)}"
+            )
     stacked: dict[str, Any] = {}
     for key in keys:
         values = [item[key] for item in dicts]

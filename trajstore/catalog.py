@@ -143,6 +143,15 @@ class Catalog:
             return bool(directory.names(LOG_FOLDER)) or bool(directory.names("shards"))
         return isinstance(values, dict) and values.get("layout") == LAYOUT
 
+    @staticmethod
+    def has_begun(directory: Directory) -> bool:
+        """Return whether there is the snapshot of a store in which nothing has been committed yet."""
+        try:
+            value = unseal("snapshot", directory.read(INDEX_NAME), INDEX_NAME)
+        except CorruptStoreError:
+            return False
+        return isinstance(value, dict) and value.get("generation") == 0 and value.get("next_id") == 0
+
     @classmethod
     def open(cls, directory: Directory) -> Catalog:
         """Load the newest state of a directory.
@@ -191,7 +200,8 @@ class Catalog:
         except FileNotFoundError as error:
             if self.directory.exists() and self.directory.names("shards"):
                 raise CorruptStoreError(
-                    f"{self.directory.url}: {METADATA_NAME} or {INDEX_NAME} is missing, but there are shards; restore it from a copy"
+                    f"{self.directory.url}: {METADATA_NAME} or {INDEX_NAME} is missing, but there are shards; "
+                    "restore it from a copy"
                 ) from error
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
         except NotADirectoryError as error:
@@ -250,12 +260,11 @@ class Catalog:
             tail = decode_lines(data, f"{self.directory.url}/{name}", offset)
             if tail.torn and not last:
                 raise CorruptStoreError(
-                    f"{self.directory.url}/{name}: the record at byte {tail.end} is damaged; restore the file from a copy"
+                    f"{self.directory.url}/{name}: the record at byte {tail.end} is damaged; "
+                    "restore the file from a copy"
                 )
             self._apply_all(tail, name)
-        if self.segment and self.segment not in {name for _, name in segments} and not segments:
-            return False
-        return True
+        return bool(segments) or not self.segment
 
     def _apply_all(self, tail: LogTail, name: str) -> None:
         source = f"{self.directory.url}/{name}"
@@ -266,7 +275,9 @@ class Catalog:
             if generation <= self.generation:
                 continue
             if generation != self.generation + 1:
-                raise CorruptStoreError(f"{source}: generation {generation} follows {self.generation}; records are missing")
+                raise CorruptStoreError(
+                    f"{source}: generation {generation} follows {self.generation}; records are missing"
+                )
             try:
                 self.apply(record)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -327,7 +338,7 @@ class Catalog:
             if sum(extent.rows(column.axis) for extent in extents) != rows:
                 raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
         uuids = bytes.fromhex(value["uuids"])
-        columns = {
+        columns: dict[str, npt.NDArray[Any]] = {
             "trajectory_id": np.array(ids, np.int64),
             "num_samples": np.array([e.steps * e.batch if kind == "step" else 1 for e in extents], np.int64),
             "steps": np.array([e.steps for e in extents], np.int32),
@@ -434,9 +445,16 @@ class Catalog:
         """Return the file that pins the live trajectories of this generation under a name."""
         ids = self.index["trajectory_id"]
         breaks = np.flatnonzero(np.diff(ids) != 1)
-        lows, highs = ids[np.append(0, breaks + 1)] if len(ids) else ids, ids[np.append(breaks, len(ids) - 1)] if len(ids) else ids
+        lows, highs = (
+            ids[np.append(0, breaks + 1)] if len(ids) else ids,
+            ids[np.append(breaks, len(ids) - 1)] if len(ids) else ids,
+        )
         body = orjson.dumps(
-            {**state, "generation": self.generation, "ids": [[int(a), int(b)] for a, b in zip(lows, highs, strict=True)]}
+            {
+                **state,
+                "generation": self.generation,
+                "ids": [[int(a), int(b)] for a, b in zip(lows, highs, strict=True)],
+            }
         )
         return EncodedFile(check_name(f"{PINS_FOLDER}/{name}.json"), [seal("pin", body)])
 
@@ -457,7 +475,9 @@ class Catalog:
 
 
 def _nbytes(schema: Schema, extent: Extent) -> int:
-    return sum(extent.rows(column.axis) * width for column, width in zip(schema.columns, schema.row_nbytes, strict=True))
+    return sum(
+        extent.rows(column.axis) * width for column, width in zip(schema.columns, schema.row_nbytes, strict=True)
+    )
 
 
 def _natural(value: Any) -> int:

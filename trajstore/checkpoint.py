@@ -19,7 +19,14 @@ import torch
 
 from trajstore.catalog import METADATA_NAME, Catalog
 from trajstore.contents import Cut, start_of
-from trajstore.errors import ConfigurationError, CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreNotFoundError,
+    StoreWriteError,
+    listed,
+)
 from trajstore.formats.base import EncodedFile, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.index import TrajectoryIndex
 from trajstore.local import LocalDirectory, sync_folder
@@ -108,9 +115,13 @@ def _check_replaceable(target: LocalDirectory) -> None:
         return
     names = os.listdir(target.path)
     if names and METADATA_NAME not in names:
-        raise ConfigurationError(f"{target.url}: holds other files ({sorted(names)[0]}, ...); give the checkpoint its own directory")
+        raise ConfigurationError(
+            f"{target.url}: holds other files ({sorted(names)[0]}, ...); give the checkpoint its own directory"
+        )
     if "writer.lock" in names and (target.path / "writer.lock").stat().st_size:
-        raise ConfigurationError(f"{target.url}: is a store that is being written; give the checkpoint its own directory")
+        raise ConfigurationError(
+            f"{target.url}: is a store that is being written; give the checkpoint its own directory"
+        )
 
 
 def _swap_in(temporary: Path, target: Path) -> None:
@@ -323,15 +334,13 @@ def _directories(path: str | Path, options: Mapping[str, Any]) -> list[Directory
     raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
 
 
-def _open(
-    directory: Directory, strict: bool, pin: str | None
-) -> tuple[Source, TrajectoryIndex, CheckpointState, int]:
+def _open(directory: Directory, strict: bool, pin: str | None) -> tuple[Source, TrajectoryIndex, CheckpointState, int]:
     """Return a directory's source, the entries that it shows, the buffer's state, and how many entries were skipped."""
     if not Catalog.exists(directory):
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
         rlinf = RLinfSource.open(directory, strict)
-        return rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), rlinf.skipped
+        return rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), len(rlinf.missing)
     catalog = Catalog.open(directory)
     values = catalog.metadata()
     index = catalog.index

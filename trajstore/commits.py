@@ -117,9 +117,7 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
     try:
         schema = schemas[_natural(value["schema"])]
         columns = len(schema.columns)
-        files = tuple(
-            StoredFile(check_name(name), _natural(size), _natural(crc)) for name, size, crc in value["files"]
-        )
+        files = tuple(StoredFile(check_name(name), _natural(size), _natural(crc)) for name, size, crc in value["files"])
         places = tuple(
             None if place is None else ColumnPlace(_natural(place[0]), _natural(place[1])) for place in value["places"]
         )

@@ -235,9 +235,7 @@ class Contents:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def prepare(
-        self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None
-    ) -> Prepared:
+    def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> Prepared:
         """Find the rows of samples, counted from the first sample of the window ``[first, end)``.
 
         With ``lock`` held. What it returns must be given to :meth:`read`.
@@ -331,7 +329,9 @@ class Contents:
         for name in names:
             found = {next((n for n in columns if specs[n].name == name), None) for columns in sets}
             if len(found) != 1 or None in found:
-                raise SchemaMismatchError(f"column {name}: not in every trajectory of this window with one dtype and shape")
+                raise SchemaMismatchError(
+                    f"column {name}: not in every trajectory of this window with one dtype and shape"
+                )
             chosen += [n for n in found if n is not None]
         return chosen
 

@@ -1,8 +1,8 @@
-"""Field names, column names and the row arithmetic of step trajectories. Pure; no I/O.
+r"""Field names, column names and the row arithmetic of step trajectories. Pure; no I/O.
 
 A step trajectory is a set of tensors ``[T, B, ...]`` (T steps, B parallel environments). Nested
 dicts of tensors become flat *columns* with dotted names (``curr_obs.states``); a dot inside a key
-is written ``\\.``.
+is written ``\.``.
 
 Some fields may carry extra rows, one for each of E rollout epochs (T divisible by E), and so have
 T + E rows. ``dones``, ``terminations`` and ``truncations`` begin every epoch with a bootstrap row;

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,9 @@ class Located:
 
 def locate(samples: npt.NDArray[np.int64], index: TrajectoryIndex, first: int, end: int) -> Located:
     """Find the rows of samples, counted from the first sample of the window of positions ``[first, end)``."""
-    from trajstore._kernels import locate_rows  # numba takes a while to import
+    from trajstore import _kernels  # numba takes a while to import
 
+    locate_rows: Any = _kernels.locate_rows
     count = len(samples)
     position, slot, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty((3, count), np.int64)
     columns = [index.arrays[name] for name in ("shard", "start_samples", "start_extra", "steps", "batch", "extra")]
@@ -84,8 +86,8 @@ def allocate(specs: Sequence[ColumnSpec], count: int, out: Mapping[str, torch.Te
         good = tensor.dtype == spec.torch_dtype and tuple(tensor.shape[1:]) == spec.row_shape
         if not good or tensor.shape[0] < count or not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ConfigurationError(
-                f"out[{spec.name!r}]: must be a contiguous CPU tensor {spec.dtype} [>= {count}, {list(spec.row_shape)}], "
-                f"is {tensor.dtype} {list(tensor.shape)}"
+                f"out[{spec.name!r}]: must be a contiguous CPU tensor {spec.dtype} "
+                f"[>= {count}, {list(spec.row_shape)}], is {tensor.dtype} {list(tensor.shape)}"
             )
         tensors.append(tensor[:count])
     return tensors
@@ -103,8 +105,9 @@ def gather(
 
     Everything that ``addresses`` points to must stay where it is until this returns.
     """
-    from trajstore._kernels import copy_rows  # numba takes a while to import
+    from trajstore import _kernels  # numba takes a while to import
 
+    copy_rows: Any = _kernels.copy_rows
     count = len(located.slot)
     widths = np.array([spec.row_nbytes for spec in specs], np.int64)
     bases = np.array([target.data_ptr() for target in targets], np.int64)
@@ -115,7 +118,7 @@ def gather(
     parts = _helpers.threads + 1
     edges = [count * part // parts for part in range(parts + 1)]
     pool = _helpers.pool()
-    others = [pool.submit(copy_rows, *arguments, edges[i], edges[i + 1]) for i in range(1, parts)]
+    others = [pool.submit(partial(copy_rows, *arguments, edges[part], edges[part + 1])) for part in range(1, parts)]
     copy_rows(*arguments, edges[0], edges[1])
     for other in others:
         other.result()

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.packing import StringTable, pack, unpack
 from trajstore.fields import Axis
+from trajstore.packing import StringTable, pack, unpack
 from trajstore.record import Extent, Kind, Record
 
 IntArray = npt.NDArray[np.int64]
@@ -42,7 +42,10 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays of the index. ``nbytes`` are those of the columns, ``shard`` is a row of the shard table; ``start_*`` are first rows within the shard."""
+"""Arrays of the index.
+
+``nbytes`` are those of the columns, ``shard`` is a row of the shard table, ``start_*`` are first rows within it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +274,9 @@ def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, IntArray]:
     return {name: np.cumsum([0, *counts[:-1]], dtype=np.int64) for name, counts in rows.items()}
 
 
-def columns_of(records: Sequence[Record], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int) -> dict[str, npt.NDArray[Any]]:
+def columns_of(
+    records: Sequence[Record], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int
+) -> dict[str, npt.NDArray[Any]]:
     """Return the index columns of new records.
 
     Args:

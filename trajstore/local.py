@@ -36,6 +36,7 @@ class LocalDirectory(Directory):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._uncut: dict[str, int] = {}  # segments with half a record at their end that could not be cut off
 
     @property
     def url(self) -> str:
@@ -97,19 +98,30 @@ class LocalDirectory(Directory):
             _make_folder(path.parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            end = os.lseek(descriptor, 0, os.SEEK_END)
+            if fresh:
+                _sync_new(path)
+            end = self._uncut.get(name)
+            if end is None:
+                end = os.lseek(descriptor, 0, os.SEEK_END)
+            else:
+                self._cut(descriptor, name, end)
             try:
                 _write_all(descriptor, [memoryview(data)], path)
                 os.fdatasync(descriptor)
             except OSError as error:
                 # Nothing may follow a half-written record: cut it off before anybody appends again.
-                os.ftruncate(descriptor, end)
-                os.fsync(descriptor)
+                with contextlib.suppress(OSError):  # if this fails too, the next append begins with it
+                    self._cut(descriptor, name, end)
                 raise _named(error, path) from error
         finally:
             os.close(descriptor)
-        if fresh:
-            sync_folder(path.parent)
+
+    def _cut(self, descriptor: int, name: str, end: int) -> None:
+        self._uncut[name] = end
+        os.ftruncate(descriptor, end)
+        os.lseek(descriptor, end, os.SEEK_SET)
+        os.fsync(descriptor)
+        del self._uncut[name]
 
     def truncate(self, name: str, size: int) -> None:
         """Cut a log segment to its first ``size`` bytes, durably (drops a torn last record)."""
@@ -166,7 +178,8 @@ class LocalWriterLock(WriterLock):
             os.close(self._descriptor)
             self._descriptor = None
             raise StoreLockedError(
-                f"{path.parent} is being written by {describe_holder(holder)}; close that writer, or open the directory for reading"
+                f"{path.parent} is being written by {describe_holder(holder)}; "
+                "close that writer, or open the directory for reading"
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, orjson.dumps(holder_document()), 0)
@@ -174,6 +187,7 @@ class LocalWriterLock(WriterLock):
     def release(self) -> None:
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may still have it open
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -251,6 +265,15 @@ def sync_folder(path: Path) -> None:
         raise _named(error, path) from error
     finally:
         os.close(descriptor)
+
+
+def _sync_new(path: Path) -> None:
+    """Make the name of a new, empty file survive power loss, or take the file away again."""
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        os.unlink(path)
+        raise
 
 
 def _make_folder(path: Path) -> None:

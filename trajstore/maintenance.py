@@ -7,14 +7,34 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.catalog import Catalog
+from trajstore.catalog import INDEX_NAME, METADATA_NAME, PINS_FOLDER, Catalog
 from trajstore.commits import LOG_FOLDER, segment_generation
+from trajstore.errors import CorruptStoreError
 from trajstore.local import TEMPORARY_SUFFIX
 from trajstore.storage import Directory
 
 logger = logging.getLogger(__name__)
 
 SHARDS_FOLDER = "shards"
+
+
+def check_unused(directory: Directory) -> None:
+    """Refuse to begin a store where files of a damaged store, or of somebody else, would be overwritten.
+
+    The snapshot is the first file of a new store: one without entries is what an interrupted beginning left.
+
+    Raises:
+        CorruptStoreError: there are such files.
+    """
+    names = directory.names()
+    if INDEX_NAME in names and Catalog.has_begun(directory):
+        names.remove(INDEX_NAME)
+    for name in names:
+        if name in (METADATA_NAME, INDEX_NAME) or name.split("/")[0] in (SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER):
+            raise CorruptStoreError(
+                f"{directory.url}: holds {name}, but no {METADATA_NAME} of trajstore; "
+                "restore that file, or write elsewhere"
+            )
 
 
 def remove_leftovers(directory: Directory, catalog: Catalog) -> list[str]:
@@ -38,7 +58,11 @@ def collect_garbage(directory: Directory, catalog: Catalog, *, segments: bool = 
 
     A file that cannot be deleted now is tried again by the next writer that opens the directory.
     """
-    reader = directory.oldest_reader()
+    try:
+        reader = directory.oldest_reader()
+    except OSError as error:  # somebody may be reading; what called this has been done all the same
+        logger.warning("could not see who reads %s, nothing is deleted: %s", directory.url, error)
+        return
     if reader is None or reader >= catalog.generation:
         rows = catalog.take_unneeded()
         if len(rows):

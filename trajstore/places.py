@@ -9,12 +9,10 @@ from typing import Literal
 
 from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.errors import StoreNotFoundError
+from trajstore.rlinf import INDEX_NAMES
 from trajstore.storage import Directory, open_directory
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
-
-OLD_INDEX_NAME = "trajector_index.json"
-"""How early versions of RLinf misspelt the index."""
 
 POOL_FILES = ("task2trajectories.pkl", "difficulty2task_dict.json", "skip_uid_set.json")
 
@@ -67,7 +65,7 @@ def _place_at(directory: Directory, url: str, depth: int) -> Place | None:
     folders = {name.split("/", 1)[0] for name in names if "/" in name}
     if Catalog.exists(directory) or (METADATA_NAME not in top and "shards" in folders and "log" in folders):
         return Place("store", directory)
-    if top & {METADATA_NAME, INDEX_NAME, OLD_INDEX_NAME}:
+    if top & {METADATA_NAME, *INDEX_NAMES}:
         return Place("rlinf", directory)
     if POOL_FILES[0] in top:
         return Place("experience_pool", directory)

@@ -204,11 +204,14 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
         value = value.cpu()
     if value.is_conj() or value.is_neg():
         value = value.resolve_conj().resolve_neg()
-    return value if value.is_contiguous() else value.contiguous()
+    tensor: torch.Tensor = value if value.is_contiguous() else value.contiguous()
+    return tensor
 
 
 def _document_column(
-    document: Mapping[str, Any], columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]], tensors: list[torch.Tensor]
+    document: Mapping[str, Any],
+    columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]],
+    tensors: list[torch.Tensor],
 ) -> int:
     """Append the document's column, if there is anything to say, and return its number of bytes."""
     if not document:
@@ -287,11 +290,16 @@ def _record_of_step(trajectory: Any) -> Record:
         num_samples=steps * batch,
         max_episode_length=int(trajectory.max_episode_length),
         model_weights_id=str(weights),
-        versions=_version_range(versions),
+        versions=version_range(versions),
     )
 
 
-def _version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
+def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return the lowest and highest policy version of a trajectory; None if unknown.
+
+    Raises:
+        InvalidTrajectoryError: a version is not a finite number.
+    """
     if versions is None or versions.numel() == 0:
         return None
     low, high = torch.aminmax(versions.detach())
@@ -325,7 +333,8 @@ def _record_of_agent(trajectory: AgentTrajectory) -> Record:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
         if Axis.RESPONSE in lengths and tokens - start != response:
             raise InvalidTrajectoryError(
-                f"field {lengths[Axis.RESPONSE][1]}: has {response} entries, must have L - response_start = {tokens - start}"
+                f"field {lengths[Axis.RESPONSE][1]}: has {response} entries, "
+                f"must have L - response_start = {tokens - start}"
             )
     document: dict[str, Any] = {}
     for item in fields(trajectory):
@@ -371,7 +380,8 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
     reward = document.pop("reward", None)
     known.pop("max_episode_length", None)
     known.pop("model_weights_id", None)
-    return AgentTrajectory(**values, **document, **known, reward=None if reward is None else Reward(**reward))
+    given: dict[str, Any] = {**values, **document, **known}
+    return AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
 
 
 def _parse_document(tensor: torch.Tensor) -> dict[str, Any]:

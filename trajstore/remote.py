@@ -142,7 +142,8 @@ class RemoteWriterLock(WriterLock):
     them. A lock is taken over when its heartbeat is older than its time to live (by the clocks of both machines, which
     must agree better than that), or when its holder was a process of this machine that is gone.
 
-    A holder that was cut off for longer than that has lost the lock: :meth:`check` raises from then on.
+    A holder that is cut off for longer than that must not write, for others may: :meth:`check` raises until it finds
+    its lock untouched, and for good if somebody else has taken it.
 
     Raises:
         StoreLockedError: somebody else holds it; names process, host and time.
@@ -178,7 +179,7 @@ class RemoteWriterLock(WriterLock):
         if time.monotonic() - self._renewed > self._ttl:
             raise StoreLockedError(
                 f"{self._objects.url}: the writer's lock could not be renewed for {self._ttl:g} s, so others may have "
-                "taken it; see that the store can be reached, then open it for writing again"
+                "taken it; see that the store can be reached"
             )
 
     def release(self) -> None:
@@ -213,7 +214,7 @@ class RemoteWriterLock(WriterLock):
             try:
                 started = time.monotonic()
                 holder = self._holder()
-                if started - self._renewed > self._ttl or not self._is_ours(holder):
+                if not self._is_ours(holder):
                     self._taken_by = holder or b""
                     return
                 self._objects.put(LOCK_NAME, self._text())

@@ -162,7 +162,9 @@ def encode_trajectory(record: Record, trajectory_id: int, suffix: str) -> tuple[
     """
     schema, extent = record.schema, record.extent
     if schema.kind != "step":
-        raise ConfigurationError("layout 'rlinf': agent trajectories cannot be written, RLinf has step trajectories only")
+        raise ConfigurationError(
+            "layout 'rlinf': agent trajectories cannot be written, RLinf has step trajectories only"
+        )
     values: dict[str, Any] = {}
     for column, tensor in zip(schema.columns, record.tensors, strict=True):
         if column.name != DOCUMENT:
@@ -181,9 +183,7 @@ def encode_trajectory(record: Record, trajectory_id: int, suffix: str) -> tuple[
         **{name: nested.get(name, {}) for name in ("forward_inputs", "curr_obs", "next_obs")},
     }
     shape = tuple(content["prev_logprobs" if "prev_logprobs" in content else "rewards"].shape)
-    entry = RLinfEntry(
-        trajectory_id, record.num_samples, shape, record.max_episode_length, record.model_weights_id
-    )
+    entry = RLinfEntry(trajectory_id, record.num_samples, shape, record.max_episode_length, record.model_weights_id)
     if suffix == "pkl":
         pieces: Sequence[Any] = [pickle.dumps(_changed(content, lambda t: t.clone()))]
     else:
@@ -228,4 +228,3 @@ def metadata_json(entries: Sequence[RLinfEntry], trajectory_counter: int, seed: 
             "seed": seed,
         }
     )
-

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, UnsafeContentError, listed
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreNotFoundError,
+    UnsafeContentError,
+    listed,
+)
 from trajstore.formats.base import EncodedFile, ShardManifest, ShardReader, StoredFile
 from trajstore.formats.safe_pickle import safe_loads
 from trajstore.formats.torch_zip import TensorPlace, locate
 from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
-from trajstore.record import Extent, Record
+from trajstore.record import Extent, Record, version_range
 from trajstore.residency import MappedShard, address_of, map_file
 from trajstore.rlinf import (
     INDEX_NAMES,
@@ -57,7 +63,9 @@ class _File:
         try:
             return torch.load(io.BytesIO(bytes(memoryview(self.map))), weights_only=True, map_location="cpu")
         except Exception as error:  # torch.load raises nearly anything on damaged files
-            raise CorruptStoreError(f"{self.source}: damaged, or cannot be loaded without running code: {error}") from error
+            raise CorruptStoreError(
+                f"{self.source}: damaged, or cannot be loaded without running code: {error}"
+            ) from error
 
     def mapped(self) -> MappedShard | None:
         base = address_of(self.map)
@@ -77,7 +85,9 @@ class _FileReader(ShardReader):
         if isinstance(leaf, TensorPlace):
             first = leaf.offset + start * spec.row_nbytes
             data = bytearray(memoryview(self._file.map)[first : first + (stop - start) * spec.row_nbytes])
-            flat = torch.frombuffer(data, dtype=torch.uint8).view(leaf.dtype) if data else torch.empty(0, dtype=leaf.dtype)
+            flat = (
+                torch.frombuffer(data, dtype=torch.uint8).view(leaf.dtype) if data else torch.empty(0, dtype=leaf.dtype)
+            )
             return flat.reshape(stop - start, *spec.row_shape)
         rows = self._file.extent.rows(spec.axis)
         return leaf.reshape(rows, *spec.row_shape)[start:stop].contiguous()
@@ -89,16 +99,18 @@ class RLinfSource(Source):
     Attributes:
         metadata: RLinf's ``metadata.json``.
         entries: trajectories whose files are there, by row.
-        skipped: how many the index names besides.
+        missing: trajectories that the index names, but whose files are absent.
     """
 
     linkable = False
 
-    def __init__(self, directory: Directory, metadata: Mapping[str, Any], entries: list[RLinfEntry], skipped: int) -> None:
+    def __init__(
+        self, directory: Directory, metadata: Mapping[str, Any], entries: list[RLinfEntry], missing: list[RLinfEntry]
+    ) -> None:
         self.directory = directory
         self.metadata = metadata
         self.entries = entries
-        self.skipped = skipped
+        self.missing = missing
         self.suffix = str(metadata.get("trajectory_format") or "pt")
         self.index = _index_of(directory, entries)
         self._files: OrderedDict[int, _File] = OrderedDict()
@@ -142,8 +154,11 @@ class RLinfSource(Source):
                 f"{len(missing)} of {len(names)} trajectories of {directory.url} are not there: {listed(missing)}; "
                 "copy the files there, or load with strict=False to leave them out"
             )
-        whole = [entry for entry, name in zip(entries, names, strict=True) if name in present]
-        return cls(directory, metadata, whole, len(missing))
+        there: list[RLinfEntry] = []
+        absent: list[RLinfEntry] = []
+        for entry, name in zip(entries, names, strict=True):
+            (there if name in present else absent).append(entry)
+        return cls(directory, metadata, there, absent)
 
     @staticmethod
     def _read_index(directory: Directory) -> list[RLinfEntry]:
@@ -211,7 +226,7 @@ class RLinfSource(Source):
             entry.num_samples,
             entry.max_episode_length,
             entry.model_weights_id,
-            None,
+            version_range(dict(zip((c.name for c in file.schema.columns), tensors, strict=True)).get("versions")),
         )
 
 
@@ -266,4 +281,3 @@ def write_rlinf(
         entries.append(entry)
     target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
     target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
-

@@ -117,7 +117,7 @@ class ShardTable:
 
     def schema(self, row: int) -> Schema:
         """Return the schema of the shard in a row."""
-        return self.schemas[self._families[self._family[row]].schema]
+        return self.schemas[self._families[int(self._family[row])].schema]
 
     def schema_numbers(self) -> npt.NDArray[np.int32]:
         """Return, per row, the number of the shard's schema."""

@@ -116,7 +116,9 @@ class StoreSource(Source):
             try:
                 maps.append(map_file(self.directory.local_path(file.name), file.size))
             except FileNotFoundError as error:
-                raise CorruptStoreError(f"{self.directory.url}/{file.name}: is missing, but the index names it") from error
+                raise CorruptStoreError(
+                    f"{self.directory.url}/{file.name}: is missing, but the index names it"
+                ) from error
         bases = [address_of(mapped) for mapped in maps]
         addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
         return MappedShard(manifest.schema, addresses, maps)

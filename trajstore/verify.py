@@ -16,13 +16,14 @@ import numpy as np
 from trajstore.catalog import Catalog
 from trajstore.commits import decode_lines
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, TrajstoreError
-from trajstore.foreign import iterate_rlinf, read_rlinf
+from trajstore.foreign import iterate_rlinf
 from trajstore.formats import get_format
 from trajstore.formats.base import ShardManifest
 from trajstore.index import TrajectoryIndex
 from trajstore.maintenance import SHARDS_FOLDER
 from trajstore.manifest import check_file
 from trajstore.places import Place, file_sizes, find_place
+from trajstore.rlinf_source import RLinfSource
 from trajstore.shard_access import ShardAccess, fetch_file
 from trajstore.storage import Directory
 
@@ -235,22 +236,21 @@ def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.boo
 
 
 def _verify_rlinf(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    found = read_rlinf(directory)
+    found = RLinfSource.open(directory, strict=False)
     sizes = file_sizes(directory)
-    for done, (entry, record) in enumerate(iterate_rlinf(found)):
+    for entry in found.missing:
+        result.problems.append(Problem(entry.file_name(found.suffix), "named by the index, but missing"))
+    for done, (name, record) in enumerate(iterate_rlinf(found)):
         if isinstance(record, TrajstoreError):
-            result.problems.append(Problem(entry.file, str(record)))
+            result.problems.append(Problem(name, str(record)))
         else:
             result.trajectories += 1
-            if record.num_samples != entry.num_samples:
-                message = f"holds {record.num_samples} samples, the index says {entry.num_samples}"
-                result.problems.append(Problem(entry.file, message))
-        if entry.file in sizes:
-            result.files += 1
-            result.nbytes += sizes.pop(entry.file)
+        result.files += 1
+        result.nbytes += sizes.pop(name, 0)
         if progress is not None:
             progress(done + 1, len(found.entries))
-    totals = {"size": len(found.entries), "total_samples": sum(entry.num_samples for entry in found.entries)}
+    entries = [*found.entries, *found.missing]
+    totals = {"size": len(entries), "total_samples": sum(entry.num_samples for entry in entries)}
     for name, value in totals.items():
         if name in found.metadata and found.metadata[name] != value:
             message = f"{name} is {found.metadata[name]}, the index adds up to {value}"

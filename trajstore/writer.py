@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from trajstore.commits import LOG_FOLDER, encode_line, manifest_to_json, ranges_
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest, TrajectoryFormat
 from trajstore.index import columns_of
-from trajstore.maintenance import collect_garbage, remove_leftovers
+from trajstore.maintenance import check_unused, collect_garbage, remove_leftovers
 from trajstore.manifest import manifest_of
 from trajstore.pending import OwnedRecord
 from trajstore.record import Record
@@ -107,6 +106,7 @@ class _State:
     ready: dict[int, _Group] = field(default_factory=dict)
     pending_bytes: int = 0
     next_id: int = 0
+    last_taken: int = -1
     next_ticket: int = 0
     commit_ticket: int = 0
     next_shard: int = 0
@@ -168,6 +168,7 @@ class StoreWriter:
     def _open(self) -> Catalog:
         if not Catalog.exists(self.directory):
             self.directory.create()
+            check_unused(self.directory)
             catalog = Catalog.create(self.directory)
             self._write_snapshot(catalog)
             return catalog
@@ -212,8 +213,9 @@ class StoreWriter:
                     return
                 if self.options.on_full == "raise":
                     raise PendingFullError(
-                        f"{state.pending_bytes} bytes wait to be written to {self.directory.url} and {nbytes} more do not fit "
-                        f"into max_pending_bytes = {self.options.max_pending_bytes}; add more slowly or allow more"
+                        f"{state.pending_bytes} bytes wait to be written to {self.directory.url} and {nbytes} more "
+                        f"do not fit into max_pending_bytes = {self.options.max_pending_bytes}; "
+                        "add more slowly or allow more"
                     )
                 state.flush_until = max(state.flush_until, state.next_id)  # do not wait for more to fill a shard
                 self._changed.notify_all()
@@ -229,6 +231,7 @@ class StoreWriter:
         """Return the next ids and a UUID (16 bytes) for each."""
         with self._changed:
             ids = [self._state.next_id + i * self._id_stride for i in range(count)]
+            self._state.last_taken = ids[-1]
             self._state.next_id = ids[-1] + self._id_stride
         return ids, random_uuids(count)
 
@@ -243,11 +246,16 @@ class StoreWriter:
             if idle or state.pending_bytes >= self.options.shard_bytes:  # else a thread's pause runs already
                 self._changed.notify_all()
 
-    def _check_usable(self) -> None:
+    def _check_open(self) -> None:
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"{self.directory.url}: this writer belongs to the parent process; open a reader here")
+            raise StoreClosedError(
+                f"{self.directory.url}: this writer belongs to the parent process; open a reader here"
+            )
         if self._state.closing:
             raise StoreClosedError(f"{self.directory.url}: the writer was closed")
+
+    def _check_usable(self) -> None:
+        self._check_open()
         if self._state.error is not None:
             raise self._state.error
 
@@ -289,7 +297,7 @@ class StoreWriter:
         if os.getpid() != self._pid:
             raise StoreClosedError(f"{self.directory.url}: this writer belongs to the parent process")
         with self._changed:
-            target = self._state.next_id - self._id_stride
+            target = self._state.last_taken
             self._state.error = None
             self._state.flush_until = max(self._state.flush_until, target)
             self._changed.notify_all()
@@ -426,7 +434,9 @@ class StoreWriter:
         try:
             self.directory.append(self._segment, data)
         except OSError as error:
-            raise StoreWriteError(f"{error}: the commit log could not be written; free space and flush() again") from error
+            raise StoreWriteError(
+                f"{error}: the commit log could not be written; free space and flush() again"
+            ) from error
         self.catalog.log_bytes += len(data)
         if not self.directory.can_append:
             self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
@@ -459,6 +469,7 @@ class StoreWriter:
             StoreWriteError: the log could not be written; nothing was evicted.
         """
         with self._log_lock:
+            self._check_open()
             self._evict_locked(ids)
 
     def _evict_locked(self, ids: Sequence[int]) -> None:
@@ -479,6 +490,7 @@ class StoreWriter:
             StoreWriteError: it could not be written.
         """
         with self._log_lock:
+            self._check_open()
             file = self.catalog.pin_file(name, **state)
             try:
                 self.directory.publish([file])
@@ -490,6 +502,7 @@ class StoreWriter:
     def unpin(self, name: str) -> None:
         """Let go of a pin; evicted trajectories that only it named are deleted."""
         with self._log_lock:
+            self._check_open()
             self.directory.remove([f"{PINS_FOLDER}/{name}.json"])
             self.catalog.load_pins()
             collect_garbage(self.directory, self.catalog)

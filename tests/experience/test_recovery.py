@@ -325,4 +325,5 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journa
             again = ExperienceManager(RULES, store=copy.deepcopy(store))
             assert again.difficulty2task_dict == manager.difficulty2task_dict
             assert view(again)["entries"] == view(manager)["entries"]
+    manager.compact()
     assert 100 < len(manager) <= LEAST_CAPACITY

@@ -41,7 +41,13 @@ def test_a_shard_that_is_something_else_is_refused_and_not_run(tmp_path: Path, c
     marker = tmp_path / "ran"
     data = pickle.dumps(_Hostile(marker) if content == "hostile" else {"layout": "something else"})
     manifest = ShardManifest(
-        "shard_00000000", "pkl", Schema("step", ()), (StoredFile("shards/shard_00000000.pkl", len(data), 0),), (), (), ()
+        "shard_00000000",
+        "pkl",
+        Schema("step", ()),
+        (StoredFile("shards/shard_00000000.pkl", len(data), 0),),
+        (),
+        (),
+        (),
     )
     with pytest.raises(UnsafeContentError if content == "hostile" else CorruptStoreError, match="shard_00000000"):
         PklFormat().open(lambda _: data, manifest)

@@ -132,6 +132,7 @@ class _SortEpisode(Episode):
 
 ROOMS = ("kitchen", "bedroom", "bathroom", "garden", "garage", "attic")
 THINGS = ("cup", "book", "soap", "rake", "key", "hat", "lamp", "ball", "pen", "coin", "shoe", "map")
+_HOUSEHOLD_WORDS = ("bring", "to", "hand", "hall", "in", "see", "holding", "nothing", "go", "take", "drop")
 
 
 class HouseholdEnvironment(Environment):
@@ -167,7 +168,7 @@ class HouseholdEnvironment(Environment):
 
     @property
     def words(self) -> tuple[str, ...]:
-        return (*"bring to hand hall in see holding nothing go take drop".split(), *ROOMS, *self._places)
+        return (*_HOUSEHOLD_WORDS, *ROOMS, *self._places)
 
     def begin(self, task: TextTask) -> Episode:
         return _HouseholdEpisode(task, dict(self._places), self.max_turns)

@@ -42,11 +42,11 @@ def build_model(config: ModelConfig, vocabulary: int, seed: int) -> LlamaForCaus
         num_attention_heads=config.heads,
         max_position_embeddings=config.max_length,
         initializer_range=config.hidden_size**-0.5,
-        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):  # transformers draws weights from the global generator
         torch.manual_seed(seed)
-        return LlamaForCausalLM(settings)
+        model: LlamaForCausalLM = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]
+    return model
 
 
 def response_log_probs(

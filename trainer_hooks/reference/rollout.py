@@ -84,7 +84,8 @@ class _Columns:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1].float()
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
 
 
 class RolloutWorker:

@@ -47,7 +47,7 @@ class WordTokenizer:
         try:
             return [self._ids[word] for word in text.split()]
         except KeyError as error:
-            raise ConfigurationError(f"word {error} is not in the vocabulary; add it to the environment's words") from error
+            raise ConfigurationError(f"word {error}: not in the vocabulary; add it to the environment") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the words of ids, marks included."""

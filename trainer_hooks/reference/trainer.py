@@ -8,7 +8,7 @@ bit, and so are a resumed and an uninterrupted one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +26,7 @@ from trainer_hooks.reference.model import ModelConfig, build_model, response_log
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.warm_start import warm_start
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 _STATE_VERSION = 1
@@ -131,7 +131,8 @@ class ReferenceTrainer:
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             current_entropy=self._current_entropy,
         )
-        self.model = build_model(config.model, len(self.tokenizer), config.seed).to(config.device)
+        self.model = build_model(config.model, len(self.tokenizer), config.seed)
+        self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
         self.curve: list[CurvePoint] = []
         self.metrics: dict[str, float] = {}
@@ -193,14 +194,13 @@ class ReferenceTrainer:
         mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
         plan = self.hook.before_rollout(mixed)
         fresh = self._roll_out(plan, step)
-        batch = build_batch(self.hook.batch_rows(plan, fresh), self.tokenizer.pad_id)
-        tensors = batch.tensors
-        tensors.update({name: tensor.to(self.config.device) for name, tensor in tensors.items()})
+        rows = self.hook.batch_rows(plan, fresh)
+        batch = self._batch(rows)
 
-        parts = torch.randperm(len(tensors["input_ids"]), generator=self._order).chunk(self.config.minibatches)
+        parts = torch.randperm(len(rows), generator=self._order).chunk(self.config.minibatches)
         current, entropys = self._log_probs(batch, parts)
         old_log_probs = self.hook.log_probs_computed(batch, current)
-        advantages = self._advantages(batch, [_outcome(row) for row in self._batch_trajectories(plan, fresh)])
+        advantages = self._advantages(batch, [_outcome(row.trajectory) for row in rows])
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
         self.metrics = self.hook.step_done(batch, fresh, current, entropys)
 
@@ -225,3 +225,147 @@ class ReferenceTrainer:
         for task, outcome in zip(tasks, outcomes, strict=True):
             levels.setdefault(task.level, []).append(outcome)
         return sum(outcomes) / len(outcomes), {level: sum(held) / len(held) for level, held in levels.items()}
+
+    # ---- saving ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return model, optimizer, generators, curve and pool as tensors and plain containers."""
+        return {
+            "version": _STATE_VERSION,
+            "tokenizer_fingerprint": self.tokenizer.fingerprint,
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "tokens": self._tokens.get_state(),
+            "order": self._order.get_state(),
+            "waiting": list(self._waiting),
+            "curve": [asdict(point) for point in self.curve],
+            "replay": self.hook.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` returned, of a trainer with the same configuration.
+
+        Raises:
+            ConfigurationError: the state is of another environment or of another size of model.
+            CorruptStoreError: this is no such state.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise CorruptStoreError(f"trainer state: version {state.get('version')!r}, must be {_STATE_VERSION}")
+        if state["tokenizer_fingerprint"] != self.tokenizer.fingerprint:
+            raise ConfigurationError("trainer state: made with another tokenizer; resume with the same environment")
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:  # torch's way to say that names or shapes differ
+            raise ConfigurationError(f"trainer state: another size of model: {error}") from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._tokens.set_state(state["tokens"])
+        self._order.set_state(state["order"])
+        self._waiting = list(state["waiting"])
+        self.curve = [CurvePoint(**point) for point in state["curve"]]
+        self.hook.load_state_dict(state["replay"])
+
+    def close(self) -> None:
+        """Write what is left of the pool, and give its store back."""
+        self.hook.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- inside a step ----
+
+    def _next_tasks(self) -> list[TextTask]:
+        """Return the next tasks of an order that is shuffled anew when all have had their turn."""
+        while len(self._waiting) < self.config.tasks_per_step:
+            names = list(self._tasks)
+            self._waiting += [names[index] for index in torch.randperm(len(names), generator=self._order).tolist()]
+        chosen = self._waiting[: self.config.tasks_per_step]
+        del self._waiting[: self.config.tasks_per_step]
+        return [self._tasks[name] for name in chosen]
+
+    def _roll_out(self, plan: Sequence[PlannedTask[TextTask]], step: int) -> list[AgentTrajectory]:
+        tasks = [one.task for one in plan for _ in range(one.fresh_rollouts)]
+        fresh = self.worker.run(tasks, self._tokens)
+        for number, trajectory in enumerate(fresh):
+            trajectory.rollout_id = f"{step}-{number}"
+            trajectory.policy_version = step
+        return fresh
+
+    def _batch(self, rows: Sequence[BatchRow]) -> Batch:
+        """Return the padded batch on the model's device."""
+        batch = build_batch(rows, self.tokenizer.pad_id)
+        tensors = {name: tensor.to(self.config.device) for name, tensor in batch.tensors.items()}
+        return replace(batch, tensors=tensors)
+
+    @torch.no_grad()
+    def _log_probs(self, batch: Batch, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the policy's log-probabilities and entropies, [B, R].
+
+        Computed in the parts of which the minibatches are made, because a matrix product of other shape rounds
+        in another way: so the first minibatch's ratio is 1 to the last bit on a CPU.
+        """
+        shape, device = batch.tensors["responses"].shape, self.config.device
+        log_probs, entropys = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        for part in parts:
+            log_probs[part], entropys[part] = self._policy(batch, part)
+        return log_probs, entropys
+
+    def _policy(self, batch: Batch, part: Tensor) -> tuple[Tensor, Tensor]:
+        ids, attention, positions = (batch.tensors[name][part] for name in _MODEL_INPUTS)
+        return response_log_probs(self.model, ids, attention, positions, batch.tensors["responses"].shape[1])
+
+    def _advantages(self, batch: Batch, outcomes: Sequence[float]) -> Tensor:
+        """Return the advantages of rewards that fall due on each row's last token, [B, R]."""
+        rewards = torch.zeros(batch.tensors["responses"].shape)
+        rewards[torch.arange(len(outcomes)), batch.response_lengths - 1] = torch.tensor(outcomes)
+        advantages, _ = compute_grpo_outcome_advantage(
+            rewards.to(self.config.device), batch.tensors["response_mask"], batch.tensors["group_ids"]
+        )
+        return advantages
+
+    def _update(self, batch: Batch, part: Tensor, old_log_probs: Tensor, advantages: Tensor) -> float:
+        """Take one optimizer step on some rows; return their loss."""
+        config = self.config
+        response_mask = batch.tensors["response_mask"][part]
+        exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[part]
+        log_probs, entropys = self._policy(batch, part)
+        loss = het_compute_token_on_off_policy_loss(
+            old_log_prob=old_log_probs[part],
+            log_prob=log_probs,
+            advantages=advantages[part],
+            response_mask=response_mask,
+            exp_mask=exp_mask,
+            cliprange_low=config.cliprange_low,
+            cliprange_high=config.cliprange_high,
+            clip_ratio_c=config.clip_ratio_c,
+            **self.hook.loss_options,
+        )
+        objective = loss["pg_loss"]
+        if config.entropy_coeff:
+            objective = objective - config.entropy_coeff * (entropys * response_mask).sum() / response_mask.sum()
+        self._optimizer.zero_grad()
+        objective.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+        self._optimizer.step()
+        self.hook.loss_computed(batch, part.tolist(), loss, advantages[part], config.cliprange_low)
+        return loss["pg_loss"].item()
+
+    @torch.no_grad()
+    def _current_entropy(self, trajectories: Sequence[AgentTrajectory]) -> list[float]:
+        """Return the mean entropy of each trajectory's own tokens under the policy as it is."""
+        batch = self._batch([BatchRow(trajectory=trajectory, group_id=0) for trajectory in trajectories])
+        mask = batch.tensors["response_mask"]
+        _, entropys = self._policy(batch, torch.arange(len(trajectories)))
+        means: list[float] = ((entropys * mask).sum(dim=-1) / mask.sum(dim=-1)).tolist()
+        return means
+
+
+def _outcome(trajectory: AgentTrajectory) -> float:
+    """Return the outcome of a trajectory that an environment rewarded."""
+    if trajectory.reward is None or trajectory.reward.outcome is None:
+        raise InvalidTrajectoryError(f"field reward: task {trajectory.task_id!r} has no outcome to learn from")
+    return trajectory.reward.outcome

@@ -42,25 +42,25 @@ def warm_start(
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(steps, 1))
     value = 0.0
     for _ in range(steps):
-        episodes = [_any_episode(tokenizer, environment, random.choice(environment.tasks), random) for _ in range(_ROWS)]
+        episodes = [
+            _any_episode(tokenizer, environment, random.choice(environment.tasks), random) for _ in range(_ROWS)
+        ]
         rows = [BatchRow(trajectory=trajectory, group_id=0) for trajectory in episodes]
-        batch = {key: value.to(model.device) for key, value in build_batch(rows, tokenizer.pad_id).tensors.items()}
+        batch = {name: tensor.to(model.device) for name, tensor in build_batch(rows, tokenizer.pad_id).tensors.items()}
         written = batch["response_mask"]
         log_probs, _ = response_log_probs(
             model, batch["input_ids"], batch["attention_mask"], batch["position_ids"], written.shape[1]
         )
         loss = -(log_probs * written).sum() / written.sum()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         value = loss.item()
     return value
 
 
-def _any_episode(
-    tokenizer: WordTokenizer, environment: Environment, task: TextTask, random: Random
-) -> AgentTrajectory:
+def _any_episode(tokenizer: WordTokenizer, environment: Environment, task: TextTask, random: Random) -> AgentTrajectory:
     """Return an episode of replies drawn without looking at the goal."""
     episode = environment.begin(task)
     ids = tokenizer.opening(episode.first_message)

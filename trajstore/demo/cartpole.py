@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
 from trajstore.buffer import TrajectoryReplayBuffer
 from trajstore.builder import EmbodiedRolloutResult
-
 from trajstore.demo import DemoSettings, Progress
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore.errors import MissingDependencyError

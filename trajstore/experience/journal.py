@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +77,14 @@ class PoolState:
     def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]]) -> str:
         """Take over stored trajectories by id, and return their tokenizer. Those no longer kept are left out."""
         fingerprint = ""
+        missing = 0
         for task, numbers in ids.items():
             entries = []
             for number in numbers:
                 try:
                     record = store.get(number)
                 except TrajectoryUnavailableError:
-                    logger.warning("experience pool: the store no longer keeps trajectory %d of task %s", number, task)
+                    missing += 1
                     continue
                 entry = entry_of(record, number)
                 if isinstance(entry, PoolEntry):
@@ -91,7 +92,14 @@ class PoolState:
                     fingerprint = fingerprint or record.tokenizer_fingerprint
             if entries:
                 self.entries[task] = tuple(entries)
+        if missing:
+            logger.warning("experience pool: the store no longer keeps %d of its trajectories", missing)
         return fingerprint
+
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Drop entries that are not among these ids."""
+        for entry in [entry for entry in self.all_entries() if entry.trajectory_id not in ids]:
+            self.forget(entry)
 
     def forget(self, entry: PoolEntry) -> None:
         """Drop one entry; a task without any is no longer listed."""

@@ -67,7 +67,7 @@ class PoolLedger:
             try:
                 found.append((entry, self._store.get(entry.trajectory_id)))
             except TrajectoryUnavailableError:
-                logger.warning("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
+                logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
                 self.state.forget(entry)
         return found
 
@@ -120,7 +120,11 @@ class PoolLedger:
         self._store.flush()
 
     def compact(self) -> None:
-        """Write the whole state as one record, and give up the records that no longer matter."""
+        """Write the whole state as one record, and give up the records that no longer matter.
+
+        Trajectories that the store gave up by itself leave the state.
+        """
+        self.state.keep_only(set(self._store.ids()))
         snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
         self._garbage.extend(self._records)
         self._records = snapshot

@@ -14,7 +14,7 @@ import pickle
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -152,7 +152,7 @@ class _SlotPickler(pickle.Pickler):
         strides = [1]
         for size in reversed(obj.shape[1:]):
             strides.append(strides[-1] * max(size, 1))
-        place = 0, tuple(obj.shape), tuple(reversed(strides[: len(obj.shape)])), False, OrderedDict()
+        place: tuple[Any, ...] = 0, tuple(obj.shape), tuple(reversed(strides[: len(obj.shape)])), False, OrderedDict()
         kind = _storage_types().get(obj.dtype)
         if kind is not None:
             return torch._utils._rebuild_tensor_v2, (_Storage(kind, key, count), *place)
@@ -257,7 +257,7 @@ def _not_placed(*_arguments: Any) -> Any:
     raise _NotPlacedError
 
 
-_PLACED = {
+_PLACED: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _place_v2,
     ("torch._utils", "_rebuild_tensor_v2"): _place_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _place_v3,

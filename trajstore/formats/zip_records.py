@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import Buffer
@@ -163,7 +164,7 @@ def _records(data: memoryview) -> dict[str, ZipRecord]:
     if position != end:
         raise ValueError("its directory is damaged")
     taken.sort()
-    for (_, before, first), (begin, _, second) in zip(taken, taken[1:], strict=False):
+    for (_, before, first), (begin, _, second) in pairwise(taken):
         if begin < before:
             raise ValueError(f"records {first!r} and {second!r} overlap")
     return records

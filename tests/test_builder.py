@@ -1,0 +1,144 @@
+"""The rollout builder: what it collects is what a plain stack gives; parts add up to the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore import ChunkStepResult, EmbodiedRolloutResult, Trajectory, TrajectoryReplayBuffer
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, walk
+from trajstore.trajectory import get_model_weights_id
+
+
+def step(batch: int, generator: torch.Generator, *, actions: bool = True) -> ChunkStepResult:
+    def values(width: int) -> torch.Tensor:
+        return torch.randn(batch, width, generator=generator)
+
+    return ChunkStepResult(
+        actions=values(4) if actions else None,
+        prev_logprobs=values(4) if actions else None,
+        prev_values=values(1),
+        rewards=values(2) if actions else None,
+        dones=values(2) > 0,
+        versions=values(1) if actions else None,
+        forward_inputs={"action": values(4), "model_action": values(4)} if actions else {},
+    )
+
+
+def collected(steps: int, batch: int, seed: int = 0) -> tuple[EmbodiedRolloutResult, list[ChunkStepResult]]:
+    generator = torch.Generator().manual_seed(seed)
+    result = EmbodiedRolloutResult(max_episode_length=9)
+    first = step(batch, generator, actions=False)
+    first.prev_values = None
+    given = [first, *(step(batch, generator) for _ in range(steps))]
+    for item in given:
+        result.append_step_result(item)
+        if item.actions is not None:
+            seen = {"states": torch.randn(batch, 3, generator=generator), "deep": {"x": torch.ones(batch, 1)}}
+            result.append_transitions({**seen, "task_descriptions": ["t"] * batch}, seen)
+    return result, given
+
+
+def leaves(trajectory: Trajectory) -> dict[str, torch.Tensor]:
+    found = {name: getattr(trajectory, name) for name in TENSOR_FIELDS if getattr(trajectory, name) is not None}
+    for name in DICT_FIELDS:
+        found |= {".".join(path): leaf for path, leaf in walk(getattr(trajectory, name), (name,))}
+    return found
+
+
+def test_a_trajectory_is_the_stack_of_its_steps() -> None:
+    result, given = collected(5, 3)
+    trajectory = result.to_trajectory()
+    for name in ("actions", "rewards", "prev_logprobs", "prev_values", "versions", "dones"):
+        plain = torch.stack([getattr(item, name) for item in given if getattr(item, name) is not None])
+        assert torch.equal(getattr(trajectory, name), plain), name
+    assert trajectory.dones is not None
+    assert trajectory.dones.shape == (6, 3, 2)
+    assert trajectory.intervene_flags is not None
+    assert not trajectory.intervene_flags.any()
+    assert trajectory.curr_obs["deep"]["x"].shape == (5, 3, 1)
+    assert "task_descriptions" not in trajectory.curr_obs
+    assert trajectory.versions is not None
+    assert trajectory.model_weights_id == get_model_weights_id(trajectory.versions)
+    assert len(result) == 5
+    buffer = TrajectoryReplayBuffer()
+    assert buffer.add_trajectories([trajectory]) == [0]
+    result.clear()
+    assert len(result) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.integers(1, 4), batch=st.integers(1, 9), data=st.data())
+def test_parts_add_up_to_the_whole(steps: int, batch: int, data: st.DataObject) -> None:
+    result, _ = collected(steps, batch)
+    whole = leaves(result.to_trajectory())
+    parts = data.draw(st.integers(1, batch))
+    cuts = sorted(data.draw(st.sets(st.integers(1, batch - 1), max_size=batch))) if batch > 1 else []
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, batch], strict=True)]
+    for pieces in (result.to_splited_trajectories(parts), result.to_splited_trajectories_by_sizes(sizes)):
+        for name, tensor in whole.items():
+            assert torch.equal(torch.cat([leaves(piece)[name] for piece in pieces], dim=1), tensor), name
+        assert all(piece.max_episode_length == 9 for piece in pieces)
+        assert len({piece.model_weights_id for piece in pieces}) == 1
+    assert len(result.to_splited_trajectories(parts)) == parts
+    assert [leaves(p)["actions"].shape[1] for p in result.to_splited_trajectories_by_sizes(sizes)] == sizes
+
+
+def test_interventions_are_marked_and_replace_actions() -> None:
+    result, given = collected(2, 3)
+    before = result.to_trajectory()
+    human = torch.full((3, 4), 7.0)
+    flags = torch.tensor([[True, False], [False, False], [True, True]])
+    result.update_last_actions(human, flags)
+    after = result.to_trajectory()
+    expected = flags.repeat_interleave(2, dim=1)
+    assert before.actions is not None
+    assert after.actions is not None
+    assert after.intervene_flags is not None
+    assert torch.equal(after.intervene_flags[-1], expected)
+    assert torch.equal(after.actions[-1], torch.where(expected, human, before.actions[-1]))
+    assert torch.equal(after.actions[0], before.actions[0])
+    assert torch.equal(after.forward_inputs["action"][-1], after.actions[-1])
+    assert "model_action" in before.forward_inputs
+    assert "model_action" not in after.forward_inputs
+    assert "model_action" in given[-1].forward_inputs  # the caller's dict is the caller's
+    result.mark_last_step_with_intervene_flags(torch.tensor([False, True, False]))
+    marked = result.to_trajectory().intervene_flags
+    assert marked is not None
+    assert marked[-1].tolist() == [[False] * 4, [True] * 4, [False] * 4]
+
+
+def bad_flags(result: EmbodiedRolloutResult) -> Any:
+    return result.mark_last_step_with_intervene_flags(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (bad_flags, "intervene_flags"),
+        (lambda r: r.update_last_actions(torch.zeros(3, 5), torch.zeros(3)), "intervene_actions"),
+        (lambda r: r.to_splited_trajectories(4), "split_size"),
+        (lambda r: r.to_splited_trajectories_by_sizes([1, 1]), "split_sizes"),
+        (lambda r: EmbodiedRolloutResult().mark_last_step_with_intervene_flags(torch.zeros(3)), "no step"),
+    ],
+)
+def test_wrong_shapes_are_named(act: Any, message: str) -> None:
+    result, _ = collected(2, 3)
+    with pytest.raises(InvalidTrajectoryError, match=message):
+        act(result)
+
+
+def test_steps_of_different_shape_are_named() -> None:
+    result, _ = collected(2, 3)
+    result.append_step_result(ChunkStepResult(rewards=torch.zeros(4, 2)))
+    with pytest.raises(InvalidTrajectoryError, match=r"rewards: step 2"):
+        result.to_trajectory()
+    other, _ = collected(1, 3)
+    other.append_transitions({"other": torch.zeros(3, 1)}, {})
+    with pytest.raises(InvalidTrajectoryError, match=r"curr_obs: step 1 has keys"):
+        other.to_trajectory()

@@ -1,0 +1,162 @@
+"""Every call to the disk in a session fails in turn: the caller learns of it and nothing flushed is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore.errors import StoreError, StoreWriteError
+from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+# What cannot be deleted is only in the way: it is told in the log and tried again by the next writer.
+HOUSEKEEPING = {"unlink", "rmdir"}
+
+
+class Session:
+    """A fixed run of calls. Each is tried once; if that fails, the disk is healed and it is tried again."""
+
+    def __init__(self, path: Path, plan: FaultPlan) -> None:
+        self.path = path
+        self.plan = plan
+        self.errors: list[BaseException] = []
+        self.keys: dict[int, int] = {}
+        self.safe: dict[int, int] = {}
+        self.buffer: TrajectoryReplayBuffer | None = None
+
+    def attempt(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (StoreError, OSError) as error:
+            self.errors.append(error)
+            self.plan.heal()
+            call()
+
+    def open(self) -> None:
+        self.buffer = TrajectoryReplayBuffer(
+            auto_save=True,
+            auto_save_path=self.path,
+            sample_window_size=0,
+            retention=Retention(max_trajectories=6),
+            writer=WriterOptions(threads=1, commit_interval=0.0),
+        )
+
+    def add(self, keys: range) -> None:
+        assert self.buffer is not None
+        ids = self.buffer.add_trajectories([witness(key) for key in keys])
+        self.keys |= dict(zip(ids, keys, strict=True))
+
+    def flush(self) -> None:
+        assert self.buffer is not None
+        self.buffer.flush()
+        self.safe = {number: self.keys[number] for number in self.buffer.trajectory_ids.tolist()}
+
+    def evict(self) -> None:
+        assert self.buffer is not None
+        oldest = int(self.buffer.trajectory_ids[0])
+        self.buffer.evict([oldest])
+        self.safe.pop(oldest)
+
+    def checkpoint(self) -> None:
+        assert self.buffer is not None
+        self.buffer.save_checkpoint(self.path.with_name("checkpoint"))
+
+    def pin(self) -> None:
+        assert self.buffer is not None
+        self.buffer.pin("kept")
+
+    def close(self) -> None:
+        assert self.buffer is not None
+        self.buffer.close()
+
+    def run(self) -> None:
+        self.attempt(self.open)
+        for start in (0, 4, 8):
+            for key in range(start, start + 4, 2):
+                self.attempt(lambda key=key: self.add(range(key, key + 2)))  # type: ignore[misc]
+            self.attempt(self.flush)
+        self.attempt(self.evict)
+        self.attempt(self.pin)
+        self.attempt(self.checkpoint)
+        self.attempt(lambda: self.add(range(12, 14)))
+        self.attempt(self.flush)
+        self.attempt(self.close)
+
+
+def contents_of(path: Path) -> dict[int, int]:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    try:
+        buffer.load_checkpoint(path)
+        return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
+    finally:
+        buffer.close()
+
+
+def session(path: Path, plan: FaultPlan) -> Session:
+    done = Session(path / "store", plan)
+    with failing_disk(plan):
+        done.run()
+    return done
+
+
+def number_of_calls(path: Path) -> int:
+    plan = FaultPlan()
+    assert not session(path, plan).errors
+    return len(plan.calls)
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_call_fails_in_turn(
+    tmp_path: Path, kind: Kind, lasting: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    total = number_of_calls(tmp_path / "dry")
+    assert total > 50
+    for at in range(total):
+        caplog.clear()
+        plan = FaultPlan(at, kind, lasting)
+        where = f"call {at}"
+        done = session(tmp_path / str(at), plan)
+        where = f"call {at} ({plan.fired})"
+        if plan.fired is not None and kind != "short":
+            told = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
+            assert told, where
+            if plan.fired not in HOUSEKEEPING:
+                assert done.errors, where
+        for error in done.errors:
+            assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"
+        found = contents_of(done.path)
+        assert found == done.safe, where
+        assert verify(done.path).sound, where
+        assert verify(done.path.with_name("checkpoint")).sound, where
+
+
+def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) -> None:
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    plan_later = FaultPlan()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.flush()
+        with failing_disk(plan):
+            buffer.add_trajectories([witness(1), witness(2)])
+            with pytest.raises(StoreWriteError, match="No space left"):
+                buffer.flush()
+            with pytest.raises(StoreWriteError, match="No space left"):
+                buffer.add_trajectories([witness(3)])
+            with pytest.raises(StoreWriteError):
+                buffer.wait([2])
+            assert [check_trajectory(buffer.get(number)) for number in (0, 1, 2)] == [0, 1, 2]
+            assert buffer.committed == 0
+            assert contents_of(tmp_path / "store") == {0: 0}
+            plan.heal()
+            buffer.flush()
+        with failing_disk(plan_later):
+            buffer.add_trajectories([witness(3)])
+            buffer.flush()
+    assert plan_later.fired is None
+    assert contents_of(tmp_path / "store") == {0: 0, 1: 1, 2: 2, 3: 3}

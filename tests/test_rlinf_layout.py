@@ -1,0 +1,237 @@
+"""RLinf's directories: loaded to the byte, written with exactly its files and keys."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreNotFoundError,
+    UnsafeContentError,
+)
+from trajstore.fields import walk
+
+FOLDERS = ("auto_save_pt", "auto_save_pkl")
+
+
+@pytest.fixture
+def rlinf(shared_fixtures: Path) -> Path:
+    return shared_fixtures / "rlinf"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def digests(batch: dict[str, Any]) -> dict[str, Any]:
+    return {key: digests(item) if isinstance(item, dict) else digest(item) for key, item in batch.items()}
+
+
+def loaded(path: Path, **options: Any) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(seed=99, sample_window_size=0, **options)
+    buffer.load_checkpoint(path)
+    return buffer
+
+
+def listing(path: Path) -> dict[str, int]:
+    return {str(p.relative_to(path)): p.stat().st_mtime_ns for p in path.rglob("*")}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("cached", [False, True])
+def test_draws_equal_rlinfs_to_the_byte(rlinf: Path, folder: str, cached: bool) -> None:
+    expected = json.loads((rlinf / "expected_samples.json").read_text())[folder]
+    before = listing(rlinf / folder)
+    buffer = loaded(rlinf / folder, enable_cache=cached)
+    assert buffer.seed == expected["seed"]
+    for draw in expected["draws"]:
+        assert digests(buffer.sample(expected["num_chunks"])) == draw
+    assert listing(rlinf / folder) == before
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("layout", ["rlinf", "trajstore"])
+def test_what_was_saved_again_draws_the_same(rlinf: Path, tmp_path: Path, folder: str, layout: Any) -> None:
+    expected = json.loads((rlinf / "expected_samples.json").read_text())[folder]
+    loaded(rlinf / folder).save_checkpoint(tmp_path / "copy", layout=layout)
+    again = loaded(tmp_path / "copy")
+    for draw in expected["draws"]:
+        assert digests(again.sample(expected["num_chunks"])) == draw
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_written_directory_has_exactly_rlinfs_files_and_keys(rlinf: Path, tmp_path: Path, folder: str) -> None:
+    loaded(rlinf / folder).save_checkpoint(tmp_path / "copy", layout="rlinf")
+    names = sorted(p.name for p in (rlinf / folder).iterdir())
+    assert sorted(p.name for p in (tmp_path / "copy").iterdir()) == names
+    for name in names:
+        ours, theirs = tmp_path / "copy" / name, rlinf / folder / name
+        if name.endswith(".json"):
+            assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
+            continue
+        a, b = read_plainly(ours), read_plainly(theirs)
+        assert list(a) == list(b)
+        left, right = dict(walk(a)), dict(walk(b))
+        assert list(left) == list(right)
+        for key, value in right.items():
+            same = torch.equal(left[key], value) if isinstance(value, torch.Tensor) else left[key] == value
+            assert same, (name, key)
+
+
+def read_plainly(path: Path) -> dict[str, Any]:
+    """Read a file as RLinf does."""
+    if path.suffix == ".pt":
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+    return dict(pickle.loads(path.read_bytes()))
+
+
+def test_two_epochs_skip_the_bootstrap_rows_and_keep_them_in_the_file(rlinf: Path) -> None:
+    buffer = loaded(rlinf / "two_epochs_pt")
+    stored = torch.load(next((rlinf / "two_epochs_pt").glob("trajectory_0_*.pt")), weights_only=True)
+    trajectory = buffer.get(0)
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.dones is not None
+    assert torch.equal(trajectory.dones, stored["dones"])
+    kept = stored["dones"].reshape(2, 5, 2, 4)[:, 1:].reshape(16, 4)
+    batch = buffer.sample(2000)
+    row = {tuple(a.tolist()): i for i, a in enumerate(stored["actions"].reshape(16, -1))}
+    drawn = [(i, row[tuple(a.tolist())]) for i, a in enumerate(batch["actions"]) if tuple(a.tolist()) in row]
+    assert drawn
+    for i, at in drawn:
+        assert torch.equal(batch["dones"][i], kept[at])
+
+
+def test_an_incomplete_checkpoint_is_refused_with_the_names_or_loaded_without_them(rlinf: Path) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    with pytest.raises(IncompleteCheckpointError, match=r"2 of 7.*trajectory_0_e4a7a66b.*trajectory_1_f375879d"):
+        buffer.load_checkpoint(rlinf / "checkpoint_from_cache")
+    assert len(buffer) == 0
+    assert buffer.load_checkpoint(rlinf / "checkpoint_from_cache", strict=False) == 2
+    assert buffer.trajectory_ids.tolist() == [2, 3, 4, 5, 6]
+    assert buffer.sample(8)["rewards"].shape == (8, 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_rank_directories_are_united_and_shared_out(rlinf: Path, world_size: int) -> None:
+    rewards = []
+    ids = []
+    for rank in range(world_size):
+        buffer = TrajectoryReplayBuffer(sample_window_size=0)
+        buffer.load_checkpoint(rlinf / "per_rank" / "replay_buffer", True, rank, world_size)
+        ids += buffer.trajectory_ids.tolist()
+        rewards += [digest(buffer.get(number).rewards) for number in buffer.trajectory_ids.tolist()]  # type: ignore[arg-type, union-attr]
+    files = sorted((rlinf / "per_rank" / "replay_buffer").glob("rank_*/*.pt"))
+    assert sorted(rewards) == sorted(digest(torch.load(f, weights_only=True)["rewards"]) for f in files)
+    assert sorted(ids) == list(range(len(files)))
+
+
+def small(path: Path, **changed: Any) -> Path:
+    """Write a directory of RLinf with one trajectory, with changes to its index entry."""
+    path.mkdir()
+    entry = {"num_samples": 6, "trajectory_id": 0, "max_episode_length": 3, "shape": [3, 2, 1], "model_weights_id": "w"}
+    entry |= changed
+    torch.save({"rewards": torch.zeros(3, 2, 1)}, path / "trajectory_0_w.pt")
+    (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": "pt", "seed": 1}))
+    (path / "trajectory_index.json").write_bytes(
+        orjson.dumps({"trajectory_index": {"0": entry}, "trajectory_id_list": [0]})
+    )
+    return path
+
+
+def test_the_old_misspelt_index_is_read(tmp_path: Path) -> None:
+    path = small(tmp_path / "old")
+    (path / "trajectory_index.json").rename(path / "trajector_index.json")
+    assert len(loaded(path)) == 1
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", "/etc/passwd"])
+def test_names_that_leave_the_directory_are_refused(tmp_path: Path, name: str) -> None:
+    path = small(tmp_path / "hostile", model_weights_id=f"{name}")
+    with pytest.raises((UnsafeContentError, IncompleteCheckpointError), match="hostile"):
+        loaded(path)
+    if "/" in name:
+        with pytest.raises(UnsafeContentError):
+            loaded(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [3, 3, 1]}, "num_samples"),
+        ({"shape": [6]}, "shape"),
+        ({"num_samples": "many"}, "many"),
+        ({"shape": [2, 3, 1]}, r"\[3, 2\]"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptStoreError, match=message):
+        loaded(small(tmp_path / "wrong", **change)).sample(1)
+
+
+def test_a_torn_index_is_refused(tmp_path: Path) -> None:
+    path = small(tmp_path / "torn")
+    text = (path / "trajectory_index.json").read_bytes()
+    (path / "trajectory_index.json").write_bytes(text[: len(text) // 2])
+    with pytest.raises(CorruptStoreError, match=r"torn.*trajectory_index\.json"):
+        loaded(path)
+
+
+def test_an_empty_directory_is_no_buffer(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError, match="no replay buffer here"):
+        loaded(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        loaded(tmp_path / "absent")
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    path = small(tmp_path / "pkl")
+    marker = tmp_path / "ran"
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (marker,))
+
+    (path / "trajectory_0_w.pkl").write_bytes(pickle.dumps({"rewards": Hostile()}))
+    (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": "pkl", "seed": 1}))
+    with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pkl"):
+        loaded(path).sample(1)
+    assert not marker.exists()
+
+
+def test_agent_trajectories_cannot_be_written_for_rlinf(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))])
+    with pytest.raises(ConfigurationError, match="agent"):
+        buffer.save_checkpoint(tmp_path / "copy", layout="rlinf")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_strided_tensors_and_stray_leaves_still_load(tmp_path: Path) -> None:
+    path = small(tmp_path / "odd")
+    rewards = torch.arange(12.0).reshape(3, 2, 2)
+    torch.save(
+        {
+            "rewards": rewards.transpose(0, 1).contiguous().transpose(0, 1),
+            "curr_obs": {"text": ["a", "b"], "scalar": torch.zeros(3), "state": rewards.clone()},
+        },
+        path / "trajectory_0_w.pt",
+    )
+    buffer = loaded(path)
+    drawn: set[tuple[float, ...]] = set()
+    for _ in range(30):
+        batch = buffer.sample(6)
+        assert set(batch["curr_obs"]) == {"state"}
+        assert torch.equal(batch["rewards"], batch["curr_obs"]["state"])
+        drawn |= {tuple(row) for row in batch["rewards"].tolist()}
+    assert drawn == {tuple(row) for row in rewards.reshape(6, 2).tolist()}

@@ -1,0 +1,65 @@
+"""Timing: two things in turn, so that the noise of a shared machine meets both."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def seconds(work: Callable[[], object], calls: int = 1) -> float:
+    """Return the seconds that one call takes, as the mean of ``calls`` in a row."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start) / calls
+
+
+def alternate(
+    works: Sequence[Callable[[], object]], repeats: int, *, calls: int = 1, warmup: int = 2
+) -> list[list[float]]:
+    """Time several things in turn.
+
+    Args:
+        works: what to time.
+        repeats: how many times are kept of each.
+        calls: calls in a row that make one time (of things that take well below a millisecond).
+        warmup: rounds before the first time that is kept.
+
+    Returns:
+        Seconds per call, ``[len(works)][repeats]``.
+    """
+    times: list[list[float]] = [[] for _ in works]
+    for repeat in range(-warmup, repeats):
+        for kept, work in zip(times, works, strict=True):
+            took = seconds(work, calls)
+            if repeat >= 0:
+                kept.append(took)
+    return times
+
+
+def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:
+    """Return the ratio of two medians."""
+    return statistics.median(mine) / statistics.median(peer)
+
+
+def percentile(times: Sequence[float], share: float) -> float:
+    """Return the smallest time that at least ``share`` of all times do not exceed."""
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+
+
+def in_child(module: str, *arguments: object) -> Any:
+    """Run ``python -m module arguments`` in a process of its own and return the JSON value that it writes.
+
+    Raises:
+        RuntimeError: it failed; with what it wrote to standard error.
+    """
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr}")
+    return json.loads(done.stdout)

@@ -1,0 +1,60 @@
+"""Checkpoints of a reference run: one file per step, published whole; the pool's cut lies in it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from pathlib import Path
+
+import torch
+
+from trainer_hooks.reference.trainer import ReferenceTrainer
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
+from trajstore.formats.base import EncodedFile
+from trajstore.local import LocalDirectory
+
+_NAME = re.compile(r"step_(\d{8})\.pt")
+
+
+def save_checkpoint(trainer: ReferenceTrainer, folder: str | Path) -> Path:
+    """Write the trainer's state durably and return the file. The pool in the store is flushed first.
+
+    Raises:
+        StoreWriteError: the pool's store could not write.
+        OSError: the file could not be written; names it.
+    """
+    file = io.BytesIO()
+    torch.save(trainer.state_dict(), file)
+    directory = LocalDirectory(Path(folder))
+    directory.create()
+    name = f"step_{trainer.step:08d}.pt"
+    directory.publish([EncodedFile(name, [file.getvalue()])])
+    return Path(folder) / name
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """Return the checkpoint of the latest step, ``None`` if there is none."""
+    folder = Path(folder)
+    names = [path.name for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return folder / max(names) if names else None
+
+
+def load_checkpoint(trainer: ReferenceTrainer, path: str | Path) -> None:
+    """Put a trainer of the same configuration into the state of a checkpoint. Runs no code of the file.
+
+    Raises:
+        StoreNotFoundError: there is no such file.
+        CorruptStoreError: it is damaged, or no checkpoint.
+        ConfigurationError: it is of another environment or of another size of model.
+    """
+    path = Path(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise StoreNotFoundError(f"{path}: no checkpoint here") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CorruptStoreError(f"{path}: damaged, or no checkpoint; resume from an earlier step") from error
+    if not isinstance(state, dict):
+        raise CorruptStoreError(f"{path}: no checkpoint of a trainer")
+    trainer.load_state_dict(state)

@@ -1,0 +1,83 @@
+"""Learning curves of several runs: a summary in words, and a picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer_hooks.reference.trainer import CurvePoint
+from trajstore.errors import MissingDependencyError
+from trajstore.formats.base import EncodedFile
+from trajstore.local import LocalDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class CurveSummary:
+    """What a curve comes to.
+
+    Attributes:
+        steps, fresh_rollouts: of the whole curve.
+        solved_after: fresh rollouts at the first evaluation that reached ``solved_at``; None = never.
+        final: success rate of the last evaluation; None without one.
+        best: highest success rate of all evaluations; None without one.
+    """
+
+    steps: int
+    fresh_rollouts: int
+    solved_after: int | None
+    final: float | None
+    best: float | None
+
+    def __str__(self) -> str:
+        if self.final is None or self.best is None:
+            return f"{self.fresh_rollouts:,} fresh rollouts, not evaluated"
+        end = f"solved after {self.solved_after:,}" if self.solved_after is not None else "not solved"
+        success = f"success {self.final:.0%} at the end, {self.best:.0%} at best"
+        return f"{self.fresh_rollouts:,} fresh rollouts, {end}; {success}"
+
+
+def summarize(curve: Sequence[CurvePoint], solved_at: float) -> CurveSummary:
+    """Return what a curve comes to; ``solved_at`` is the success rate that counts as solved."""
+    evaluated = [(point.fresh_rollouts, point.success_rate) for point in curve if point.success_rate is not None]
+    rates = [rate for _, rate in evaluated]
+    return CurveSummary(
+        steps=curve[-1].step if curve else 0,
+        fresh_rollouts=curve[-1].fresh_rollouts if curve else 0,
+        solved_after=next((rollouts for rollouts, rate in evaluated if rate >= solved_at), None),
+        final=rates[-1] if rates else None,
+        best=max(rates, default=None),
+    )
+
+
+def draw_curves(curves: Mapping[str, Sequence[CurvePoint]], solved_at: float, path: str | Path, title: str) -> None:
+    """Write a picture (PNG, whole or not at all) of success rate over fresh rollouts, one line per curve.
+
+    Args:
+        curves: label -> curve.
+        solved_at: success rate that counts as solved; a dashed line.
+        path: the file to write; its folder is made if absent.
+        title: stands above.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+        OSError: the file could not be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no display and no global state
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib", "demo") from error
+    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for label, curve in curves.items():
+        evaluated = [(point.fresh_rollouts, point.success_rate) for point in curve if point.success_rate is not None]
+        axes.plot([rollouts for rollouts, _ in evaluated], [rate for _, rate in evaluated], label=label)
+    axes.axhline(solved_at, color="grey", linestyle="--", linewidth=1.0, label="solved")
+    axes.set(xlabel="fresh rollouts", ylabel="success rate over all tasks", ylim=(0.0, 1.02), title=title)
+    axes.legend(loc="lower right")
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=120)
+    directory = LocalDirectory(Path(path).parent)
+    directory.create()
+    directory.publish([EncodedFile(Path(path).name, [file.getvalue()])])

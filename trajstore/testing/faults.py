@@ -1,0 +1,113 @@
+"""Failing disks: the k-th call that a local directory makes to the operating system fails.
+
+Only ``trajstore.local`` is affected, so tests and their checks can go on using the disk meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+from trajstore import local
+
+Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
+"""How a call fails: with this ``errno``; ``torn``: a write leaves half of its bytes and then fails with ENOSPC;
+``short``: a write takes only some of its bytes and says so, which is no failure."""
+
+KINDS: tuple[Kind, ...] = ("ENOSPC", "EIO", "EACCES", "torn", "short")
+
+_COUNTED = ("open", "writev", "pwrite", "fsync", "fdatasync", "ftruncate", "rename", "unlink", "rmdir", "mkdir")
+
+
+@dataclass
+class FaultPlan:
+    """Which call fails, and what has happened so far.
+
+    Attributes:
+        at: number of the failing call, counted from 0; None for none.
+        kind: how it fails.
+        lasting: all later calls fail too, until :meth:`heal`.
+        calls: names of the calls made so far.
+        fired: name of the call that failed first, None if none did yet.
+    """
+
+    at: int | None = None
+    kind: Kind = "EIO"
+    lasting: bool = False
+    calls: list[str] = field(default_factory=list)
+    fired: str | None = None
+    _healed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def heal(self) -> None:
+        """Let all later calls succeed."""
+        self._healed = True
+
+    def due(self, name: str) -> bool:
+        """Count a call; return whether it must fail."""
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(name)
+            if self.at is None or self._healed or number < self.at:
+                return False
+            if number > self.at and not self.lasting:
+                return False
+            self.fired = self.fired or name
+            return True
+
+
+class FaultyOs:
+    """The module ``os`` with some calls failing as a plan says."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return _failing(self._plan, name, real) if name in _COUNTED else real
+
+
+def _failing(plan: FaultPlan, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if not plan.due(name):
+            return real(*arguments, **keywords)
+        if plan.kind in ("torn", "short") and name == "writev":
+            written = _write_some(arguments[0], arguments[1])
+            if plan.kind == "short" and written:
+                return written
+        elif plan.kind == "short":
+            return real(*arguments, **keywords)
+        code = errno.ENOSPC if plan.kind in ("torn", "short") else getattr(errno, plan.kind)
+        names = [str(argument) for argument in arguments[:1] if isinstance(argument, str | Path)]
+        raise OSError(code, os.strerror(code), *names)
+
+    return call
+
+
+def _write_some(descriptor: int, pieces: Sequence[memoryview]) -> int:
+    """Write half of the bytes of the first piece."""
+    half = pieces[0].nbytes // 2
+    return os.write(descriptor, pieces[0][:half]) if half else 0
+
+
+@contextlib.contextmanager
+def failing_disk(plan: FaultPlan) -> Iterator[FaultPlan]:
+    """Let local directories meet the failures of a plan."""
+    make_folder = _failing(plan, "mkdir", os.mkdir)
+
+    def mkdir(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        try:
+            make_folder(path, mode)
+        except FileExistsError:
+            if not exist_ok:
+                raise
+
+    with mock.patch.object(local, "os", FaultyOs(plan)), mock.patch.object(Path, "mkdir", mkdir):
+        yield plan

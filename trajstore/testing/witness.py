@@ -1,0 +1,145 @@
+"""Trajectories that prove themselves: every value is a function of its trajectory's key and its row.
+
+Each row carries its *tag*, ``key · 2**20 + row``. Whoever reads a row, or a whole trajectory, computes from the
+tag what it must be and compares bit by bit; nothing has to be remembered about what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trajstore.fields import join_name, walk
+from trajstore.trajectory import AnyTrajectory, Trajectory
+
+_ROW_BITS = 20
+_MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's MMIX generator; any odd number that mixes well would do
+_SKIPPED = -1
+"""Stands in bootstrap rows, which sampling must never serve."""
+
+
+class WitnessError(Exception):
+    """What was read is not what was written."""
+
+
+def rows_of(tags: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the columns of the rows with these tags.
+
+    Args:
+        tags: ``[n]``, int64.
+
+    Returns:
+        By dotted name, tensors ``[n, ...]``.
+    """
+    return {
+        "actions": _mixed(tags, 1, 7).to(torch.float32),
+        "rewards": (tags >> _ROW_BITS).to(torch.float64)[:, None] / 8,
+        "dones": (_mixed(tags, 2, 1) & 1).bool(),
+        "prev_logprobs": -_mixed(tags, 3, 7).to(torch.float32) / 64,
+        "prev_values": tags.to(torch.float64)[:, None],
+        "versions": (tags >> _ROW_BITS)[:, None],
+        "forward_inputs.mask": _mixed(tags, 4, 2).to(torch.bfloat16),
+        "curr_obs.image": _mixed(tags, 5, 6 * 6 * 3).to(torch.uint8).reshape(-1, 6, 6, 3),
+        "curr_obs.tag": tags,
+    }
+
+
+def _mixed(tags: torch.Tensor, salt: int, width: int) -> torch.Tensor:
+    """Return ``[n, width]`` numbers in [0, 255] that depend on tag, salt and place."""
+    places = torch.arange(width) + 1000 * salt
+    return ((tags[:, None] + places) * _MULTIPLIER >> 40) & 255
+
+
+def witness(key: int, scale: int = 1) -> Trajectory:
+    """Return the trajectory with this key; its T, B and E follow from the key too.
+
+    Args:
+        key: 0 <= key < 2**40.
+        scale: T is multiplied by it.
+    """
+    epochs = key % 3
+    steps, batch = scale * (1 + key % 4) * max(epochs, 1), 1 + key % 2
+    columns = rows_of(torch.arange(steps * batch) + (key << _ROW_BITS))
+    values = {name: column.reshape(steps, batch, *column.shape[1:]) for name, column in columns.items()}
+    if epochs:
+        values["dones"] = _with_extra(values["dones"], epochs, first=True)
+        values["prev_values"] = _with_extra(values["prev_values"], epochs, first=False)
+    nested: dict[str, dict[str, torch.Tensor]] = {}
+    for name in list(values):
+        field, _, leaf = name.partition(".")
+        if leaf:
+            nested.setdefault(field, {})[leaf] = values.pop(name)
+    return Trajectory(max_episode_length=steps + key % 5, **values, **nested)
+
+
+def _with_extra(value: torch.Tensor, epochs: int, *, first: bool) -> torch.Tensor:
+    steps, *rest = value.shape
+    parts = value.reshape(epochs, steps // epochs, *rest)
+    extra = torch.full((epochs, 1, *rest), _SKIPPED).to(value.dtype)
+    return torch.cat([extra, parts] if first else [parts, extra], dim=1).reshape(steps + epochs, *rest)
+
+
+def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Check rows that were sampled, whichever columns they have besides the tag; return their keys.
+
+    Raises:
+        WitnessError: a column does not belong to its row's tag.
+    """
+    found = {join_name(path): value for path, value in walk(batch)}
+    tags = found["curr_obs.tag"]
+    expected = rows_of(tags)
+    for name, value in found.items():
+        if not torch.equal(value, expected[name]):
+            bad = (value != expected[name]).reshape(len(tags), -1).any(dim=1).nonzero()[0, 0]
+            raise WitnessError(f"column {name}: row with tag {int(tags[bad])} is not what was written")
+    return tags >> _ROW_BITS
+
+
+def key_of(trajectory: AnyTrajectory) -> int:
+    """Return the key that a trajectory says it has."""
+    if not isinstance(trajectory, Trajectory) or "tag" not in trajectory.curr_obs:
+        raise WitnessError("not a witness")
+    return int(trajectory.curr_obs["tag"].reshape(-1)[0]) >> _ROW_BITS
+
+
+def check_trajectory(trajectory: AnyTrajectory, scale: int = 1) -> int:
+    """Check a whole trajectory, bootstrap rows included; return its key.
+
+    Raises:
+        WitnessError: it differs from the one that its key names.
+    """
+    key = key_of(trajectory)
+    differing = difference(trajectory, witness(key, scale))
+    if differing is not None:
+        raise WitnessError(f"trajectory with key {key}: {differing} is not what was written")
+    return key
+
+
+def difference(left: AnyTrajectory, right: AnyTrajectory) -> str | None:
+    """Return the first field in which two trajectories differ; None if they are equal bit by bit.
+
+    ``model_weights_id`` is not compared: it is derived when a trajectory is added.
+    """
+    a, b = (dict(_leaves(item)) for item in (left, right))
+    if a.keys() != b.keys():
+        return ", ".join(sorted(a.keys() ^ b.keys()))
+    for name, value in a.items():
+        other = b[name]
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            same = value.dtype == other.dtype and value.shape == other.shape and _bytes(value) == _bytes(other)
+        else:
+            same = bool(value == other)
+        if not same:
+            return name
+    return None
+
+
+def _leaves(trajectory: AnyTrajectory) -> list[tuple[str, Any]]:
+    values = {k: v for k, v in vars(trajectory).items() if v is not None and k != "model_weights_id"}
+    return [(join_name(path), value) for path, value in walk(values)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
