@@ -126,7 +126,7 @@ def test_every_call_fails_in_turn(
         if plan.fired is not None and kind != "short":
             told = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
             assert told, where
-            if plan.fired not in HOUSEKEEPING:
+            if lasting and plan.fired not in HOUSEKEEPING:  # a single failure may be overcome by flush trying again
                 assert done.errors, where
         for error in done.errors:
             assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"

@@ -31,14 +31,12 @@ from torch import Tensor
 
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids
-from trainer_hooks.config import SECTION, ExperienceReplayConfig
+from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.masks import compute_response_mask, replace_recorded_old_log_probs
-from trajstore.buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import BufferStore, CurrentEntropy, ExperienceManager, ExperienceMixCollateFn, mean_entropy
+from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn, mean_entropy
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.pool import task_id_of
-from trajstore.retention import Retention
 from trajstore.trajectory import AgentTrajectory
 
 Task = TypeVar("Task")
@@ -46,8 +44,6 @@ Task = TypeVar("Task")
 
 STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
-
-_STORE_KEYS = ("path", "format", "capacity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +98,14 @@ class ReplayHook(Generic[Task]):
         self.config = config
         self._n_rollout = n_rollout
         rules = config.pool_rules(n_rollout)
-        self._buffer = _open_buffer(config.store) if config.enable and config.store is not None else None
+        self._store = config.open_store() if config.enable else None
         self._replay: _Replay[Task] | None = None
         if not config.enable:
             return
         try:
             manager = ExperienceManager(
                 rules,
-                store=None if self._buffer is None else BufferStore(self._buffer),
+                store=self._store,
                 tokenizer_fingerprint=tokenizer_fingerprint,
                 current_entropy=current_entropy,
             )
@@ -315,8 +311,8 @@ class ReplayHook(Generic[Task]):
 
     def close(self) -> None:
         """Write what is left and close the pool's store. Closing again does nothing."""
-        if self._buffer is not None:
-            self._buffer.close()
+        if self._store is not None:
+            self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -380,25 +376,6 @@ class _Replay(Generic[Task]):
             result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
         self.figures = []
         return result
-
-
-def _open_buffer(options: Mapping[str, Any]) -> TrajectoryReplayBuffer:
-    """Return the buffer that keeps the pool.
-
-    Raises:
-        ConfigurationError: unknown options, or no path.
-    """
-    unknown = sorted(set(options) - set(_STORE_KEYS))
-    if unknown or not options.get("path"):
-        problem = f"unknown key {', '.join(unknown)}" if unknown else "path: missing"
-        raise ConfigurationError(f"{SECTION}: store: {problem}; it takes {', '.join(_STORE_KEYS)}")
-    return TrajectoryReplayBuffer(
-        auto_save=True,
-        auto_save_path=options["path"],
-        trajectory_format=options.get("format", "pt"),
-        enable_cache=False,
-        retention=Retention(max_trajectories=options.get("capacity")),
-    )
 
 
 def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:

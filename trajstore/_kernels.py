@@ -6,12 +6,19 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2
+
+_AHEAD = 16
+"""Rows that are being fetched while one is copied. Drawn rows lie anywhere, so no processor guesses the next one."""
+
+_FETCHED_BYTES = 512
+"""How much of a row is fetched ahead; in a longer one the processor recognises the sequence by itself."""
 
 
 def _loader(element: types.Type) -> Any:
@@ -30,6 +37,25 @@ def _loader(element: types.Type) -> Any:
     return copy
 
 
+def _prefetcher() -> Any:
+    """Return an intrinsic that asks the processor to fetch the line at an address into its caches; it never faults."""
+
+    @intrinsic
+    def prefetch(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
+            read, keep, data = flag(0), flag(3), flag(1)
+            builder.call(function, [builder.inttoptr(args[0], pointer), read, keep, data])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
+    return prefetch
+
+
+_prefetch = _prefetcher()
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
@@ -96,25 +122,33 @@ def copy_rows(
     ``addresses[s, c]`` is the address of the first row of column c of slot s, ``axes[s, c]`` its axis;
     ``columns[j]`` is the c that output j takes, ``targets[j]`` the address of its row 0.
     """
+    count = end - begin
+    sources = np.empty(count, np.int64)
     for j in range(len(columns)):
         c = columns[j]
         width = row_nbytes[j]
-        target = targets[j]
-        if width == 4:
-            for k in range(begin, end):
-                _copy4(target + k * 4, addresses[slot[k], c] + rows[axes[slot[k], c], k] * 4)
-        elif width == 1:
-            for k in range(begin, end):
-                _copy1(target + k, addresses[slot[k], c] + rows[axes[slot[k], c], k])
-        elif width == 8:
-            for k in range(begin, end):
-                _copy8(target + k * 8, addresses[slot[k], c] + rows[axes[slot[k], c], k] * 8)
-        elif width == 2:
-            for k in range(begin, end):
-                _copy2(target + k * 2, addresses[slot[k], c] + rows[axes[slot[k], c], k] * 2)
-        elif width > 0:
-            for k in range(begin, end):
-                _memcpy(target + k * width, addresses[slot[k], c] + rows[axes[slot[k], c], k] * width, width)
+        target = targets[j] + begin * width
+        for i in range(count):
+            s = slot[begin + i]
+            sources[i] = addresses[s, c] + rows[axes[s, c], begin + i] * width
+        reach = min(width, _FETCHED_BYTES)
+        for i in range(count):
+            if i + _AHEAD < count:
+                line = sources[i + _AHEAD]
+                stop = line + reach
+                while line < stop:
+                    _prefetch(line)
+                    line += 64
+            if width == 4:
+                _copy4(target + i * 4, sources[i])
+            elif width == 1:
+                _copy1(target + i, sources[i])
+            elif width == 8:
+                _copy8(target + i * 8, sources[i])
+            elif width == 2:
+                _copy2(target + i * 2, sources[i])
+            else:
+                _memcpy(target + i * width, sources[i], width)
 
 
 @numba.njit(nogil=True, cache=True)

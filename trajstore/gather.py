@@ -18,7 +18,7 @@ from trajstore.errors import ConfigurationError
 from trajstore.index import TrajectoryIndex
 from trajstore.record import ColumnSpec
 
-_SPLIT_BYTES = 512 * 1024
+_SPLIT_BYTES = 4 << 20
 """A batch below this is copied by the calling thread: handing over half of it would cost more."""
 
 

@@ -181,12 +181,17 @@ class LocalWriterLock(WriterLock):
                 f"{path.parent} is being written by {describe_holder(holder)}; "
                 "close that writer, or open the directory for reading"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, orjson.dumps(holder_document()), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, orjson.dumps(holder_document()), 0)
+        except OSError as error:
+            self.release()
+            raise _named(error, path) from error
 
     def release(self) -> None:
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
+            with contextlib.suppress(OSError):  # its text only; what counts is the flock
+                os.ftruncate(self._descriptor, 0)
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may still have it open
             os.close(self._descriptor)
             self._descriptor = None
@@ -207,11 +212,11 @@ class LocalReaderPin(ReaderPin):
                 self._descriptor = descriptor
             else:  # the writer took it for a dead reader's before it was locked
                 os.close(descriptor)
-        self.update(0)
 
     def update(self, generation: int) -> None:
         if self._descriptor is not None:
-            os.pwrite(self._descriptor, b"%020d" % generation, 0)
+            with contextlib.suppress(OSError):  # saying less keeps more files: an empty file stands for 0
+                os.pwrite(self._descriptor, b"%020d" % generation, 0)
 
     def release(self) -> None:
         if self._descriptor is not None:

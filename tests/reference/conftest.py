@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs the extra 'demo'")
-
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.reference.environments import Environment, HouseholdEnvironment, SortEnvironment
 from trainer_hooks.reference.model import ModelConfig

@@ -1,0 +1,107 @@
+"""T4: what ``sample`` reads from the disk when nothing of the files is in the page cache.
+
+The kernel's count of bytes read for this process, over the bytes of the whole pages in which the batch's rows lie.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.workloads import Workload, image, state
+from trajstore import TrajectoryReplayBuffer
+from trajstore.catalog import Catalog
+from trajstore.gather import locate
+from trajstore.storage import open_directory
+
+TARGET = 2.0
+SEED = 3
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield one figure per workload.
+
+    Raises:
+        SkippedError: the kernel does not count reads.
+    """
+    if not Path("/proc/self/io").exists():
+        raise SkippedError("needs /proc/self/io")
+    for make in (state, image):
+        workload = make(options)
+        folder = options.folder / workload.name
+        with _open(folder) as buffer:
+            buffer.add_trajectories(workload.trajectories)
+            buffer.flush()
+            buffer.sample(2)  # loads everything else that sampling needs
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        with _open(folder) as buffer:
+            for path in files:
+                _drop(path)
+            before = _bytes_read()
+            buffer.sample(workload.batch)
+            read = _bytes_read() - before
+        pages, row_bytes = _pages(folder, workload)
+        stored = sum(path.stat().st_size for path in files)
+        if not read:
+            raise SkippedError(f"{options.folder} is not on a disk: nothing was read from one")
+        yield Figure(
+            "T4",
+            f"sample, cold, bytes read, {workload.name}",
+            read / (pages * mmap.PAGESIZE),
+            TARGET,
+            details={"read_mb": read / 1e6, "rows_mb": row_bytes / 1e6, "stored_mb": stored / 1e6},
+        )
+
+
+def _open(folder: Path) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(
+        seed=SEED, enable_cache=False, sample_window_size=0, auto_save=True, auto_save_path=folder
+    )
+
+
+def _drop(path: Path) -> None:
+    """Put a file out of the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process made the kernel read from a disk."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, value = line.split(":")
+        if name == "read_bytes":
+            return int(value)
+    raise SkippedError("/proc/self/io tells no read_bytes")
+
+
+def _pages(folder: Path, workload: Workload) -> tuple[int, int]:
+    """Return how many pages hold rows of the first batch that SEED draws, and the bytes of these rows."""
+    catalog = Catalog.open(open_directory(folder))
+    total = catalog.index.total_samples
+    drawn = torch.randint(0, total, (min(workload.batch, total),), generator=torch.Generator().manual_seed(SEED))
+    located = locate(drawn.numpy(), catalog.index, 0, catalog.index.end)
+    pages: set[tuple[int, int]] = set()
+    row_bytes = 0
+    for number in np.unique(located.slot).tolist():
+        manifest = catalog.shards.manifest(number)
+        rows = located.rows[:, located.slot == number]
+        for column, place, width in zip(
+            manifest.schema.columns, manifest.places, manifest.schema.row_nbytes, strict=True
+        ):
+            if place is None:
+                raise SkippedError(f"column {column.name} is not mapped")
+            for row in rows[column.axis].tolist():
+                start = place.offset + row * width
+                pages.update((number, page) for page in range(start // mmap.PAGESIZE, (start + width - 1) // mmap.PAGESIZE + 1))
+                row_bytes += width
+    return len(pages), row_bytes
