@@ -35,6 +35,8 @@ class Session:
         except (StoreError, OSError) as error:
             self.errors.append(error)
             self.plan.heal()
+            if self.buffer is not None:
+                self.buffer.flush()
             call()
 
     def open(self) -> None:
@@ -111,29 +113,38 @@ def number_of_calls(path: Path) -> int:
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_call_fails_in_turn(
-    tmp_path: Path, kind: Kind, lasting: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_call_fails_in_turn(tmp_path: Path, lasting: bool, caplog: pytest.LogCaptureFixture) -> None:
     total = number_of_calls(tmp_path / "dry")
     assert total > 50
     for at in range(total):
-        caplog.clear()
-        plan = FaultPlan(at, kind, lasting)
-        where = f"call {at}"
-        done = session(tmp_path / str(at), plan)
-        where = f"call {at} ({plan.fired})"
-        if plan.fired is not None and kind != "short":
-            told = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
-            assert told, where
-            if lasting and plan.fired not in HOUSEKEEPING:  # a single failure may be overcome by flush trying again
-                assert done.errors, where
-        for error in done.errors:
-            assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"
-        found = contents_of(done.path)
-        assert found == done.safe, where
-        assert verify(done.path).sound, where
-        assert verify(done.path.with_name("checkpoint")).sound, where
+        check_failure(tmp_path, FaultPlan(at, KINDS[at % len(KINDS)], lasting), caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_call_fails_in_every_way(
+    tmp_path: Path, kind: Kind, lasting: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for at in range(number_of_calls(tmp_path / "dry")):
+        check_failure(tmp_path, FaultPlan(at, kind, lasting), caplog)
+
+
+def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    done = session(tmp_path / str(plan.at), plan)
+    where = f"call {plan.at} ({plan.fired}: {plan.kind})"
+    if plan.fired not in (None, "ftruncate") and plan.kind != "short":  # the text of a lock that is given back
+        told = done.errors or any(record.levelno >= logging.WARNING for record in caplog.records)
+        assert told, where
+        if plan.lasting and plan.fired not in HOUSEKEEPING:  # a single failure may be overcome by flush trying again
+            assert done.errors, where
+    for error in done.errors:
+        assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"
+    found = contents_of(done.path)
+    assert found == done.safe, where
+    assert verify(done.path).sound, where
+    assert verify(done.path.with_name("checkpoint")).sound, where
 
 
 def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) -> None:

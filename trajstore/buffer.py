@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -259,8 +260,7 @@ class TrajectoryReplayBuffer:
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-        contents = self._contents
-        with contents.lock:
+        with self._current() as contents:
             index = contents.index
             first = index.end - self._window_length(len(index))
             total = index.samples_before(index.end) - index.samples_before(first)
@@ -279,8 +279,7 @@ class TrajectoryReplayBuffer:
         Raises:
             EmptyBufferError: there is nothing to sample from.
         """
-        contents = self._contents
-        with contents.lock:
+        with self._current() as contents:
             window = self._window_length(len(contents.index))
             if window == 0:
                 raise EmptyBufferError("cannot sample from an empty buffer")
@@ -302,8 +301,18 @@ class TrajectoryReplayBuffer:
             TrajectoryUnavailableError: there is none, or it has left memory.
             CorruptStoreError: a file is missing or damaged.
         """
-        with self._contents.lock:
-            return self._contents.get(self._contents.index.position_of(trajectory_id))
+        with self._current() as contents:
+            return contents.get(contents.index.position_of(trajectory_id))
+
+    @contextmanager
+    def _current(self) -> Iterator[Contents]:
+        """Lock the contents; those that were replaced while waiting for their lock may lack files by now."""
+        while True:
+            contents = self._contents
+            with contents.lock:
+                if contents is self._contents:
+                    yield contents
+                    return
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -382,8 +391,11 @@ class TrajectoryReplayBuffer:
             StoreWriteError: it could not be written; an earlier checkpoint is still there.
         """
         self.flush()
-        contents = self._contents
-        with contents.lock:
+        with nullcontext() if self._writer is None else self._writer.keeping_files():
+            self._save_checkpoint(save_path, layout)
+
+    def _save_checkpoint(self, save_path: str | Path, layout: Layout) -> None:
+        with self._current() as contents:
             state = CheckpointState(
                 trajectory_format=self.trajectory_format,
                 trajectory_counter=self._counter,
@@ -541,6 +553,7 @@ class _Listener:
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
         self._buffer = weakref.ref(buffer)
+        self._committed = -1
 
     def metadata(self) -> Mapping[str, Any]:
         buffer = self._buffer()
@@ -550,6 +563,7 @@ class _Listener:
         buffer = self._buffer()
         if buffer is None:
             return
+        self._committed = commits[-1].ids[-1]
         for commit in commits:
             buffer._contents.committed(buffer._own_source, commit.row, commit.ids, commit.columns)
         if buffer._on_commit is not None:
@@ -565,7 +579,10 @@ class _Listener:
             return []
         contents = buffer._contents
         with contents.lock:
-            positions = buffer.retention.to_evict(contents.index)
+            index = contents.index
+            # Only what is committed counts: a crash must not take the newer ones and find the older ones gone already.
+            safe = int(np.searchsorted(index["trajectory_id"], self._committed, side="right"))
+            positions = index.first + buffer.retention.to_evict(index.slice(0, safe))
             ids = contents.index.arrays["trajectory_id"][positions].tolist()
             loaded = [number for number in ids if number < buffer._own_first]
             if loaded:  # read in place from elsewhere: only forgotten here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -124,10 +125,23 @@ def _check_replaceable(target: LocalDirectory) -> None:
         )
 
 
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories at one stroke; return False where the system cannot."""
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fcntl.h, linux/fs.h
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
+
+
 def _swap_in(temporary: Path, target: Path) -> None:
-    """Put a finished directory in its place; an earlier one steps aside for the moment between two renames."""
+    """Put a finished directory in its place, at one stroke; an earlier one is then where it came from.
+
+    Where two directories cannot be exchanged, the earlier one steps aside for the moment between two renames.
+    """
     aside = None
     if target.exists() and os.listdir(target):
+        if _exchange(temporary, target):
+            sync_folder(target.parent)
+            return
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old")
         os.rename(target, aside)
     try:

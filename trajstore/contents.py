@@ -113,6 +113,7 @@ class Contents:
         if len(self.index) == 0 and first == 0:
             self.index = part  # arrays are shared, not copied
             self.index.own("shard", *_STARTS, "extra")
+            self.index.weights = part.weights.copy()
             return
         columns = part.take(np.arange(part.first, part.end))
         columns["shard"] = columns["shard"] + first

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from trajstore.record import ColumnSpec
 
 _SPLIT_BYTES = 4 << 20
 """A batch below this is copied by the calling thread: handing over half of it would cost more."""
+
+_PIECE_BYTES = 1 << 20
+"""About how much a thread copies before it takes the next piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +116,24 @@ def gather(
     widths = np.array([spec.row_nbytes for spec in specs], np.int64)
     bases = np.array([target.data_ptr() for target in targets], np.int64)
     arguments: tuple[Any, ...] = (located.slot, located.rows, addresses, axes, columns, widths, bases)
-    if count * int(widths.sum()) < _SPLIT_BYTES or count < 2:
+    nbytes = count * int(widths.sum())
+    if nbytes < _SPLIT_BYTES or count < 2:
         copy_rows(*arguments, 0, count)
         return
-    parts = _helpers.threads + 1
-    edges = [count * part // parts for part in range(parts + 1)]
-    pool = _helpers.pool()
-    others = [pool.submit(partial(copy_rows, *arguments, edges[part], edges[part + 1])) for part in range(1, parts)]
-    copy_rows(*arguments, edges[0], edges[1])
+    pieces = min(count, nbytes // _PIECE_BYTES)
+    edges = [count * piece // pieces for piece in range(pieces + 1)]
+    waiting = deque(pairwise(edges))
+
+    def copy_pieces() -> None:
+        while True:
+            try:
+                begin, end = waiting.popleft()
+            except IndexError:  # another thread took the last piece
+                return
+            copy_rows(*arguments, begin, end)
+
+    others = [_helpers.pool().submit(copy_pieces) for _ in range(_helpers.threads)]
+    copy_pieces()
     for other in others:
-        other.result()
+        if not other.cancel():  # one that has not begun yet, on a busy machine, is not waited for
+            other.result()

@@ -186,13 +186,13 @@ class TrajectoryIndex:
     def slice(self, start: int, stop: int) -> TrajectoryIndex:
         """Return an index of the entries ``start <= i < stop`` (counted from the oldest kept).
 
-        Arrays are shared until either side adds entries.
+        Arrays are shared until either side adds entries; the weights table is shared for good.
         """
         part = TrajectoryIndex()
         low, high = self.first + start, self.first + stop
         part.arrays = {name: array[low:high] for name, array in self.arrays.items()}
         part.ends = self.ends[low:high] - self.samples_before(low)
-        part.weights = self.weights.copy()
+        part.weights = self.weights
         part.end = high - low
         part._ascending = self._ascending
         return part

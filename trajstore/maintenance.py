@@ -53,8 +53,8 @@ def remove_leftovers(directory: Directory, catalog: Catalog) -> list[str]:
     return names
 
 
-def collect_garbage(directory: Directory, catalog: Catalog, *, segments: bool = False) -> None:
-    """Delete shards that neither live nor pinned trajectories nor readers need, and old log segments.
+def collect_garbage(directory: Directory, catalog: Catalog) -> None:
+    """Delete shards that neither live nor pinned trajectories nor readers need.
 
     A file that cannot be deleted now is tried again by the next writer that opens the directory.
     """
@@ -67,13 +67,16 @@ def collect_garbage(directory: Directory, catalog: Catalog, *, segments: bool = 
         rows = catalog.take_unneeded()
         if len(rows):
             _remove(directory, catalog.shards.files(rows.tolist()))
-    if segments:
-        old = [
-            name
-            for name in directory.names(LOG_FOLDER)
-            if (first := segment_generation(name)) is not None and first <= catalog.snapshot_generation
-        ]
-        _remove(directory, old)
+
+
+def remove_segments(directory: Directory, catalog: Catalog) -> None:
+    """Delete the log segments that the snapshot has made superfluous."""
+    old = [
+        name
+        for name in directory.names(LOG_FOLDER)
+        if (first := segment_generation(name)) is not None and first <= catalog.snapshot_generation
+    ]
+    _remove(directory, old)
 
 
 def _remove(directory: Directory, names: list[Any]) -> None:

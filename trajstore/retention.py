@@ -38,7 +38,7 @@ class Retention:
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
         """Return the positions of the trajectories that must go, oldest first."""
         count = len(index)
-        if count == 0:
+        if count == 0 or self._holds(index):
             return np.zeros(0, np.intp)
         going = np.zeros(count, np.bool_)
         if self.max_policy_age is not None:
@@ -57,3 +57,11 @@ class Retention:
             going |= newer > limit
         going[-1] = False
         return index.first + np.flatnonzero(going)
+
+    def _holds(self, index: TrajectoryIndex) -> bool:
+        """Return whether the limits hold, where that is told by totals alone."""
+        if self.max_policy_age is not None or self.max_bytes is not None:
+            return False
+        if self.max_trajectories is not None and len(index) > self.max_trajectories:
+            return False
+        return self.max_samples is None or index.total_samples <= self.max_samples

@@ -12,7 +12,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -23,7 +24,7 @@ from trajstore.commits import LOG_FOLDER, encode_line, manifest_to_json, ranges_
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest, TrajectoryFormat
 from trajstore.index import columns_of
-from trajstore.maintenance import check_unused, collect_garbage, remove_leftovers
+from trajstore.maintenance import check_unused, collect_garbage, remove_leftovers, remove_segments
 from trajstore.manifest import manifest_of
 from trajstore.pending import OwnedRecord
 from trajstore.record import Record
@@ -144,6 +145,7 @@ class StoreWriter:
         self._format = trajectory_format
         self._metadata = state
         self._listener = listener
+        self._holds = 0
         self._lock = directory.lock_writer()
         try:
             self.catalog = self._open()
@@ -481,7 +483,7 @@ class StoreWriter:
         catalog.evict([(low, high) for low, high in ranges])
         catalog.generation += 1
         self._listener.evicted(ids)
-        collect_garbage(self.directory, catalog)
+        self._collect_garbage(catalog)
 
     def pin(self, name: str, **state: Any) -> int:
         """Keep what is committed now readable under a name, and return its generation.
@@ -505,7 +507,22 @@ class StoreWriter:
             self._check_open()
             self.directory.remove([f"{PINS_FOLDER}/{name}.json"])
             self.catalog.load_pins()
-            collect_garbage(self.directory, self.catalog)
+            self._collect_garbage(self.catalog)
+
+    @contextmanager
+    def keeping_files(self) -> Iterator[None]:
+        """Delete no shard meanwhile, whatever is evicted; the next eviction or snapshot makes up for it."""
+        with self._log_lock:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._log_lock:
+                self._holds -= 1
+
+    def _collect_garbage(self, catalog: Catalog) -> None:
+        if not self._holds:
+            collect_garbage(self.directory, catalog)
 
     def snapshot(self) -> None:
         """Write the index whole and begin a new log segment.
@@ -532,7 +549,8 @@ class StoreWriter:
         catalog.snapshot_generation = catalog.generation
         catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
         catalog.log_bytes = 0
-        collect_garbage(self.directory, catalog, segments=True)
+        self._collect_garbage(catalog)
+        remove_segments(self.directory, catalog)
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -1,18 +1,18 @@
-"""Small runs of the reference trainer that all tests of this folder share."""
+"""Fixtures of the reference trainer's tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.reference.runs import SORT, Train, environment, replay
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.reference.environments import Environment, HouseholdEnvironment, SortEnvironment
-from trainer_hooks.reference.model import ModelConfig
 from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
 
 
@@ -25,37 +25,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-SORT = TrainerConfig(
-    environment="sort",
-    steps=12,
-    tasks_per_step=6,
-    n_rollout=4,
-    evaluate_every=4,
-    evaluation_rollouts=1,
-    warm_start_steps=30,
-    model=ModelConfig(hidden_size=32, layers=1, heads=2),
-)
-HOUSEHOLD = replace(SORT, environment="household", steps=6)
-
-
-def replay(**changes: Any) -> ExperienceReplayConfig:
-    """Return a configuration that replays from the first step on in which the pool has something."""
-    return ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, **changes})
-
-
-def environment(config: TrainerConfig) -> Environment:
-    """Return a small environment in which some tasks are partly solved from the start."""
-    if config.environment == "sort":
-        return SortEnvironment(lengths=(2, 3), tasks_per_length=4)
-    return HouseholdEnvironment(things=2, max_turns=5)
-
-
-Train = Callable[..., ReferenceTrainer]
+@pytest.fixture(scope="session")
+def started() -> dict[TrainerConfig, dict[str, torch.Tensor]]:
+    """Weights after the supervised start, so that it is made once per configuration."""
+    return {}
 
 
 @pytest.fixture
-def make() -> Iterator[Train]:
+def make(started: dict[TrainerConfig, dict[str, torch.Tensor]]) -> Iterator[Train]:
     """Return a function that makes a trainer after its supervised start; all are closed at the end."""
+    if find_spec("transformers") is None:
+        pytest.skip("needs transformers: install the extra 'demo'")
     made: list[ReferenceTrainer] = []
 
     def make_trainer(config: TrainerConfig = SORT, **replay_options: Any) -> ReferenceTrainer:
@@ -63,7 +43,11 @@ def make() -> Iterator[Train]:
             config = replace(config, replay=replay(**replay_options))
         trainer = ReferenceTrainer(config, environment(config))
         made.append(trainer)
-        trainer.warm_start()
+        key = replace(config, replay=ExperienceReplayConfig())
+        if key not in started:
+            trainer.warm_start()
+            started[key] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.model.load_state_dict(started[key])
         return trainer
 
     yield make_trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.reference.conftest import HOUSEHOLD, SORT, Train
+from tests.reference.runs import HOUSEHOLD, SORT, Train
 from trainer_hooks.reference.model import response_log_probs
 from trainer_hooks.reference.trainer import TrainerConfig
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference.conftest import HOUSEHOLD, SORT, Train, environment, replay
+from tests.reference.runs import HOUSEHOLD, SORT, Train, environment, pool_of, replay
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
@@ -76,14 +76,6 @@ def watched(trainer: ReferenceTrainer) -> Iterator[Spy]:
         patch.setattr(trainer_module, "compute_grpo_outcome_advantage", advantage)
         patch.setattr(trainer.hook, "step_done", step_done)
         yield spy
-
-
-def pool_of(trainer: ReferenceTrainer) -> dict[tuple[int, ...], AgentTrajectory]:
-    """Return the pool's trajectories by their tokens."""
-    manager = trainer.hook.manager
-    assert manager is not None
-    held = [one for several in manager.task2trajectories.values() for one in several]
-    return {tuple(one.input_ids.tolist()): one for one in held if one.input_ids is not None}
 
 
 @pytest.mark.parametrize("config", [SORT, HOUSEHOLD], ids=lambda one: one.environment)
@@ -297,7 +289,8 @@ def test_a_wrong_configuration_is_named(change: dict[str, Any], name: str) -> No
 
 def test_a_pool_of_another_tokenizer_is_refused(make: Train, store: dict[str, str]) -> None:
     trainer = make(SORT, store=store, experience_rbound=None)
-    trainer.train(until=4)
+    while not pool_of(trainer):
+        trainer.train_step()
     trainer.close()
     with pytest.raises(ConfigurationError, match="tokenizer_fingerprint"):
         make(HOUSEHOLD, store=store)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import count
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from tools.bench.report import Figure, Options
-from tools.bench.timing import alternate, ratio
+from tools.bench.timing import ratio, seconds
 from tools.bench.workloads import small_trajectory
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 
@@ -30,28 +31,22 @@ def figures(options: Options) -> Iterator[Figure]:
         for _ in range(0, full, len(pool)):
             large.add_trajectories(pool)
         large.flush()
-        numbers = count()
-
-        def into_empty() -> None:
-            folder = options.folder / f"empty_{next(numbers)}"
+        empty_times, large_times = [], []
+        for repeat in range(options.repeats + 1):
+            folder = options.folder / f"empty_{repeat}"
             with _open(folder) as empty:
-                add_all(empty, pool, batch)
+                took = seconds(partial(add_all, empty, pool, batch)), seconds(partial(add_all, large, pool, batch))
             shutil.rmtree(folder)
-
-        def into_large() -> None:
-            add_all(large, pool, batch)
-            # what opening and closing cost the other side
-            with _open(options.folder / f"beside_{next(numbers)}"):
-                pass
-
-        empty, grown = alternate([into_empty, into_large], options.repeats, warmup=1)
+            if repeat:  # the first one warms up
+                empty_times.append(took[0])
+                large_times.append(took[1])
         yield Figure(
             "T5",
             f"add rate with {full:,} trajectories in the store over an empty one",
-            ratio(empty, grown),
+            ratio(empty_times, large_times),
             TARGET,
             at_least=True,
-            details={"added_per_repeat": batch, "per_second": batch / min(grown), "in_the_end": len(large)},
+            details={"added_per_repeat": batch, "per_second": batch / median(large_times), "in_the_end": len(large)},
         )
 
 

@@ -50,10 +50,12 @@ def load_checkpoint(trainer: ReferenceTrainer, path: str | Path) -> None:
     """
     path = Path(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        data = path.read_bytes()
     except FileNotFoundError:
         raise StoreNotFoundError(f"{path}: no checkpoint here") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
         raise CorruptStoreError(f"{path}: damaged, or no checkpoint; resume from an earlier step") from error
     if not isinstance(state, dict):
         raise CorruptStoreError(f"{path}: no checkpoint of a trainer")

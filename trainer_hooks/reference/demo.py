@@ -29,6 +29,9 @@ POOL_FOLDER = "pool"
 CHECKPOINT_FOLDER = "checkpoints"
 CURVES_FILE = "curves.png"
 
+BASE = TrainerConfig()
+"""The run of the demo and of the benchmark, without replay."""
+
 _ARMS = ("without", "with")
 
 
@@ -55,9 +58,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
         MissingDependencyError: transformers or matplotlib is not installed.
         StoreLockedError: another process trains in this directory.
     """
-    base = TrainerConfig(seed=settings.seed)
-    if settings.updates is not None:
-        base = replace(base, steps=settings.updates)
+    base = replace(BASE, seed=settings.seed, steps=settings.updates or BASE.steps)
     deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
     pool, warm = settings.path / POOL_FOLDER, settings.path / CHECKPOINT_FOLDER / "warm"
     curves: dict[str, list[CurvePoint]] = {}

@@ -1,0 +1,67 @@
+"""Small runs of the reference trainer, and what their pools hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.reference.environments import Environment, HouseholdEnvironment, SortEnvironment
+from trainer_hooks.reference.model import ModelConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trajstore.experience import ExperienceManager
+from trajstore.trajectory import AgentTrajectory
+
+Train = Callable[..., ReferenceTrainer]
+"""Makes a trainer after its supervised start; keyword arguments are options of replay, none: switched off."""
+
+SORT = TrainerConfig(
+    environment="sort",
+    steps=12,
+    tasks_per_step=6,
+    n_rollout=4,
+    evaluate_every=4,
+    evaluation_rollouts=1,
+    warm_start_steps=30,
+    model=ModelConfig(hidden_size=32, layers=1, heads=2),
+)
+HOUSEHOLD = replace(SORT, environment="household", steps=8, warm_start_steps=120)
+
+
+def replay(**changes: Any) -> ExperienceReplayConfig:
+    """Return a configuration that replays from the first step on in which the pool has something."""
+    return ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, **changes})
+
+
+def environment(config: TrainerConfig) -> Environment:
+    """Return a small environment in which some tasks are partly solved from the start."""
+    if config.environment == "sort":
+        return SortEnvironment(lengths=(2, 3), tasks_per_length=4)
+    return HouseholdEnvironment(things=2, max_turns=5)
+
+
+def pool_of(trainer: ReferenceTrainer) -> dict[tuple[int, ...], AgentTrajectory]:
+    """Return the pool's trajectories by their tokens."""
+    manager = trainer.hook.manager
+    assert manager is not None
+    held = [one for several in manager.task2trajectories.values() for one in several]
+    return {tuple(one.input_ids.tolist()): one for one in held if one.input_ids is not None}
+
+
+def summary(manager: ExperienceManager | None) -> dict[str, Any]:
+    """Return all that a pool holds, as JSON values."""
+    assert manager is not None
+
+    def plain(one: AgentTrajectory) -> list[Any]:
+        assert one.input_ids is not None
+        assert one.old_log_probs is not None
+        return [one.rollout_id, one.policy_version, one.input_ids.tolist(), one.old_log_probs.tolist()]
+
+    return {
+        "buckets": {str(difficulty): sorted(tasks) for difficulty, tasks in manager.difficulty2task_dict.items()},
+        "skip": sorted(manager.skip_uid_set),
+        "trajectories": {
+            task: [plain(one) for one in several] for task, several in sorted(manager.task2trajectories.items())
+        },
+    }

@@ -1,0 +1,57 @@
+"""The demo's run, summaries and picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer_hooks.reference import demo
+from trainer_hooks.reference.curves import CurveSummary, draw_curves, summarize
+from trainer_hooks.reference.trainer import CurvePoint
+from trajstore.demo import DemoSettings
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def curve(*rates: float | None) -> list[CurvePoint]:
+    return [CurvePoint(number, 10 * number, 0.5, 0.0, rate) for number, rate in enumerate(rates, 1)]
+
+
+def test_a_summary_says_when_a_curve_was_solved() -> None:
+    assert summarize(curve(None, 0.5, 0.95, None, 0.7), 0.9) == CurveSummary(5, 50, 30, 0.7, 0.95)
+    assert "solved after 30; success 70% at the end, 95% at best" in str(summarize(curve(None, 0.5, 0.95, 0.7), 0.9))
+    assert "not solved" in str(summarize(curve(0.5), 0.9))
+    assert summarize([], 0.9) == CurveSummary(0, 0, None, None, None)
+    assert "not evaluated" in str(summarize(curve(None), 0.9))
+
+
+def test_the_picture_is_written_whole(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra 'demo'")
+    path = tmp_path / "folder" / "curves.png"
+    draw_curves({"one": curve(0.1, None, 0.9), "two": curve(None)}, 0.9, path, "title")
+    assert path.read_bytes().startswith(PNG)
+    assert [one.name for one in path.parent.iterdir()] == ["curves.png"]
+
+
+def test_the_demo_trains_both_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    for package in ("matplotlib", "transformers"):
+        pytest.importorskip(package, reason="needs the extra 'demo'")
+    said: list[str] = []
+    steps: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int, note: str = "") -> None:
+        steps.append((done, total))
+
+    settings = DemoSettings(path=tmp_path, updates=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "BASE", replace(demo.BASE, warm_start_steps=2, evaluate_every=2))
+        store = demo.run(settings, said.append, progress)
+        assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert (store / "metadata.json").exists()
+        assert (tmp_path / demo.CURVES_FILE).read_bytes().startswith(PNG)
+        assert [text.split(":")[0] for text in said[1:]] == ["without replay", "with replay", "both curves"]
+        demo.run(DemoSettings(path=tmp_path, updates=3), said.append, progress)
+    assert steps[4:] == [(3, 6), (6, 6)]
+    assert any("going on after step 2" in text for text in said)

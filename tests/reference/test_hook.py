@@ -1,0 +1,223 @@
+"""``ReplayHook`` as any training loop calls it; the trainer here is a few lines without a model."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer_hooks.batch import Batch, build_batch
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.hook import MixedTasks, PlannedTask, ReplayHook
+from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, Reward
+
+N = 4
+TASKS = ["a", "b", "c", "d"]
+
+
+def hook(**options: Any) -> ReplayHook[str]:
+    config = ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, **options})
+    return ReplayHook(config, n_rollout=N, get_task=lambda name: name if name in TASKS else None)
+
+
+def roll_out(plan: list[PlannedTask[str]], step: int, successes: int = 2) -> list[AgentTrajectory]:
+    """Return rollouts of which ``successes`` per task succeed; prompt of 2 tokens, response of 3 to 5."""
+    made = []
+    for one in plan:
+        for number in range(one.fresh_rollouts):
+            response = 3 + number % 3
+            ids = torch.tensor([1, 2, *(10 * step + number for _ in range(response))])
+            mask = torch.tensor([0, 0, 1, 0, *[1] * (response - 2)])
+            made.append(
+                AgentTrajectory(
+                    input_ids=ids,
+                    loss_mask=mask,
+                    response_start=2,
+                    reward=Reward(outcome=float(number < successes)),
+                    task_id=one.task,
+                    rollout_id=f"{step}/{number}",
+                )
+            )
+    return made
+
+
+def log_probs_of(batch: Batch, step: int) -> Tensor:
+    """Return log-probs that tell step, row and position apart."""
+    rows, width = batch.tensors["responses"].shape
+    return -(step + torch.arange(rows * width).reshape(rows, width) / 1000.0)
+
+
+def do_step(
+    replay: ReplayHook[str], step: int, tasks: list[str] | None = None, successes: int = 2
+) -> tuple[Batch, list[AgentTrajectory], Tensor, dict[str, float]]:
+    plan = replay.before_rollout(replay.tasks_chosen(tasks or TASKS, step / 100, step))
+    fresh = roll_out(plan, step, successes)
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    current = log_probs_of(batch, step)
+    old = replay.log_probs_computed(batch, current)
+    metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
+    return batch, fresh, old, metrics
+
+
+def test_rollouts_are_matched_by_their_ids_and_stored_unreplaced() -> None:
+    replay = hook()
+    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
+    fresh = roll_out(plan, step=1)
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    current = log_probs_of(batch, step=1)
+    names = list(zip(batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], strict=True))
+    replay.step_done(batch, fresh[::-1], current, torch.full_like(current, 0.5))
+    assert replay.manager is not None
+    held = replay.manager.task2trajectories
+    assert sorted(held) == TASKS
+    for task, several in held.items():
+        assert {one.rollout_id for one in several} == {"1/0", "1/1"}
+        for one in several:
+            row = names.index((task, one.rollout_id))
+            assert one.old_log_probs is not None
+            assert one.response_mask is not None
+            assert one.loss_mask is not None
+            assert one.old_log_probs.equal(current[row, : len(one.old_log_probs)])
+            assert one.response_mask.equal(one.loss_mask[2:])
+            assert one.policy_version == 1
+            assert one.entropy == 0.5
+    assert all(one.old_log_probs is None for one in fresh)
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_recorded_log_probs_replace_those_of_replayed_tokens_only(correct: bool) -> None:
+    replay = hook(exp_is_correct=correct, offpolicy_trajectories_per_task=2)
+    do_step(replay, 1)
+    assert replay.manager is not None
+    stored = {(name, one.rollout_id): one for name, held in replay.manager.task2trajectories.items() for one in held}
+    batch, _, old, metrics = do_step(replay, 2)
+    current = log_probs_of(batch, 2)
+    replayed = 0
+    for row, extras in enumerate(batch.non_tensors["extras"]):
+        if not extras["is_experience_replay"]:
+            assert old[row].equal(current[row])
+            continue
+        replayed += 1
+        one = stored[batch.non_tensors["task_ids"][row], batch.non_tensors["rollout_ids"][row]]
+        assert one.old_log_probs is not None
+        assert one.response_mask is not None
+        written = torch.zeros(old.shape[1], dtype=torch.bool)
+        written[: len(one.response_mask)] = one.response_mask.bool()
+        assert old[row][~written].equal(current[row][~written])
+        expected = one.old_log_probs[one.response_mask.bool()] if correct else current[row][written]
+        assert old[row][written].equal(expected)
+    assert replayed == 4
+    assert metrics["experience_replay/recorded_difference_mean"] == pytest.approx(1.0, abs=0.1)
+    assert metrics["experience_replay/age_mean"] == 1.0
+
+
+@pytest.mark.parametrize("grouping", ["shared", "separate"])
+def test_every_task_has_n_rows_and_groups_are_as_configured(grouping: str) -> None:
+    replay = hook(group_offpolicy=grouping, exp_ratio=1.0, offpolicy_trajectories_per_task=2)
+    do_step(replay, 1)
+    batch, *_ = do_step(replay, 2)
+    groups = batch.tensors["group_ids"]
+    replayed = torch.tensor([extras["is_experience_replay"] for extras in batch.non_tensors["extras"]])
+    assert replayed.sum() == 8
+    for task in TASKS:
+        rows = torch.from_numpy(batch.non_tensors["task_ids"] == task)
+        assert rows.sum() == N
+        if grouping == "shared":
+            assert len(groups[rows].unique()) == 1
+        else:
+            assert len(groups[rows & ~replayed].unique()) == 1
+    if grouping == "separate":
+        assert len(groups[replayed].unique()) == 8
+        assert not set(groups[replayed].tolist()) & set(groups[~replayed].tolist())
+
+
+def test_switched_off_the_calls_hand_back_what_they_were_given() -> None:
+    replay = hook(enable=False)
+    mixed = replay.tasks_chosen(TASKS, 1.0, 1)
+    assert mixed == MixedTasks((), tuple(TASKS))
+    assert replay.before_rollout(mixed) == [PlannedTask(task, N, ()) for task in TASKS]
+    batch, _, old, metrics = do_step(replay, 1)
+    assert old.equal(log_probs_of(batch, 1))
+    assert metrics == {}
+    assert replay.manager is None
+    assert replay.state_dict() == {}
+    replay.load_state_dict({})
+    replay.flush()
+    replay.close()
+
+
+def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCaptureFixture) -> None:
+    replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
+    do_step(replay, 1, successes=1)
+    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.02, 4))
+    fresh = roll_out(plan, step=4)
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    current = log_probs_of(batch, 4)
+    old = replay.log_probs_computed(batch, current)
+    rows = list(range(len(old)))[::-1]
+    mask = batch.tensors["response_mask"][rows]
+    advantages = torch.ones(mask.shape)
+    loss = het_compute_token_on_off_policy_loss(
+        old[rows],
+        old[rows] + 2.5,
+        advantages,
+        mask,
+        batch.tensors["exp_mask"][rows, -mask.shape[1] :],
+        cliprange=0.2,
+        **replay.loss_options,
+    )
+    with caplog.at_level(logging.WARNING):
+        replay.loss_computed(batch, rows, loss, advantages, 0.2)
+    assert "importance ratio 12.2" in caplog.text
+    metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
+    assert metrics["experience_replay/off_clipped_by_age/3"] == 1.0
+    assert metrics["experience_replay/off_clipped_by_difficulty/1"] == 1.0
+    assert metrics["experience_replay/off_effective_sample_size_by_age/3"] == pytest.approx(1.0)
+    assert metrics["experience_replay/on_ratio_mean"] == pytest.approx(12.18, abs=0.01)
+    assert metrics["experience_replay/seconds/step_done"] > 0
+
+
+def test_a_bucket_that_is_never_drawn_is_counted_as_starving() -> None:
+    """Tasks of difficulty 2 could be replayed, but only bucket 1 is."""
+    replay = hook(replay_difficulty=1)
+    do_step(replay, 1, tasks=["a"], successes=2)
+    metrics: dict[str, float] = {}
+    for step in range(2, 30):
+        *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
+    assert metrics["experience_replay/starving_buckets"] == 1.0
+
+
+def test_state_goes_back_to_where_it_was_taken() -> None:
+    replay, other = hook(), hook()
+    do_step(replay, 1)
+    state = replay.state_dict()
+    then = [do_step(replay, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
+    other.load_state_dict(state)
+    again = [do_step(other, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
+    assert then == again
+    with pytest.raises(CorruptStoreError):
+        other.load_state_dict({"version": 1})
+
+
+def test_wrong_calls_are_named() -> None:
+    replay = hook()
+    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
+    fresh = roll_out(plan, step=1)
+    with pytest.raises(ConfigurationError, match="15 rollouts, the plan asks for 16"):
+        replay.batch_rows(plan, fresh[1:])
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    values = log_probs_of(batch, 1)
+    stranger = roll_out([PlannedTask("z", 1, ())], step=1)
+    with pytest.raises(InvalidTrajectoryError, match="'z'"):
+        replay.step_done(batch, [*fresh[1:], *stranger], values, values)
+    fresh[1].rollout_id = fresh[0].rollout_id
+    twice = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    with pytest.raises(InvalidTrajectoryError, match="twice among the fresh rows of task 'a'"):
+        replay.step_done(twice, fresh, values, values)
+    with pytest.raises(ConfigurationError, match="offpolicy_trajectories_per_task"):
+        hook(offpolicy_trajectories_per_task=N)

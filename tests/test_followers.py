@@ -1,0 +1,244 @@
+"""Readers that follow a live writer: they never see a torn or vanished row. Workers that are forked or spawned."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors, writer
+from trajstore.testing.witness import check_batch, check_trajectory, witness
+
+READERS = 4
+
+
+def write(path: Path, seconds: float, started: Any, fmt: str) -> None:
+    """Add and evict, with snapshots in between, for some seconds."""
+    torch.set_num_threads(1)
+    writer.SNAPSHOT_AFTER_BYTES = 1 << 15
+    with TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=path,
+        trajectory_format=fmt,
+        retention=Retention(max_trajectories=30),
+        writer=WriterOptions(commit_interval=0.005, shard_bytes=1 << 16),
+    ) as buffer:
+        end, key = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            buffer.add_trajectories([witness(key + i) for i in range(3)])
+            key += 3
+            if key % 30 == 0:
+                buffer.flush()
+                started.set()
+            time.sleep(0.002)
+
+
+def follow(path: Path, stop: Event, results: Any, number: int) -> None:
+    """Sample and read whole trajectories, seeing new commits now and then, until told to stop."""
+    torch.set_num_threads(1)
+    buffer = TrajectoryReplayBuffer(seed=number, sample_window_size=0, enable_cache=number % 2 == 0)
+    batches = changes = 0
+    newest = -1
+    try:
+        buffer.load_checkpoint(path)
+        while not stop.is_set():
+            changes += buffer.refresh()
+            ids = buffer.trajectory_ids
+            assert int(ids[-1]) >= newest, "went back in time"
+            newest = int(ids[-1])
+            for _ in range(5):
+                check_batch(buffer.sample(64))
+                batches += 1
+            for trajectory_id in ids[[0, -1]].tolist():
+                assert check_trajectory(buffer.get(trajectory_id)) == trajectory_id
+        results.put((number, batches, changes, newest, ""))
+    except BaseException as error:  # told to the parent, whatever it is
+        results.put((number, batches, changes, newest, f"{type(error).__name__}: {error}"))
+
+
+def follow_for(path: Path, seconds: float, fmt: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    started, stop, results = context.Event(), context.Event(), context.Queue()
+    readers = [context.Process(target=follow, args=(path, stop, results, i), daemon=True) for i in range(READERS)]
+    producer = context.Process(target=write, args=(path, seconds, started, fmt), daemon=True)
+    producer.start()
+    assert started.wait(60)
+    for reader in readers:
+        reader.start()
+    producer.join(seconds + 60)
+    assert producer.exitcode == 0
+    stop.set()
+    found = [results.get(timeout=60) for _ in readers]
+    for reader in readers:
+        reader.join(60)
+    assert [problem for *_, problem in found] == [""] * READERS
+    for _, batches, _, newest, _ in found:
+        assert batches > 0
+        assert newest >= 29
+    assert any(changes for _, _, changes, _, _ in found)
+
+
+@pytest.mark.parametrize("fmt", ["pt", "zarr"])
+def test_readers_follow_a_writer_that_evicts(tmp_path: Path, fmt: str) -> None:
+    follow_for(tmp_path / "store", 8.0, fmt)
+
+
+@pytest.mark.slow
+def test_readers_follow_for_a_minute(tmp_path: Path) -> None:
+    follow_for(tmp_path / "store", 60.0, "pt")
+
+
+def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    problems: list[BaseException] = []
+    done = threading.Event()
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=path, retention=Retention(max_trajectories=10), cache_size=1
+    ) as source:
+        source.add_trajectories([witness(key) for key in range(10)])
+        source.flush()
+        reader = TrajectoryReplayBuffer(sample_window_size=0)
+        reader.load_checkpoint(path)
+
+        def run(call: Any) -> None:
+            try:
+                while not done.is_set():
+                    call()
+            except BaseException as error:  # shown by the main thread
+                problems.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=(call,))
+            for call in (reader.refresh, lambda: check_batch(reader.sample(32)))
+        ]
+        for thread in threads:
+            thread.start()
+        for key in range(10, 150):
+            source.add_trajectories([witness(key)])
+            source.flush()
+        done.set()
+        for thread in threads:
+            thread.join()
+        reader.refresh()
+        assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
+        reader.close()
+    assert problems == []
+
+
+def test_a_reader_keeps_evicted_files_until_it_refreshes(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, enable_cache=False) as source:
+        for key in range(4):
+            source.add_trajectories([witness(key)])
+            source.flush()
+        reader = TrajectoryReplayBuffer(sample_window_size=0)
+        reader.load_checkpoint(path)
+        source.evict([0, 1])
+        assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
+        assert len(list((path / "shards").iterdir())) == 4
+        assert reader.refresh()
+        assert not reader.refresh()
+        assert reader.trajectory_ids.tolist() == [2, 3]
+        source.evict([2])
+        reader.close()
+        source.add_trajectories([witness(9)])
+        source.evict([3])
+        assert len(list((path / "shards").iterdir())) == 1
+
+
+# -- workers ----------------------------------------------------------------------------------------
+
+
+def sample_in_child(buffer: TrajectoryReplayBuffer, results: Any) -> None:
+    try:
+        keys = check_batch(buffer.sample(32))
+        try:
+            buffer.add_trajectories([witness(1)])
+            results.put("adding in a child was possible")
+        except errors.StoreClosedError as error:
+            results.put("parent process" in str(error) and len(keys) == 32)
+        buffer.close()
+    except BaseException as error:  # told to the parent, whatever it is
+        results.put(repr(error))
+
+
+def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    stop = threading.Event()
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0, writer=WriterOptions(commit_interval=0)
+    ) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(8)])
+        check_batch(buffer.sample(8))
+
+        def add() -> None:
+            key = 8
+            while not stop.is_set():
+                buffer.add_trajectories([witness(key)])
+                key += 1
+
+        adder = threading.Thread(target=add)
+        adder.start()
+        try:
+            for _ in range(25):
+                results = context.Queue()
+                child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
+                child.start()
+                child.join(30)
+                hung = child.is_alive()
+                child.kill()
+                assert not hung, "a lock was held by another thread when the child was forked"
+                assert results.get(timeout=10) is True
+        finally:
+            stop.set()
+            adder.join()
+        buffer.flush()
+
+
+def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    path = tmp_path / "store"
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
+    buffer.add_trajectories([witness(0)])
+    buffer.flush()
+    stop = context.Event()
+    child = context.Process(target=stop.wait, daemon=True)
+    child.start()
+    buffer.close()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as again:
+        assert check_trajectory(again.get(0)) == 0
+    stop.set()
+    child.join(10)
+
+
+def read_by_path(path: Path, results: Any) -> None:
+    torch.set_num_threads(1)
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.load_checkpoint(path)
+    check_batch(buffer.sample(32))
+    try:
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
+        results.put("a second writer was let in")
+    except errors.StoreLockedError as error:
+        results.put(str(error))
+
+
+def test_spawned_workers_open_by_path_and_a_second_writer_is_refused(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    path = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(5)])
+        buffer.flush()
+        results = context.Queue()
+        child = context.Process(target=read_by_path, args=(path, results), daemon=True)
+        child.start()
+        message = results.get(timeout=60)
+        child.join(30)
+        assert str(path) in message
+        assert f"process {multiprocessing.current_process().pid} on " in message

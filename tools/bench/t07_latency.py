@@ -1,0 +1,66 @@
+"""T7: time inside ``add_trajectories`` while the writer is busy, over a memcpy of the same bytes.
+
+One trajectory of the state workload at a time, added whenever there is room and earlier ones are still being written;
+memcpy copies its columns into fresh memory, right before, under the same load. The figure is
+(99th percentile - 0.2 ms) / median memcpy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+
+from tools.bench.report import Figure, Options
+from tools.bench.timing import percentile, seconds
+from tools.bench.workloads import state_trajectory
+from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.record import record_of
+
+ALLOWANCE = 0.2e-3
+ROOM = 64 << 20
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield the one figure."""
+    generator = torch.Generator().manual_seed(0)
+    pool = [state_trajectory(generator) for _ in range(8)]
+    tensors = [[tensor.reshape(-1) for tensor in record_of(trajectory).tensors] for trajectory in pool]
+    inside: list[float] = []
+    copies: list[float] = []
+    with TrajectoryReplayBuffer(
+        enable_cache=False,
+        auto_save=True,
+        auto_save_path=options.folder / "store",
+        writer=WriterOptions(max_pending_bytes=4 * ROOM),
+    ) as buffer:
+        wanted = options.count(1000, 50)
+        number = 0
+        while len(inside) < wanted:
+            pending = buffer.get_stats()["pending_bytes"]
+            if pending > ROOM:
+                time.sleep(0.001)
+                continue
+            trajectory = pool[number % len(pool)]
+            copy = seconds(lambda: [tensor.clone() for tensor in tensors[number % len(pool)]])
+            took = seconds(lambda: buffer.add_trajectories([trajectory]))
+            number += 1
+            if pending and number > 20:  # the first ones warm up
+                copies.append(copy)
+                inside.append(took)
+    memcpy = median(copies)
+    yield Figure(
+        "T7",
+        "time in add_trajectories, p99 less 0.2 ms, over memcpy",
+        (percentile(inside, 0.99) - ALLOWANCE) / memcpy,
+        1.5,
+        details={
+            "median_ms": median(inside) * 1e3,
+            "p99_ms": percentile(inside, 0.99) * 1e3,
+            "memcpy_ms": memcpy * 1e3,
+            "memcpy_p99_ms": percentile(copies, 0.99) * 1e3,
+            "median_ratio": median(inside) / memcpy,
+        },
+    )

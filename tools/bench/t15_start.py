@@ -1,0 +1,38 @@
+"""T15: how long ``trajstore --help`` takes, and ``import trajstore`` over ``import torch``, in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from statistics import median
+
+from tools.bench.report import Figure, Options
+from tools.bench.timing import alternate, ratio
+
+_HELP = "import sys; from trajstore.cli import main; sys.argv = ['trajstore', '--help']; main()"
+_BUFFER = "from trajstore import TrajectoryReplayBuffer"
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield both figures."""
+    show_help, store, torch, buffer, nothing = alternate(
+        [_python(_HELP), _python("import trajstore"), _python("import torch"), _python(_BUFFER), _python("pass")],
+        options.repeats,
+        warmup=1,
+    )
+    yield Figure("T15", "trajstore --help", median(show_help), 0.3, "s", details={"python_alone": median(nothing)})
+    yield Figure(
+        "T15",
+        "import trajstore over import torch",
+        ratio(store, torch),
+        1.15,
+        details={"with_the_buffer": ratio(buffer, torch), "torch_s": median(torch)},
+    )
+
+
+def _python(code: str) -> Callable[[], object]:
+    def run() -> object:
+        return subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+    return run

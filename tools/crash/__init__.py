@@ -1,0 +1,1 @@
+"""Killing a writer at random moments and looking at what it leaves; see docs/crash-testing.md."""

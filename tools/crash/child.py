@@ -1,0 +1,105 @@
+"""The process that is killed: it uses a store in every way it can, and writes down what it was promised."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from tools.crash.journal import KEEP, Journal
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, writer
+from trajstore.testing.witness import check_batch, check_trajectory, witness
+
+FORMATS = ("pt", "zarr", "pt", "pkl")
+_KEYS_PER_ROUND = 1 << 20
+
+
+def torture(folder: str, round_number: int, seed: int) -> None:
+    """Use the store in ``folder`` until killed."""
+    torch.set_num_threads(1)
+    writer.SNAPSHOT_AFTER_BYTES = 1 << 15  # snapshots are rare otherwise, and dying in one is of interest
+    child = _Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"))
+    child.open()
+    while True:
+        child.step()
+
+
+class _Child:
+    def __init__(self, folder: Path, round_number: int, chance: random.Random) -> None:
+        self.folder = folder
+        self.journal = Journal(folder / f"journal_{round_number:06d}")
+        self.round = round_number
+        self.chance = chance
+        self.next_key = round_number * _KEYS_PER_ROUND
+        self.keys: dict[int, int] = {}
+        self.pins: list[str] = []
+
+    def open(self) -> None:
+        self.buffer = TrajectoryReplayBuffer(
+            auto_save=True,
+            auto_save_path=self.folder / "store",
+            trajectory_format=FORMATS[self.round % len(FORMATS)],
+            sample_window_size=0,
+            retention=Retention(max_trajectories=KEEP),
+            writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16),
+        )
+        self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self._ids()}
+
+    def _ids(self) -> list[int]:
+        ids: list[int] = self.buffer.trajectory_ids.tolist()
+        return ids
+
+    def step(self) -> None:
+        actions = (self.add, self.flush, self.evict, self.sample, self.pin, self.unpin, self.checkpoint, self.reopen)
+        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 4, 4, 3))[0]()
+
+    def add(self) -> None:
+        keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
+        self.next_key = keys.stop
+        self.keys |= dict(zip(self.buffer.add_trajectories([witness(key) for key in keys]), keys, strict=True))
+
+    def flush(self) -> None:
+        before = self._ids()
+        self.buffer.flush()
+        self.journal.note("flushed", keys={str(number): self.keys[number] for number in before})
+
+    def evict(self) -> None:
+        ids = self._ids()
+        chosen = sorted(self.chance.sample(ids, min(len(ids) // 3, self.chance.randint(1, 3))))
+        if chosen:
+            self.buffer.flush()  # may let retention act: only what is still there can be evicted
+            chosen = [number for number in chosen if number in set(self._ids())]
+            self.journal.note("evicting", ids=chosen)
+            self.buffer.evict(chosen)
+
+    def sample(self) -> None:
+        if len(self.buffer):
+            self.buffer.clear_cache()
+            check_batch(self.buffer.sample(64))
+
+    def pin(self) -> None:
+        name = f"pin{self.next_key}"
+        if name in self.pins:
+            return
+        self.journal.note("pinning", name=name)
+        self.buffer.flush()
+        keys = {str(number): self.keys[number] for number in self._ids()}
+        self.buffer.pin(name)
+        self.pins.append(name)
+        self.journal.note("pinned", name=name, keys=keys)
+
+    def unpin(self) -> None:
+        if self.pins:
+            name = self.pins.pop(0)
+            self.journal.note("unpinning", name=name)
+            self.buffer.unpin(name)
+            self.journal.note("unpinned", name=name)
+
+    def checkpoint(self) -> None:
+        self.buffer.save_checkpoint(self.folder / "checkpoint")
+        self.journal.note("checkpointed")
+
+    def reopen(self) -> None:
+        self.buffer.close()
+        self.open()
