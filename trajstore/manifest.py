@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
-from trajstore.formats.base import Buffer, EncodedFile, EncodedShard, ShardManifest, StoredFile, raw_bytes, shard_rows
+from trajstore.formats.base import Buffer, EncodedFile, EncodedShard, ShardManifest, StoredFile, shard_rows
 from trajstore.record import Record
 
 ENVELOPE = "envelope"
@@ -40,7 +40,7 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, records: Seq
             continue
         crc = 0
         for record in records:
-            crc = zlib.crc32(raw_bytes(record.tensors[column]), crc)
+            crc = zlib.crc32(record.column_bytes(column), crc)
         column_crc32.append(crc)
         regions[place.file].append((place.offset, place.offset + lengths[column]))
     files = tuple(_stored_file(file, sorted(inside)) for file, inside in zip(encoded.files, regions, strict=True))

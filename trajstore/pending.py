@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from trajstore.record import Record
+from trajstore.record import BlockTensors, Record
 
 _ALIGNMENT = 64
 
@@ -18,15 +19,15 @@ class OwnedRecord:
     """A record whose tensors lie in one block of memory of its own.
 
     Attributes:
-        record: schema, extent and numbers; its tensors are views of ``block``.
+        record: schema, extent and numbers; its columns are views of ``block``.
         block: the memory.
         addresses: address of each column's first row.
         nbytes: bytes of the block.
     """
 
     record: Record
-    block: torch.Tensor
-    addresses: tuple[int, ...]
+    block: npt.NDArray[np.uint8]
+    addresses: Sequence[int]
     nbytes: int
 
 
@@ -40,29 +41,20 @@ def own(record: Record) -> OwnedRecord:
     from trajstore._kernels import copy_blocks  # numba takes a while to import
 
     sizes = [tensor.nbytes for tensor in record.tensors]
-    total = block_nbytes(record)
-    block = torch.empty(total + _ALIGNMENT, dtype=torch.uint8)
-    base = -(-block.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-    addresses = []
-    at = base
+    offsets = []
+    total = 0
     for size in sizes:
-        addresses.append(at)
-        at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(total)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    block = np.empty(total + _ALIGNMENT, np.uint8)
+    start = block.ctypes.data
+    shift = -start % _ALIGNMENT
+    addresses = [start + shift + offset for offset in offsets]
     copy_blocks(
         np.array(addresses, np.int64),
         np.array([tensor.data_ptr() for tensor in record.tensors], np.int64),
         np.array(sizes, np.int64),
     )
-    shift = base - block.data_ptr()
-    tensors = _views(record, block, [address - base + shift for address in addresses])
-    return OwnedRecord(replace(record, tensors=tensors), block, tuple(addresses), total)
-
-
-def _views(record: Record, block: torch.Tensor, offsets: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    storage = block.untyped_storage()
-    views = []
-    for tensor, offset in zip(record.tensors, offsets, strict=True):
-        view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(storage, offset // tensor.dtype.itemsize, tensor.shape)  # type: ignore[call-overload]
-        views.append(view)
-    return tuple(views)
+    data: Any = block
+    columns = BlockTensors(record.schema, record.extent, memoryview(data)[shift:], offsets)
+    return OwnedRecord(replace(record, tensors=columns), block, addresses, total)

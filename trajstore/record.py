@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import orjson
@@ -140,6 +140,44 @@ class Extent:
         return (self.steps + self.extra) * self.batch
 
 
+class BlockTensors(Sequence[torch.Tensor]):
+    """Columns in one block of memory, made into tensors only where somebody asks for one.
+
+    Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
+    """
+
+    __slots__ = ("_block", "_extent", "_offsets", "_schema")
+
+    def __init__(self, schema: Schema, extent: Extent, block: memoryview, offsets: Sequence[int]) -> None:
+        self._schema = schema
+        self._extent = extent
+        self._block = block
+        self._offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def column_bytes(self, column: int) -> memoryview:
+        """Return the bytes of a column, not copied."""
+        start = self._offsets[column]
+        rows = self._extent.rows(self._schema.columns[column].axis)
+        return self._block[start : start + rows * self._schema.row_nbytes[column]]
+
+    @overload
+    def __getitem__(self, at: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, at: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        spec = self._schema.columns[at]
+        shape = (self._extent.rows(spec.axis), *spec.row_shape)
+        data = self.column_bytes(at)
+        if not data.nbytes:
+            return torch.empty(shape, dtype=spec.torch_dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(spec.torch_dtype).reshape(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One trajectory as columns.
@@ -150,7 +188,7 @@ class Record:
 
     schema: Schema
     extent: Extent
-    tensors: tuple[torch.Tensor, ...]
+    tensors: Sequence[torch.Tensor]
     num_samples: int
     max_episode_length: int
     model_weights_id: str
@@ -160,7 +198,14 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        rows, widths = self.extent.rows, self.schema.row_nbytes
+        return sum(rows(column.axis) * width for column, width in zip(self.schema.columns, widths, strict=True))
+
+    def column_bytes(self, column: int) -> memoryview:
+        """Return the bytes of a column, not copied."""
+        if isinstance(self.tensors, BlockTensors):
+            return self.tensors.column_bytes(column)
+        return raw_bytes(self.tensors[column])
 
 
 _schemas: dict[tuple[Any, ...], Schema] = {}
@@ -177,6 +222,15 @@ def _intern(kind: Kind, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...
                 raise InvalidTrajectoryError(f"field {name}: dtype {dtype} cannot be stored")
         schema = _schemas.setdefault(key, Schema(kind, specs))
     return schema
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without copying. Works for every dtype."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    data: Any = flat.view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def record_of(trajectory: AnyTrajectory) -> Record:
@@ -202,7 +256,7 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
         value = value.detach()
     if value.device.type != "cpu":
         value = value.cpu()
-    if value.is_conj() or value.is_neg():
+    if value.dtype.is_complex or value.is_neg():
         value = value.resolve_conj().resolve_neg()
     tensor: torch.Tensor = value if value.is_contiguous() else value.contiguous()
     return tensor

@@ -36,7 +36,7 @@ class MappedShard:
     """
 
     schema: Schema
-    addresses: tuple[int, ...]
+    addresses: Sequence[int]
     keep: Any
     extra: int | None = None
     """Extra rows E of a shard of one trajectory whose index does not tell."""
@@ -123,14 +123,14 @@ class Residency:
     def add_memory(self, schema: Schema, addresses: Sequence[int], keep: Any) -> int:
         """Return a slot for a trajectory in memory that ``keep`` holds."""
         slot = self._new_slot()
-        self._source[slot] = MEMORY
-        self._settle(slot, MappedShard(schema, tuple(addresses), keep))
+        self._source[slot], self.signature[slot] = MEMORY, -1
+        self._owners[slot] = MappedShard(schema, addresses, keep)
         return slot
 
     def release(self, slot: int) -> None:
         """Let go of a slot in memory; its number is given out again."""
         owner = self._owners.pop(slot)
-        self._schemas.pop(slot)
+        self._schemas.pop(slot, None)
         self.signature[slot] = -1
         with self._lock:
             if self._readers:
@@ -193,6 +193,9 @@ class Residency:
         missing = np.unique(slots[self.signature[slots] < 0]).tolist()
         undecoded = []
         for slot in missing:
+            if self._source[slot] == MEMORY:  # settled only now: most are written without being sampled
+                self._settle(slot, self._owners[slot])
+                continue
             shard = self._sources[self._source[slot]].map_shard(int(self._row[slot]))
             if shard is None:
                 undecoded.append(slot)
@@ -211,7 +214,7 @@ class Residency:
         self.addresses[slot, numbers] = shard.addresses
         self.axes[slot, numbers] = [column.axis if column.axis <= 2 else ANY_AXIS for column in shard.schema.columns]
         self.signature[slot] = signature
-        self._owners[slot] = shard.keep
+        self._owners[slot] = shard
         self._schemas[slot] = shard.schema
 
     def _numbered(self, schema: Schema) -> tuple[npt.NDArray[np.int64], int]:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
 from trajstore.fields import Axis
-from trajstore.formats.base import Buffer, TrajectoryFormat, raw_bytes
+from trajstore.formats.base import Buffer, TrajectoryFormat
 from trajstore.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.local import LocalDirectory
-from trajstore.record import Record, Schema, record_of
+from trajstore.record import Record, Schema, raw_bytes, record_of
 from trajstore.testing.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from trajstore.trajectory import Trajectory
 

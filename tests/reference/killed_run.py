@@ -37,7 +37,7 @@ def main(folder: Path, mode: str) -> None:
         (folder / "flushed.tmp").write_text(text)
         os.replace(folder / "flushed.tmp", folder / "flushed.json")
         if mode == "in-step" and trainer.step >= 4:
-            trainer.hook.log_probs_computed = kill  # type: ignore[method-assign]
+            setattr(trainer.hook, "log_probs_computed", kill)  # noqa: B010 - mypy sees no assignment to a method
 
     def kill(*_: Any) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGKILL)

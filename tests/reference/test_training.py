@@ -191,8 +191,8 @@ def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
         old = torch.zeros(len(rows), width)
 
         def policy(part: Tensor, data: dict[str, Tensor] = data, width: int = width) -> tuple[Tensor, Tensor]:
-            inputs = (data[name][part] for name in ("input_ids", "attention_mask", "position_ids"))
-            return response_log_probs(model, *inputs, width)  # type: ignore[call-arg]
+            ids, attention, places = (data[name][part] for name in ("input_ids", "attention_mask", "position_ids"))
+            return response_log_probs(model, ids, attention, places, width)
 
         with torch.no_grad():
             for part in parts:

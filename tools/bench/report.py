@@ -63,7 +63,11 @@ class Figure:
 
     def line(self) -> str:
         """Return the figure as a line of JSON."""
-        number = {"ratio": _rounded(self.value)} if self.unit == "ratio" else {"value": _rounded(self.value), "unit": self.unit}
+        number = (
+            {"ratio": _rounded(self.value)}
+            if self.unit == "ratio"
+            else {"value": _rounded(self.value), "unit": self.unit}
+        )
         details = {name: _rounded(value) for name, value in self.details.items()}
         return json.dumps({"id": self.id, "name": self.name, **number, "target": self.target, "ok": self.ok, **details})
 
@@ -78,7 +82,9 @@ def table(figures: Sequence[Figure]) -> str:
         target = "–" if figure.target is None else f"{sign} {figure.target:g}{unit}"
         rows.append((figure.id, figure.name, f"{_rounded(figure.value):g}{unit}", target, words[figure.ok]))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _rounded(value: Any) -> Any:

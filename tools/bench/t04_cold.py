@@ -102,6 +102,8 @@ def _pages(folder: Path, workload: Workload) -> tuple[int, int]:
                 raise SkippedError(f"column {column.name} is not mapped")
             for row in rows[column.axis].tolist():
                 start = place.offset + row * width
-                pages.update((number, page) for page in range(start // mmap.PAGESIZE, (start + width - 1) // mmap.PAGESIZE + 1))
+                pages.update(
+                    (number, page) for page in range(start // mmap.PAGESIZE, (start + width - 1) // mmap.PAGESIZE + 1)
+                )
                 row_bytes += width
     return len(pages), row_bytes

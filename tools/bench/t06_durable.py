@@ -75,7 +75,11 @@ def _alternate(
     in_lists, one_by_one, plainly = [], [], []
     store, file = options.folder / "store", options.folder / "plain"
     for repeat in range(options.repeats + 1):
-        took = _seconds_to_add(pool, total, LIST, store), _seconds_to_add(pool, total, 1, store), seconds(partial(plain, file))
+        took = (
+            _seconds_to_add(pool, total, LIST, store),
+            _seconds_to_add(pool, total, 1, store),
+            seconds(partial(plain, file)),
+        )
         file.unlink()
         if repeat:  # the first one warms up
             in_lists.append(took[0])

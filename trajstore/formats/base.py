@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -117,15 +117,6 @@ class TrajectoryFormat(ABC):
 def shard_rows(schema: Schema, extents: Sequence[Extent]) -> tuple[int, ...]:
     """Return, per column, the total rows of a shard of trajectories with these extents."""
     return tuple(sum(extent.rows(column.axis) for extent in extents) for column in schema.columns)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor without copying. Works for every dtype."""
-    flat = tensor.reshape(-1)
-    if flat.numel() == 0:
-        return memoryview(b"")
-    data: Any = flat.view(torch.uint8).numpy()
-    return memoryview(data)
 
 
 def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

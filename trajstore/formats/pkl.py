@@ -17,7 +17,6 @@ from trajstore.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    raw_bytes,
     rows_from_bytes,
     shard_rows,
 )
@@ -42,7 +41,7 @@ class PklFormat(TrajectoryFormat):
                 "dtype": column.dtype,
                 "row_shape": list(column.row_shape),
                 "rows": rows,
-                "data": b"".join(raw_bytes(record.tensors[i]) for record in records),
+                "data": b"".join(record.column_bytes(i) for record in records),
             }
             for i, (column, rows) in enumerate(zip(schema.columns, shard_rows(schema, extents), strict=True))
         }

@@ -18,7 +18,6 @@ from trajstore.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    raw_bytes,
     shard_rows,
 )
 from trajstore.formats.torch_zip import TensorSlot, write_torch_zip
@@ -43,7 +42,7 @@ class PtFormat(TrajectoryFormat):
         rows = shard_rows(schema, extents)
         slots = {
             column.name: TensorSlot(
-                [raw_bytes(record.tensors[i]) for record in records], column.torch_dtype, (rows[i], *column.row_shape)
+                [record.column_bytes(i) for record in records], column.torch_dtype, (rows[i], *column.row_shape)
             )
             for i, column in enumerate(schema.columns)
         }

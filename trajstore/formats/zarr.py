@@ -37,7 +37,6 @@ from trajstore.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    raw_bytes,
     rows_from_bytes,
     shard_rows,
 )
@@ -103,7 +102,7 @@ class ZarrFormat(TrajectoryFormat):
         empty: list[int] = []
         for column, (spec, count) in enumerate(zip(schema.columns, rows, strict=True)):
             node = f"{folder}/{node_name(spec.name)}"
-            pieces = [raw_bytes(record.tensors[column]) for record in records]
+            pieces = [record.column_bytes(column) for record in records]
             if count * spec.row_nbytes == 0:
                 files.append(EncodedFile(f"{node}/{_METADATA}", [_whole_metadata(self, spec, count)]))
                 empty.append(column)

@@ -15,9 +15,9 @@ import torch
 
 from trajstore.commits import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.formats.base import Buffer, EncodedShard, ShardManifest, TrajectoryFormat, raw_bytes, rows_from_bytes
+from trajstore.formats.base import Buffer, EncodedShard, ShardManifest, TrajectoryFormat, rows_from_bytes
 from trajstore.manifest import ENVELOPE, check_file, column_region, manifest_of
-from trajstore.record import Record, dtypes, record_of
+from trajstore.record import Record, dtypes, raw_bytes, record_of
 from trajstore.storage import check_name
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
 
@@ -145,7 +145,7 @@ class StoredShard:
     def column(self, column: int) -> torch.Tensor:
         """Return all rows of a column as the records have them, ``[rows, *row_shape]``."""
         spec = self.manifest.schema.columns[column]
-        data = b"".join(bytes(raw_bytes(record.tensors[column])) for record in self.records)
+        data = b"".join(bytes(record.column_bytes(column)) for record in self.records)
         return rows_from_bytes(bytearray(data), spec.torch_dtype, (self.manifest.rows[column], *spec.row_shape))
 
     def ranges(self, column: int) -> Iterator[tuple[int, int]]:
