@@ -18,8 +18,8 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 READERS = 4
 
 
-def write(path: Path, seconds: float, started: Any, fmt: str) -> None:
-    """Add and evict, with snapshots in between, for some seconds."""
+def write(path: Path, started: Event, stop: Event, fmt: str) -> None:
+    """Add and evict, with snapshots in between, until told to stop."""
     torch.set_num_threads(1)
     writer.SNAPSHOT_AFTER_BYTES = 1 << 15
     with TrajectoryReplayBuffer(
@@ -29,8 +29,8 @@ def write(path: Path, seconds: float, started: Any, fmt: str) -> None:
         retention=Retention(max_trajectories=30),
         writer=WriterOptions(commit_interval=0.005, shard_bytes=1 << 16),
     ) as buffer:
-        end, key = time.monotonic() + seconds, 0
-        while time.monotonic() < end:
+        key = 0
+        while not stop.is_set():
             buffer.add_trajectories([witness(key + i) for i in range(3)])
             key += 3
             if key % 30 == 0:
@@ -39,7 +39,7 @@ def write(path: Path, seconds: float, started: Any, fmt: str) -> None:
             time.sleep(0.002)
 
 
-def follow(path: Path, stop: Event, results: Any, number: int) -> None:
+def follow(path: Path, ready: Any, stop: Event, results: Any, number: int) -> None:
     """Sample and read whole trajectories, seeing new commits now and then, until told to stop."""
     torch.set_num_threads(1)
     buffer = TrajectoryReplayBuffer(seed=number, sample_window_size=0, enable_cache=number % 2 == 0)
@@ -55,6 +55,7 @@ def follow(path: Path, stop: Event, results: Any, number: int) -> None:
             for _ in range(5):
                 check_batch(buffer.sample(64))
                 batches += 1
+                ready.release()
             for trajectory_id in ids[[0, -1]].tolist():
                 assert check_trajectory(buffer.get(trajectory_id)) == trajectory_id
         results.put((number, batches, changes, newest, ""))
@@ -63,15 +64,23 @@ def follow(path: Path, stop: Event, results: Any, number: int) -> None:
 
 
 def follow_for(path: Path, seconds: float, fmt: str) -> None:
-    context = multiprocessing.get_context("spawn")
-    started, stop, results = context.Event(), context.Event(), context.Queue()
-    readers = [context.Process(target=follow, args=(path, stop, results, i), daemon=True) for i in range(READERS)]
-    producer = context.Process(target=write, args=(path, seconds, started, fmt), daemon=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.crash.warm"])
+    started, enough, stop, results = context.Event(), context.Event(), context.Event(), context.Queue()
+    ready = [context.Semaphore(0) for _ in range(READERS)]
+    readers = [
+        context.Process(target=follow, args=(path, ready[i], stop, results, i), daemon=True) for i in range(READERS)
+    ]
+    producer = context.Process(target=write, args=(path, started, enough, fmt), daemon=True)
     producer.start()
     assert started.wait(60)
     for reader in readers:
         reader.start()
-    producer.join(seconds + 60)
+    for semaphore in ready:
+        semaphore.acquire(timeout=60)
+    time.sleep(seconds)
+    enough.set()
+    producer.join(60)
     assert producer.exitcode == 0
     stop.set()
     found = [results.get(timeout=60) for _ in readers]
@@ -86,7 +95,7 @@ def follow_for(path: Path, seconds: float, fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["pt", "zarr"])
 def test_readers_follow_a_writer_that_evicts(tmp_path: Path, fmt: str) -> None:
-    follow_for(tmp_path / "store", 8.0, fmt)
+    follow_for(tmp_path / "store", 3.0, fmt)
 
 
 @pytest.mark.slow
@@ -94,7 +103,8 @@ def test_readers_follow_for_a_minute(tmp_path: Path) -> None:
     follow_for(tmp_path / "store", 60.0, "pt")
 
 
-def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
+def test_sampling_while_another_thread_refreshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SNAPSHOT_AFTER_BYTES", 1 << 13)
     path = tmp_path / "store"
     problems: list[BaseException] = []
     done = threading.Event()
@@ -119,7 +129,7 @@ def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
         ]
         for thread in threads:
             thread.start()
-        for key in range(10, 150):
+        for key in range(10, 70):
             source.add_trajectories([witness(key)])
             source.flush()
         done.set()

@@ -271,8 +271,9 @@ class ReplayHook(Generic[Task]):
             refused = manager.refused.total()
             manager.update_difficulty2task_dict(done)
             kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropy[rows], mask[rows])
+            offered = len(kept) + manager.refused.total() - refused
             manager.save_trajectories_to_memory(kept)
-            figures = metrics.refused_metrics(manager.refused.total() - refused, len(kept))
+            figures = metrics.refused_metrics(manager.refused.total() - refused, offered)
         return {**replay.take_metrics(batch), **figures}
 
     # ---- checkpoint and resume ----

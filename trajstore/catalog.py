@@ -186,6 +186,18 @@ class Catalog:
             self.__dict__.update(fresh.__dict__)
         return self.generation != before
 
+    def behind(self) -> bool:
+        """Return whether anything has been committed since; changes nothing, so that others may read on."""
+        if self.metadata()["generation"] > self.generation:
+            return True
+        segments = [name for name in self.directory.names(LOG_FOLDER) if segment_generation(name) is not None]
+        if not segments or segments[-1] == self.segment:
+            try:
+                return bool(segments) and self.directory.size(self.segment) != self.segment_end + self.segment_torn
+            except FileNotFoundError:
+                return True
+        return True
+
     def metadata(self) -> dict[str, Any]:
         """Return the directory's ``metadata.json``, checked."""
         return parse_metadata(self.directory.read(METADATA_NAME), f"{self.directory.url}/{METADATA_NAME}")

@@ -8,9 +8,12 @@ run outside it, on addresses that stay valid until they end.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,6 +83,28 @@ def start_of(axis: Axis) -> str:
     return "start_document" if axis is Axis.DOCUMENT else "start_extra"
 
 
+_living: weakref.WeakSet[Contents] = weakref.WeakSet()
+_stopped: list[Contents] = []
+
+
+def _before_fork() -> None:
+    """Stand still: a lock that another thread holds now would stay locked in the child for ever."""
+    _stopped.extend(_living)
+    for contents in _stopped:
+        contents.lock.acquire()
+        contents.residency.stop()
+
+
+def _after_fork(*, in_child: bool = False) -> None:
+    while _stopped:
+        contents = _stopped.pop()
+        contents.residency.go_on(in_child=in_child)
+        contents.lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=partial(_after_fork, in_child=True))
+
+
 class Contents:
     """Trajectories of a buffer, oldest first, and their memory.
 
@@ -97,6 +122,7 @@ class Contents:
         self._first_slot: list[int] = []
         self._held: dict[int, _Held] = {}
         self._decoded: list[int] = []
+        _living.add(self)
 
     # -- taking in --------------------------------------------------------------------------------
 
@@ -160,17 +186,16 @@ class Contents:
 
     def _send_home(self, ids: Sequence[int]) -> None:
         """Let trajectories be read from disk again; those that are not there yet stay, or are gone for good."""
-        for number in ids:
-            held = self._held.get(number)
-            if held is None or held.pending:
-                continue
-            position = self.index.find(number)
-            if position is not None:
-                home = held.home or (GONE, 0, 0, 0)
-                self.index.arrays["shard"][position] = home[0]
-                for name, start in zip(_STARTS, home[1:], strict=True):
-                    self.index.arrays[name][position] = start
-            del self._held[number]
+        going = [number for number in ids if number in self._held and not self._held[number].pending]
+        if not going:
+            return
+        positions = self.index.find_many(going)
+        gone = [self._held.pop(number) for number in going]
+        homes = np.array([held.home or (GONE, 0, 0, 0) for held in gone], np.int64)
+        known = positions >= 0
+        for at, name in enumerate(("shard", *_STARTS)):
+            self.index.arrays[name][positions[known]] = homes[known, at]
+        for held in gone:
             self.residency.release(held.slot)
 
     def clear_cache(self) -> None:

@@ -132,6 +132,18 @@ class TrajectoryIndex:
             at = int(self._order[at]) if at < len(ids) else at
         return self.first + at if at < len(ids) and ids[at] == trajectory_id else None
 
+    def find_many(self, trajectory_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the position of each id, -1 where it is not in the index."""
+        if not self._ascending:
+            each = [self.find(number) for number in trajectory_ids]
+            return np.array([-1 if position is None else position for position in each], np.int64)
+        ids, wanted = self["trajectory_id"], np.array(trajectory_ids, np.int64)
+        at = np.searchsorted(ids, wanted)
+        found = np.zeros(len(wanted), np.bool_)
+        inside = at < len(ids)
+        found[inside] = ids[at[inside]] == wanted[inside]
+        return np.where(found, self.first + at, -1)
+
     def position_of(self, trajectory_id: int) -> int:
         """Return the position of an id.
 

@@ -20,8 +20,7 @@ ENVELOPE = "envelope"
 def manifest_of(encoded: EncodedShard, format_name: str, name: str, records: Sequence[Record]) -> ShardManifest:
     """Return the manifest of a shard that was just encoded.
 
-    The checksums of mapped columns are taken from the records, those of envelopes from the encoded
-    pieces, so a format that put the wrong bytes into a file is found by :func:`check_file`.
+    The checksums of mapped columns are the format's, those of envelopes are taken from the encoded pieces.
 
     Args:
         encoded: what the format made of ``records``.
@@ -32,19 +31,12 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, records: Seq
     schema = records[0].schema
     rows = shard_rows(schema, [record.extent for record in records])
     lengths = [count * width for count, width in zip(rows, schema.row_nbytes, strict=True)]
-    column_crc32: list[int | None] = []
     regions: list[list[tuple[int, int]]] = [[] for _ in encoded.files]
     for column, place in enumerate(encoded.places):
-        if place is None:
-            column_crc32.append(None)
-            continue
-        crc = 0
-        for record in records:
-            crc = zlib.crc32(record.column_bytes(column), crc)
-        column_crc32.append(crc)
-        regions[place.file].append((place.offset, place.offset + lengths[column]))
+        if place is not None:
+            regions[place.file].append((place.offset, place.offset + lengths[column]))
     files = tuple(_stored_file(file, sorted(inside)) for file, inside in zip(encoded.files, regions, strict=True))
-    return ShardManifest(name, format_name, schema, files, encoded.places, tuple(column_crc32), rows)
+    return ShardManifest(name, format_name, schema, files, encoded.places, encoded.column_crc32, rows)
 
 
 def check_file(data: Buffer, manifest: ShardManifest, file_index: int) -> list[str]:

@@ -272,6 +272,16 @@ class Residency:
         with self._lock:
             self._readers += 1
 
+    def stop(self) -> None:
+        """Let no reading begin or end until :meth:`go_on`."""
+        self._lock.acquire()
+
+    def go_on(self, *, in_child: bool) -> None:
+        """End what :meth:`stop` began; a forked child has none of the threads that were reading."""
+        if in_child:
+            self._readers = 0
+        self._lock.release()
+
     def end_reading(self) -> None:
         """End what :meth:`begin_reading` began."""
         with self._lock:

@@ -85,7 +85,7 @@ class StoreSource(Source):
         return self.catalog.generation
 
     def changed(self) -> bool:
-        return self.catalog.refresh()
+        return self.catalog.behind()
 
     def missing(self, index: TrajectoryIndex) -> list[tuple[int, str]]:
         """Return (position, file) for each entry whose shard lacks a file."""

@@ -206,6 +206,7 @@ class StoreWriter:
             PendingFullError: there is no room and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
+        self._check_open()  # in a forked child the lock may never come free
         state = self._state
         with self._changed:
             while True:

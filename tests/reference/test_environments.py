@@ -125,6 +125,7 @@ def test_tasks_depend_on_the_seed_and_nothing_else() -> None:
         (lambda: SortEnvironment(lengths=()), "lengths"),
         (lambda: SortEnvironment(lengths=(1,)), "lengths"),
         (lambda: SortEnvironment(tasks_per_length=0), "tasks_per_length"),
+        (lambda: HouseholdEnvironment(rooms=2), "rooms"),
         (lambda: HouseholdEnvironment(things=0), "things"),
         (lambda: HouseholdEnvironment(max_turns=3), "max_turns"),
         (lambda: make_environment("chess"), "environment: 'chess'"),

@@ -146,19 +146,22 @@ class HouseholdEnvironment(Environment):
     name = "household"
     max_reply_tokens = 3
 
-    def __init__(self, things: int = 8, max_turns: int = 6, seed: int = 0) -> None:
+    def __init__(self, rooms: int = 5, things: int = 6, max_turns: int = 8, seed: int = 0) -> None:
+        if not 3 <= rooms <= len(ROOMS):
+            raise ConfigurationError(f"rooms: {rooms}, must be in [3, {len(ROOMS)}]: two are wanted for each thing")
         if not 1 <= things <= len(THINGS):
             raise ConfigurationError(f"things: {things}, must be in [1, {len(THINGS)}]")
         if max_turns < 4:
             raise ConfigurationError(f"max_turns: {max_turns}, must be at least 4: the hard tasks need four replies")
         self.max_turns = max_turns
         random = Random(seed)
-        self._places = {thing: random.choice(ROOMS) for thing in THINGS[:things]}
+        self._rooms = ROOMS[:rooms]
+        self._places = {thing: random.choice(self._rooms) for thing in THINGS[:things]}
         find = [TextTask(f"find-{thing}", 1, (thing, "hand")) for thing in self._places]
         bring = [
             TextTask(f"bring-{thing}-{room}", 2, (thing, room))
             for thing, place in self._places.items()
-            for room in random.sample([room for room in ROOMS if room != place], 2)
+            for room in random.sample([room for room in self._rooms if room != place], 2)
         ]
         self._tasks = (*find, *bring)
 
@@ -168,15 +171,16 @@ class HouseholdEnvironment(Environment):
 
     @property
     def words(self) -> tuple[str, ...]:
-        return (*_HOUSEHOLD_WORDS, *ROOMS, *self._places)
+        return (*_HOUSEHOLD_WORDS, *self._rooms, *self._places)
 
     def begin(self, task: TextTask) -> Episode:
-        return _HouseholdEpisode(task, dict(self._places), self.max_turns)
+        return _HouseholdEpisode(task, self._rooms, dict(self._places), self.max_turns)
 
 
 class _HouseholdEpisode(Episode):
-    def __init__(self, task: TextTask, places: dict[str, str], turns: int) -> None:
+    def __init__(self, task: TextTask, rooms: tuple[str, ...], places: dict[str, str], turns: int) -> None:
         self._thing, self._target = task.words
+        self._rooms = rooms
         self._places = places
         self._turns = turns
         self._room = "hall"
@@ -188,7 +192,7 @@ class _HouseholdEpisode(Episode):
 
     def answer(self, reply: str) -> Answer:
         match reply.split():
-            case ["go", room] if room in ROOMS:
+            case ["go", room] if room in self._rooms:
                 self._room = room
             case ["take", thing] if thing in self._seen() and self._held is None:
                 self._held = thing
@@ -201,7 +205,7 @@ class _HouseholdEpisode(Episode):
         return Answer(self._view(), done=solved or self._turns == 0, reward=float(solved))
 
     def any_reply(self, random: Random) -> str:
-        replies = [f"go {random.choice(ROOMS)}"]
+        replies = [f"go {random.choice(self._rooms)}"]
         if self._held is not None:
             replies.append(f"drop {self._held}")
         elif seen := self._seen():

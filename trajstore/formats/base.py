@@ -8,6 +8,7 @@ file, at which byte they begin; such columns are mapped and never decoded.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from trajstore.record import Extent, Record, Schema
 
 Buffer = bytes | bytearray | memoryview
 """Anything contiguous that can be written."""
+
+_JOIN_BELOW = 64 << 10
 
 Fetch = Callable[[str], Buffer]
 """Returns the bytes of one file of a shard, by the file's name in the manifest.
@@ -47,11 +50,13 @@ class ColumnPlace:
 class EncodedShard:
     """What a format made of some records.
 
-    ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files).
+    ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files); else
+    ``column_crc32[c]`` is the CRC-32 of its raw rows.
     """
 
     files: tuple[EncodedFile, ...]
     places: tuple[ColumnPlace | None, ...]
+    column_crc32: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,22 @@ class TrajectoryFormat(ABC):
 def shard_rows(schema: Schema, extents: Sequence[Extent]) -> tuple[int, ...]:
     """Return, per column, the total rows of a shard of trajectories with these extents."""
     return tuple(sum(extent.rows(column.axis) for extent in extents) for column in schema.columns)
+
+
+def column_pieces(records: Sequence[Record], column: int) -> list[memoryview]:
+    """Return a column's raw rows of all records, in order. Small ones are joined: a piece costs more than its bytes."""
+    pieces = [record.column_bytes(column) for record in records]
+    if len(pieces) > 1 and sum(piece.nbytes for piece in pieces) < len(pieces) * _JOIN_BELOW:
+        return [memoryview(b"".join(pieces))]
+    return pieces
+
+
+def crc32_of(pieces: Sequence[Buffer]) -> int:
+    """Return the CRC-32 of pieces that follow each other."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from trajstore.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
+    column_pieces,
     rows_from_bytes,
     shard_rows,
 )
@@ -41,7 +42,7 @@ class PklFormat(TrajectoryFormat):
                 "dtype": column.dtype,
                 "row_shape": list(column.row_shape),
                 "rows": rows,
-                "data": b"".join(record.column_bytes(i) for record in records),
+                "data": b"".join(column_pieces(records, i)),
             }
             for i, (column, rows) in enumerate(zip(schema.columns, shard_rows(schema, extents), strict=True))
         }
@@ -52,8 +53,9 @@ class PklFormat(TrajectoryFormat):
             "columns": columns,
             "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in extents],
         }
+        unmapped = (None,) * len(schema.columns)
         data = pickle.dumps(content, protocol=_PROTOCOL)
-        return EncodedShard((EncodedFile(f"shards/{name}.pkl", [data]),), (None,) * len(schema.columns))
+        return EncodedShard((EncodedFile(f"shards/{name}.pkl", [data]),), unmapped, unmapped)
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         return _PklReader(fetch, manifest)

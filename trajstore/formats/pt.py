@@ -18,6 +18,8 @@ from trajstore.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
+    column_pieces,
+    crc32_of,
     shard_rows,
 )
 from trajstore.formats.torch_zip import TensorSlot, write_torch_zip
@@ -40,12 +42,11 @@ class PtFormat(TrajectoryFormat):
         schema = records[0].schema
         extents = [record.extent for record in records]
         rows = shard_rows(schema, extents)
-        slots = {
-            column.name: TensorSlot(
-                [record.column_bytes(i) for record in records], column.torch_dtype, (rows[i], *column.row_shape)
-            )
-            for i, column in enumerate(schema.columns)
-        }
+        slots = {}
+        for i, column in enumerate(schema.columns):
+            pieces = column_pieces(records, i)
+            shape = (rows[i], *column.row_shape)
+            slots[column.name] = TensorSlot(pieces, column.torch_dtype, shape, crc32_of(pieces))
         content = {
             "layout": SHARD_LAYOUT,
             "version": SHARD_VERSION,
@@ -53,10 +54,11 @@ class PtFormat(TrajectoryFormat):
             "columns": slots,
             "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in extents],
         }
-        pieces, offsets = write_torch_zip(content)
+        written, offsets = write_torch_zip(content)
         return EncodedShard(
-            files=(EncodedFile(f"shards/{name}.pt", pieces),),
+            files=(EncodedFile(f"shards/{name}.pt", written),),
             places=tuple(ColumnPlace(0, offset) for offset in offsets),
+            column_crc32=tuple(slot.crc32 for slot in slots.values()),
         )
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:

@@ -37,6 +37,8 @@ from trajstore.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
+    column_pieces,
+    crc32_of,
     rows_from_bytes,
     shard_rows,
 )
@@ -99,16 +101,18 @@ class ZarrFormat(TrajectoryFormat):
         folder = f"shards/{name}.zarr"
         files = [EncodedFile(f"{folder}/{_METADATA}", [_group_metadata(schema, records)])]
         mapped: dict[int, ColumnPlace] = {}
+        crcs: dict[int, int] = {}
         empty: list[int] = []
         for column, (spec, count) in enumerate(zip(schema.columns, rows, strict=True)):
             node = f"{folder}/{node_name(spec.name)}"
-            pieces = [record.column_bytes(column) for record in records]
+            pieces = column_pieces(records, column)
             if count * spec.row_nbytes == 0:
                 files.append(EncodedFile(f"{node}/{_METADATA}", [_whole_metadata(self, spec, count)]))
                 empty.append(column)
             elif self.codec == "none" and self._chunk_rows(spec, count) == count:
                 files.append(EncodedFile(f"{node}/{_METADATA}", [_whole_metadata(self, spec, count)]))
                 mapped[column] = ColumnPlace(len(files), 0)
+                crcs[column] = crc32_of(pieces)
                 files.append(EncodedFile(f"{node}/c{'.0' * (1 + len(spec.row_shape))}", pieces))
             else:
                 written = _write_array(self, spec, count, pieces)
@@ -116,7 +120,9 @@ class ZarrFormat(TrajectoryFormat):
         # No byte of an empty column is ever read, so it may lie anywhere that is mapped already.
         anywhere = ColumnPlace(next((place.file for place in mapped.values()), 0), 0)
         places = mapped | dict.fromkeys(empty, anywhere)
-        return EncodedShard(tuple(files), tuple(places.get(column) for column in range(len(rows))))
+        crcs |= dict.fromkeys(empty, 0)
+        columns = range(len(rows))
+        return EncodedShard(tuple(files), tuple(map(places.get, columns)), tuple(map(crcs.get, columns)))
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         return _ZarrReader(fetch, manifest)

@@ -1,0 +1,89 @@
+"""Run benchmarks: ``python -m tools.bench [t1 t2 ...] [--json] [--repeats 7] [--scale 1.0] [--folder DIR]``.
+
+Prints one JSON line per figure, and a table in the end. Needs up to 4 GB of disk and a few minutes for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from tools.bench import (
+    t01_sample,
+    t03_torchrl,
+    t04_cold,
+    t05_growth,
+    t06_durable,
+    t07_latency,
+    t08_open,
+    t09_checkpoint,
+    t14_memory,
+    t15_start,
+)
+from tools.bench.report import Figure, Options, SkippedError, table
+
+Benchmark = Callable[[Options], Iterator[Figure]]
+
+
+def script(name: str, options: Options) -> Iterator[Figure]:
+    """Yield the figures that a benchmark with a command line of its own prints."""
+    command = [sys.executable, "-m", f"tools.bench.{name}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    for line in done.stdout.splitlines():
+        value = json.loads(line)
+        yield Figure(value["id"], value["name"], value["ratio"], value["target"])
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "t1": partial(t01_sample.figures, names=("T1",)),
+    "t2": partial(t01_sample.figures, names=("T2",)),
+    "t3": t03_torchrl.figures,
+    "t4": t04_cold.figures,
+    "t5": t05_growth.figures,
+    "t6": t06_durable.figures,
+    "t7": t07_latency.figures,
+    "t8": t08_open.figures,
+    "t9": t09_checkpoint.figures,
+    "t11": partial(script, "t11_batch"),
+    "t12": partial(script, "t12_loss"),
+    "t14": t14_memory.figures,
+    "t15": t15_start.figures,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line names; return 0, also where a target is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="tN", help=f"which (all): {' '.join(BENCHMARKS)}")
+    parser.add_argument("--json", action="store_true", help="only JSON lines, no table")
+    parser.add_argument("--repeats", type=int, default=7, help="how often each thing is timed (7)")
+    parser.add_argument("--scale", type=float, default=1.0, help="size of the workloads (1)")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to be measured (the temporary folder)")
+    chosen = parser.parse_args(arguments)
+    names = [name.lower() for name in chosen.names] or list(BENCHMARKS)
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {' '.join(BENCHMARKS)}")
+    figures: list[Figure] = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix=f"trajstore_{name}_", dir=chosen.folder) as folder:
+            options = Options(Path(folder), chosen.repeats, chosen.scale)
+            try:
+                for figure in BENCHMARKS[name](options):
+                    figures.append(figure)
+                    sys.stdout.write(figure.line() + "\n")
+                    sys.stdout.flush()
+            except SkippedError as reason:
+                sys.stdout.write(json.dumps({"id": name.upper(), "skipped": str(reason)}) + "\n")
+    if not chosen.json:
+        sys.stdout.write("\n" + table(figures) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
