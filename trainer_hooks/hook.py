@@ -42,6 +42,9 @@ from trajstore.trajectory import AgentTrajectory
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
+WARN_EVERY = 100
+"""Steps for which a warning that a batch is far off-policy is not repeated."""
+
 STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
@@ -228,7 +231,6 @@ class ReplayHook(Generic[Task]):
             response_mask = batch.tensors["response_mask"][list(rows)]
             exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
             figures = metrics.loss_metrics(loss, response_mask, exp_mask)
-            metrics.warn_if_far_off_policy(figures)
             replay.figures.append(figures)
             ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
             for name, labels in (("age", replay.ages(batch, rows)), ("difficulty", replay.difficulties(batch, rows))):
@@ -334,6 +336,7 @@ class _Replay(Generic[Task]):
         self.figures: list[dict[str, float]] = []
         self._drawn: deque[tuple[Counter[int], Counter[int]]] = deque(maxlen=STARVING_STEPS)
         self._difficulty: dict[str, int] = {}
+        self._quiet_until = 0
 
     def note_drawn(self, tasks: Sequence[str]) -> None:
         """Remember which buckets could be replayed in this step, and which were."""
@@ -364,7 +367,9 @@ class _Replay(Generic[Task]):
     def take_metrics(self, batch: Batch) -> dict[str, float]:
         """Return all metrics of the step, and begin anew."""
         extras = batch.non_tensors["extras"]
-        result = _means(self.figures) | self.collate.metrics | self.manager.metrics() | self.times.take()
+        figures = _means(self.figures)
+        self._warn(figures)
+        result = figures | self.collate.metrics | self.manager.metrics() | self.times.take()
         result |= metrics.batch_metrics(
             batch.non_tensors["task_ids"].tolist(),
             [one["is_experience_replay"] for one in extras],
@@ -377,6 +382,14 @@ class _Replay(Generic[Task]):
             result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
         self.figures = []
         return result
+
+    def _warn(self, figures: Mapping[str, float]) -> None:
+        share = figures.get(f"{metrics.PREFIX}off_policy_share", 0.0)
+        ratio = figures.get(f"{metrics.PREFIX}off_ratio_max", 1.0)
+        far = share > metrics.OFF_POLICY_SHARE_LIMIT or ratio > metrics.OFF_POLICY_RATIO_LIMIT
+        if far and self.manager.global_steps >= self._quiet_until:
+            self._quiet_until = self.manager.global_steps + WARN_EVERY
+            metrics.warn_if_far_off_policy(figures)
 
 
 def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:

@@ -67,6 +67,9 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_refused(make: Train, tm
         path.write_bytes(damage)
         with pytest.raises(CorruptStoreError, match=path.name):
             load_checkpoint(trainer, path)
+    torch.save({"version": 1, "model": {}}, path)
+    with pytest.raises(CorruptStoreError, match="lacks tokenizer_fingerprint, optimizer"):
+        load_checkpoint(trainer, path)
     torch.save({"version": 99}, path)
     with pytest.raises(CorruptStoreError, match="version 99"):
         load_checkpoint(trainer, path)

@@ -79,7 +79,7 @@ def table(figures: Sequence[Figure]) -> str:
     for figure in figures:
         unit = "" if figure.unit == "ratio" else f" {figure.unit}"
         sign = "≥" if figure.at_least else "≤"
-        target = "–" if figure.target is None else f"{sign} {figure.target:g}{unit}"
+        target = "none" if figure.target is None else f"{sign} {figure.target:g}{unit}"
         rows.append((figure.id, figure.name, f"{_rounded(figure.value):g}{unit}", target, words[figure.ok]))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return "\n".join(

@@ -9,7 +9,6 @@ the call. The ratio is to ``json.load`` of RLinf's index of as many trajectories
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options
-from tools.bench.timing import in_child
+from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import small_trajectory
 from trajstore import TrajectoryReplayBuffer
 from trajstore.catalog import INDEX_NAME, Catalog
@@ -47,7 +46,7 @@ def figures(options: Options) -> Iterator[Figure]:
         folder = options.folder / f"packed_{packed}"
         _write_store(folder, total, packed)
         found: dict[str, list[dict[str, Any]]] = {"all": [], "rank": [], "writer": [], "json": []}
-        for _ in range(max(3, options.repeats // 2)):
+        for _ in range(-(-options.repeats * 5 // 7)):
             for what, times in found.items():
                 times.append(in_child("tools.bench.t08_open", what, theirs if what == "json" else folder))
         seconds = {what: median(item["seconds"] for item in items) for what, items in found.items()}
@@ -140,12 +139,12 @@ def _child(what: str, path: str) -> None:
         "writer": _open_to_write,
         "json": _load_json,
     }
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = status_bytes("VmHWM")
     start = time.perf_counter()
     kept = works[what](path)
     took = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sys.stdout.write(json.dumps({"seconds": took, "peak_mb": peak * 1024 / 1e6, "more_mb": (peak - before) * 1024 / 1e6}))
+    peak = status_bytes("VmHWM")
+    sys.stdout.write(json.dumps({"seconds": took, "peak_mb": peak / 1e6, "more_mb": (peak - before) / 1e6}))
     del kept
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import orjson
 import torch
 
-from tools.bench.report import Figure, Options, SkippedError
-from tools.bench.timing import in_child
+from tools.bench.report import Figure, Options
+from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import state_trajectory
 from trajstore import TrajectoryReplayBuffer
 
@@ -29,12 +28,11 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: the kernel does not tell a process's anonymous memory.
     """
-    if not Path("/proc/self/status").exists():
-        raise SkippedError("needs /proc/self/status")
+    status_bytes("RssAnon")
     limit = options.count(LIMIT, 4 << 20)
     generator = torch.Generator().manual_seed(0)
     pool = [state_trajectory(generator) for _ in range(8)]
-    for kind, batch, target in (("pt", 1024, TARGET_MB), ("pkl", 32, None)):
+    for kind, batch in (("pt", 1024), ("pkl", 32)):
         folder = options.folder / kind
         with TrajectoryReplayBuffer(
             enable_cache=False, auto_save=True, auto_save_path=folder, trajectory_format=kind
@@ -46,13 +44,14 @@ def figures(options: Options) -> Iterator[Figure]:
             "T14",
             f"anonymous memory above the limit, {kind}",
             (found["anonymous"] - limit) / 1e6,
-            target,
+            TARGET_MB,
             "MB",
             details={"limit_mb": limit / 1e6, "peak_mb": found["anonymous"] / 1e6, "before_mb": found["before"] / 1e6},
         )
 
 
-def _child(folder: str, kind: str, limit: int, batch: int, batches: int) -> None:
+def _child(folder: str, kind: str, *numbers: str) -> None:
+    limit, batch, batches = map(int, numbers)
     with TrajectoryReplayBuffer(
         enable_cache=True,
         cache_size=sys.maxsize,
@@ -62,20 +61,12 @@ def _child(folder: str, kind: str, limit: int, batch: int, batches: int) -> None
         auto_save_path=folder,
         trajectory_format=kind,
     ) as buffer:
-        before = peak = _anonymous()
+        before = peak = status_bytes("RssAnon")
         for _ in range(batches):
             buffer.sample(batch)
-            peak = max(peak, _anonymous())
+            peak = max(peak, status_bytes("RssAnon"))
     sys.stdout.write(orjson.dumps({"before": before, "anonymous": peak}).decode())
 
 
-def _anonymous() -> int:
-    """Return the bytes of anonymous memory that this process holds in RAM."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise SkippedError("/proc/self/status tells no RssAnon")
-
-
 if __name__ == "__main__":
-    _child(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    _child(*sys.argv[1:])

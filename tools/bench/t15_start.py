@@ -1,4 +1,4 @@
-"""T15: how long ``trajstore --help`` takes, and ``import trajstore`` over ``import torch``, in processes of their own."""
+"""T15: how long ``trajstore --help`` takes, and ``import trajstore`` over ``import torch``; each in a fresh process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def figures(options: Options) -> Iterator[Figure]:
     show_help, store, torch, buffer, nothing = alternate(
         [_python(_HELP), _python("import trajstore"), _python("import torch"), _python(_BUFFER), _python("pass")],
         options.repeats,
-        warmup=1,
+        warmup=min(1, options.repeats - 1),
     )
     yield Figure("T15", "trajstore --help", median(show_help), 0.3, "s", details={"python_alone": median(nothing)})
     yield Figure(

@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+
+from tools.bench.report import SkippedError
 
 
 def seconds(work: Callable[[], object], calls: int = 1) -> float:
@@ -50,6 +53,19 @@ def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:
 def percentile(times: Sequence[float], share: float) -> float:
     """Return the smallest time that at least ``share`` of all times do not exceed."""
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+
+
+def status_bytes(name: str) -> int:
+    """Return a number of bytes that the kernel tells of this process: ``VmHWM`` (peak RSS), ``RssAnon``, ...
+
+    Raises:
+        SkippedError: it tells no such number.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise SkippedError(f"needs {name} in {status}")
 
 
 def in_child(module: str, *arguments: object) -> Any:

@@ -40,7 +40,7 @@ def replay_config(path: Path | None = None, seed: int = 0) -> ExperienceReplayCo
     return ExperienceReplayConfig(
         enable=True,
         replay_start_ratio=0.0,
-        max_policy_age=40,
+        offpolicy_trajectories_per_task=4,
         seed=seed,
         store=None if path is None else {"path": str(path)},
     )

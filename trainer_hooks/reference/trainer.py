@@ -30,6 +30,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTraje
 from trajstore.trajectory import AgentTrajectory
 
 _STATE_VERSION = 1
+_STATE_KEYS = ("tokenizer_fingerprint", "model", "optimizer", "tokens", "order", "waiting", "curve", "replay")
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -50,7 +51,7 @@ class TrainerConfig:
     minibatches: int = 2
     """Optimizer steps per training step; each takes an equal share of the rows, drawn at random."""
     learning_rate: float = 5e-4
-    entropy_coeff: float = 0.0
+    entropy_coeff: float = 0.003
     """Weight of the mean entropy that is added to the objective."""
     cliprange_low: float = 0.2
     cliprange_high: float = 0.28
@@ -124,6 +125,8 @@ class ReferenceTrainer:
                 f"tasks_per_step: {config.tasks_per_step}, but {self.environment.name} has {len(self._tasks)} tasks"
             )
         self.tokenizer = WordTokenizer(self.environment.words)
+        self.model = build_model(config.model, len(self.tokenizer), config.seed)
+        self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
         self.hook: ReplayHook[TextTask] = ReplayHook(
             config.replay,
             n_rollout=config.n_rollout,
@@ -131,8 +134,6 @@ class ReferenceTrainer:
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             current_entropy=self._current_entropy,
         )
-        self.model = build_model(config.model, len(self.tokenizer), config.seed)
-        self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
         self.curve: list[CurvePoint] = []
         self.metrics: dict[str, float] = {}
@@ -251,6 +252,8 @@ class ReferenceTrainer:
         """
         if state.get("version") != _STATE_VERSION:
             raise CorruptStoreError(f"trainer state: version {state.get('version')!r}, must be {_STATE_VERSION}")
+        if missing := [key for key in _STATE_KEYS if key not in state]:
+            raise CorruptStoreError(f"trainer state: lacks {', '.join(missing)}")
         if state["tokenizer_fingerprint"] != self.tokenizer.fingerprint:
             raise ConfigurationError("trainer state: made with another tokenizer; resume with the same environment")
         try:

@@ -1,0 +1,64 @@
+"""Every benchmark runs through, tiny, and prints figures of the promised shape. Nothing is said about speed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench import t08_open, t14_memory
+from tools.bench.__main__ import BENCHMARKS, main
+from tools.bench.report import Figure, Options, SkippedError, table
+
+SCRIPTS = ("t11", "t12")  # these have no sizes to make smaller
+
+
+def in_process(module: str, *arguments: object) -> Any:
+    """Do what a benchmark's child process does, here: starting Python and torch takes seconds."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        importlib.import_module(module)._child(*map(str, arguments))
+    return json.loads(written.getvalue())
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in SCRIPTS])
+def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (t08_open, t14_memory):
+        monkeypatch.setattr(module, "in_child", in_process)
+    try:
+        figures = list(BENCHMARKS[name](Options(tmp_path, repeats=1, scale=0.002)))
+    except SkippedError as reason:
+        pytest.skip(str(reason))
+    assert figures
+    for figure in figures:
+        line = json.loads(figure.line())
+        assert line["id"] == name.upper()
+        assert line["name"]
+        assert isinstance(line["ratio"] if figure.unit == "ratio" else line["value"], float)
+        assert line["ok"] is None if line["target"] is None else isinstance(line["ok"], bool)
+        assert not set(figure.details) & {"id", "name", "ratio", "value", "unit", "target", "ok"}
+
+
+def test_targets_are_bounds_in_their_direction() -> None:
+    assert Figure("T0", "a", 1.0, 1.0).ok is True
+    assert Figure("T0", "a", 1.1, 1.0).ok is False
+    assert Figure("T0", "a", 1.1, 1.0, at_least=True).ok is True
+    assert Figure("T0", "a", 0.9, 1.0, at_least=True).ok is False
+    assert Figure("T0", "a", 0.9, None).ok is None
+
+
+def test_table_shows_what_was_missed() -> None:
+    lines = table([Figure("T0", "slow", 2.0, 1.5), Figure("T0", "quick", 0.5, 1.5, "s")]).splitlines()
+    assert lines[1].split() == ["T0", "slow", "2", "≤", "1.5", "MISSED"]
+    assert lines[2].split() == ["T0", "quick", "0.5", "s", "≤", "1.5", "s", "ok"]
+
+
+def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["t99"])
+    assert "no benchmark t99" in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""Checkpoints: equality, resuming, ranks, replacing, links, consistency; pins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.testing.faults import FaultPlan, failing_disk
+from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
+from trajstore.verify import verify
+
+KINDS = [("memory", "pt"), ("store", "pt"), ("store", "zarr"), ("store", "pkl")]
+
+
+def make(kind: str, fmt: str, path: Path, **options: Any) -> TrajectoryReplayBuffer:
+    options = {"sample_window_size": 0, **options}
+    if kind == "memory":
+        return TrajectoryReplayBuffer(trajectory_format=fmt, **options)
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=fmt, **options)
+
+
+def filled(kind: str, fmt: str, path: Path, count: int, first: int = 0, **options: Any) -> TrajectoryReplayBuffer:
+    buffer = make(kind, fmt, path, **options)
+    for key in range(first, first + count):
+        buffer.add_trajectories([witness(key)])
+        if key % 3 == 0:
+            buffer.flush()
+    return buffer
+
+
+def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+    return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
+
+
+def listing(path: Path) -> dict[str, tuple[int, int, int]]:
+    found = {}
+    for file in sorted(path.rglob("*")):
+        if "readers" not in file.relative_to(path).parts:
+            state = file.stat()
+            found[str(file.relative_to(path))] = (state.st_size, state.st_mtime_ns if file.is_file() else 0, state.st_mode)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "fmt"), KINDS)
+def test_what_is_saved_is_loaded(tmp_path: Path, kind: str, fmt: str) -> None:
+    with filled(kind, fmt, tmp_path / "store", 8, seed=3) as buffer:
+        buffer.evict([2, 5])
+        buffer.sample(10)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        expected = [buffer.sample(20)["curr_obs"]["tag"] for _ in range(3)]
+        for target in ("memory", "store"):
+            with make(target, fmt, tmp_path / f"other {kind} {target}", seed=1) as other:
+                assert other.load_checkpoint(tmp_path / "checkpoint") == 0
+                assert keys_of(other) == {number: number for number in (0, 1, 3, 4, 6, 7)}
+                assert (other.size, other.total_samples) == (buffer.size, buffer.total_samples)
+                assert (other.trajectory_counter, other.seed) == (8, 3)
+                for value in expected:
+                    assert torch.equal(other.sample(20)["curr_obs"]["tag"], value)
+                assert other.add_trajectories([witness(50)]) == [8]
+    assert verify(tmp_path / "checkpoint").sound
+
+
+@pytest.mark.parametrize("kind", ["memory", "store"])
+@pytest.mark.parametrize("stop", range(0, 12, 3))
+def test_resuming_at_any_batch_draws_what_would_have_been_drawn(tmp_path: Path, kind: str, stop: int) -> None:
+    def run(buffer: TrajectoryReplayBuffer, steps: range, tags: list[Any]) -> None:
+        for step in steps:
+            buffer.add_trajectories([witness(step)])
+            tags.append(buffer.sample(7)["curr_obs"]["tag"].tolist())
+
+    plain: list[Any] = []
+    run(TrajectoryReplayBuffer(seed=2, sample_window_size=4), range(12), plain)
+    resumed: list[Any] = []
+    with make(kind, "pt", tmp_path / "first", seed=2, sample_window_size=4) as buffer:
+        run(buffer, range(stop), resumed)
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    with make(kind, "pt", tmp_path / "second", seed=77, sample_window_size=4) as buffer:
+        buffer.load_checkpoint(tmp_path / "checkpoint")
+        run(buffer, range(stop, 12), resumed)
+    assert resumed == plain
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=16), readers=st.integers(1, 16), stored=st.booleans())
+def test_any_number_of_ranks_loads_what_any_number_saved(
+    tmp_path: Path, sizes: list[int], readers: int, stored: bool
+) -> None:
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    key = 0
+    for rank, size in enumerate(sizes):
+        kind = "store" if stored and rank < 2 else "memory"
+        with filled(kind, "pt", tmp_path / "run" / f"store_{rank}", size, key) as buffer:
+            buffer.save_checkpoint(tmp_path / "run" / "saved" / f"rank_{rank}")
+        key += size
+    found: list[int] = []
+    ids: list[int] = []
+    for rank in range(readers):
+        buffer = TrajectoryReplayBuffer(sample_window_size=0)
+        buffer.load_checkpoint(tmp_path / "run" / "saved", True, rank, readers)
+        share = keys_of(buffer)
+        each, more = divmod(key, readers)
+        assert len(share) == each + (rank < more)
+        assert buffer.total_samples == sum(witness(k).curr_obs["tag"].numel() for k in share.values())
+        assert buffer.trajectory_counter == max(share, default=-1) + 1
+        found += share.values()
+        ids += [*share, *buffer.add_trajectories([witness(1000), witness(1001)])]
+        buffer.close()
+    assert found == list(range(key))
+    assert len(set(ids)) == len(ids)
+
+
+def test_one_checkpoint_is_shared_among_ranks_and_saved_again(tmp_path: Path) -> None:
+    filled("memory", "pt", tmp_path, 10).save_checkpoint(tmp_path / "one")
+    for rank in range(4):
+        with make("store", "pt", tmp_path / f"store_{rank}") as buffer:
+            buffer.load_checkpoint(tmp_path / "one", True, rank, 4)
+            buffer.add_trajectories([witness(100 + rank)])
+            buffer.save_checkpoint(tmp_path / "again" / f"rank_{rank}")
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.load_checkpoint(tmp_path / "again")
+    assert sorted(keys_of(buffer).values()) == [*range(10), 100, 101, 102, 103]
+    for arguments in ((4, 4), (-1, 4), (0, 0)):
+        with pytest.raises(errors.ConfigurationError):
+            buffer.load_checkpoint(tmp_path / "again", True, *arguments)
+
+
+# -- saving -----------------------------------------------------------------------------------------
+
+
+def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    with filled("store", "pt", tmp_path / "store", 3) as buffer:
+        buffer.save_checkpoint(target)
+        reader = TrajectoryReplayBuffer(sample_window_size=0)
+        reader.load_checkpoint(target)
+        buffer.evict([0, 1, 2])
+        buffer.add_trajectories([witness(9)])
+        buffer.save_checkpoint(target)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "store"]
+        again = TrajectoryReplayBuffer(sample_window_size=0)
+        again.load_checkpoint(target)
+        assert keys_of(again) == {3: 9}
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
+    with filled("store", "pt", tmp_path / "store", 3) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        buffer.add_trajectories([witness(3)])
+        buffer.flush()
+        with failing_disk(FaultPlan(0, "ENOSPC", lasting=True)):
+            with pytest.raises(errors.StoreWriteError, match="checkpoint"):
+                buffer.save_checkpoint(tmp_path / "checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "store"]
+    other = TrajectoryReplayBuffer(sample_window_size=0)
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert len(other) == 3
+
+
+def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with filled("store", "pt", tmp_path / "store", 2) as buffer:
+        with pytest.raises(errors.ConfigurationError, match=r"thesis\.tex"):
+            buffer.save_checkpoint(tmp_path / "mine")
+        with pytest.raises(errors.ConfigurationError, match="store"):
+            buffer.save_checkpoint(tmp_path / "store")
+        with pytest.raises(errors.ConfigurationError, match="layout"):
+            buffer.save_checkpoint(tmp_path / "new", layout="other")  # type: ignore[arg-type]
+        assert not (tmp_path / "new").exists()
+        assert keys_of(buffer) == {0: 0, 1: 1}
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> None:
+    with filled("store", "zarr", tmp_path / "store", 4) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    shards = [path for path in (tmp_path / "checkpoint" / "shards").rglob("*") if path.is_file()]
+    assert shards
+    assert all(path.stat().st_nlink == 2 for path in shards)
+    shutil.rmtree(tmp_path / "store")
+    other = TrajectoryReplayBuffer(sample_window_size=0)
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert keys_of(other) == {number: number for number in range(4)}
+
+
+def test_what_has_left_memory_is_not_named(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=3)
+    buffer.add_trajectories([witness(key) for key in range(8)])
+    with pytest.raises(errors.TrajectoryUnavailableError):
+        buffer.get(0)
+    buffer.save_checkpoint(tmp_path / "checkpoint")
+    assert verify(tmp_path / "checkpoint").sound
+    other = TrajectoryReplayBuffer(sample_window_size=0)
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert keys_of(other) == {5: 5, 6: 6, 7: 7}
+    assert other.trajectory_counter == 8
+
+
+def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path: Path) -> None:
+    done = threading.Event()
+    problems: list[BaseException] = []
+    options: dict[str, Any] = {
+        "retention": Retention(max_trajectories=15),
+        "writer": WriterOptions(commit_interval=0.001),
+        "cache_size": 2,
+    }
+    with filled("store", "pt", tmp_path / "store", 15, **options) as buffer:
+
+        def add() -> None:
+            try:
+                key = 15
+                while not done.is_set():
+                    buffer.add_trajectories([witness(key)])
+                    key += 1
+                    done.wait(0.004)  # no faster than the disk, or each save would wait for a long queue
+            except BaseException as error:  # shown by the main thread
+                problems.append(error)
+
+        adder = threading.Thread(target=add)
+        adder.start()
+        try:
+            for _ in range(6):
+                buffer.save_checkpoint(tmp_path / "checkpoint")
+                other = TrajectoryReplayBuffer(sample_window_size=0)
+                other.load_checkpoint(tmp_path / "checkpoint")
+                keys = keys_of(other)
+                assert len(keys) >= 15
+                assert list(keys) == list(keys.values()) == list(range(min(keys), min(keys) + len(keys)))
+                check_batch(other.sample(20))
+                assert verify(tmp_path / "checkpoint").sound
+        finally:
+            done.set()
+            adder.join()
+        assert problems == []
+
+
+# -- loading ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "store"])
+def test_loading_writes_nothing_into_the_directory(tmp_path: Path, kind: str) -> None:
+    with filled("store", "pt", tmp_path / "store", 5) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    for source in (tmp_path / "store", tmp_path / "checkpoint"):
+        before = listing(source)
+        with make(kind, "pt", tmp_path / f"own {source.name}") as other:
+            other.load_checkpoint(source)
+            check_batch(other.sample(20))
+            other.evict([1])
+            other.add_trajectories([witness(77)])
+            other.flush()
+            assert sorted(keys_of(other).values()) == [0, 2, 3, 4, 77]
+            assert listing(source) == before
+            other.save_checkpoint(tmp_path / "both")
+        assert listing(source) == before
+        assert not list(source.glob("readers/*"))
+        both = TrajectoryReplayBuffer(sample_window_size=0)
+        both.load_checkpoint(tmp_path / "both")
+        assert sorted(keys_of(both).values()) == [0, 2, 3, 4, 77]
+
+
+def test_absent_files_are_listed_or_skipped(tmp_path: Path) -> None:
+    with make("store", "pt", tmp_path / "store") as buffer:
+        for key in range(4):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    missing = sorted((tmp_path / "checkpoint" / "shards").iterdir())[1]
+    missing.unlink()
+    other = TrajectoryReplayBuffer(sample_window_size=0)
+    with pytest.raises(errors.IncompleteCheckpointError, match=missing.name):
+        other.load_checkpoint(tmp_path / "checkpoint")
+    assert other.load_checkpoint(tmp_path / "checkpoint", strict=False) == 1
+    assert keys_of(other) == {0: 0, 2: 2, 3: 3}
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    buffer = filled("memory", "pt", tmp_path, 2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "absent", tmp_path / "empty", tmp_path / "file"):
+        with pytest.raises(errors.StoreNotFoundError, match=path.name):
+            buffer.load_checkpoint(path)
+    assert keys_of(buffer) == {0: 0, 1: 1}
+    assert not (tmp_path / "absent").exists()
+    assert os.listdir(tmp_path / "empty") == []
+
+
+# -- pins -------------------------------------------------------------------------------------------
+
+
+def test_pins_keep_a_state(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with filled("store", "pt", path, 6, seed=4) as buffer:
+        buffer.pin("first")
+        expected = buffer.sample(30)["curr_obs"]["tag"]
+        buffer.evict([0, 1, 2, 3])
+        buffer.add_trajectories([witness(6)])
+        buffer.pin("second")
+        buffer.clear()
+    with make("store", "pt", path) as buffer:  # pins outlive the writer
+        buffer.add_trajectories([witness(7)])
+        buffer.flush()
+        other = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+        other.load_checkpoint(path, pin="first")
+        assert torch.equal(other.sample(30)["curr_obs"]["tag"], expected)
+        assert sorted(keys_of(other)) == [0, 1, 2, 3, 4, 5]
+        other.load_checkpoint(path, pin="second")
+        assert sorted(map(key_of, map(other.get, other.trajectory_ids.tolist()))) == [4, 5, 6]
+        other.load_checkpoint(path)
+        assert keys_of(other) == {7: 7}
+        for name in ("none", "../first"):
+            with pytest.raises((errors.StoreNotFoundError, errors.UnsafeContentError)):
+                other.load_checkpoint(path, pin=name)
+        with pytest.raises(errors.UnsafeContentError):
+            buffer.pin("../../outside")
+        other.close()
+        buffer.unpin("first")
+        buffer.unpin("second")
+        assert len(list((path / "shards").iterdir())) == 1
+    assert verify(path).sound
+    with pytest.raises(errors.StoreError, match="auto_save"):
+        TrajectoryReplayBuffer().pin("x")
