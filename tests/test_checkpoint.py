@@ -46,7 +46,11 @@ def listing(path: Path) -> dict[str, tuple[int, int, int]]:
     for file in sorted(path.rglob("*")):
         if "readers" not in file.relative_to(path).parts:
             state = file.stat()
-            found[str(file.relative_to(path))] = (state.st_size, state.st_mtime_ns if file.is_file() else 0, state.st_mode)
+            found[str(file.relative_to(path))] = (
+                state.st_size,
+                state.st_mtime_ns if file.is_file() else 0,
+                state.st_mode,
+            )
     return found
 
 
@@ -156,9 +160,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Pa
         buffer.save_checkpoint(tmp_path / "checkpoint")
         buffer.add_trajectories([witness(3)])
         buffer.flush()
-        with failing_disk(FaultPlan(0, "ENOSPC", lasting=True)):
-            with pytest.raises(errors.StoreWriteError, match="checkpoint"):
-                buffer.save_checkpoint(tmp_path / "checkpoint")
+        full = failing_disk(FaultPlan(0, "ENOSPC", lasting=True))
+        with full, pytest.raises(errors.StoreWriteError, match="checkpoint"):
+            buffer.save_checkpoint(tmp_path / "checkpoint")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "store"]
     other = TrajectoryReplayBuffer(sample_window_size=0)
     other.load_checkpoint(tmp_path / "checkpoint")

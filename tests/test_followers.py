@@ -95,7 +95,7 @@ def follow_for(path: Path, seconds: float, fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["pt", "zarr"])
 def test_readers_follow_a_writer_that_evicts(tmp_path: Path, fmt: str) -> None:
-    follow_for(tmp_path / "store", 3.0, fmt)
+    follow_for(tmp_path / "store", 2.0, fmt)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
         adder = threading.Thread(target=add)
         adder.start()
         try:
-            for _ in range(25):
+            for _ in range(12):
                 results = context.Queue()
                 child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
                 child.start()

@@ -229,9 +229,7 @@ class Catalog:
             self.shards = ShardTable.from_json(value.pop("shards"))
             self.index = TrajectoryIndex.from_json(value.pop("live"), len(self.shards))
             self.pinned = TrajectoryIndex.from_json(value.pop("pinned"), len(self.shards))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{source}: {error}") from error
-        except CorruptStoreError as error:
+        except (KeyError, TypeError, ValueError, OverflowError, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
         for index in (self.index, self.pinned):
             self._check_rows(index, source)
@@ -292,7 +290,7 @@ class Catalog:
                 )
             try:
                 self.apply(record)
-            except (KeyError, TypeError, ValueError, OverflowError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError, CorruptStoreError) as error:
                 raise CorruptStoreError(f"{source}: generation {generation}: {error}") from error
         if name != self.segment:
             self.log_bytes = 0

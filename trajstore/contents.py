@@ -102,7 +102,9 @@ def _after_fork(*, in_child: bool = False) -> None:
         contents.lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=partial(_after_fork, in_child=True))
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=partial(_after_fork, in_child=True)
+)
 
 
 class Contents:

@@ -23,10 +23,10 @@ SORT = TrainerConfig(
     n_rollout=4,
     evaluate_every=4,
     evaluation_rollouts=1,
-    warm_start_steps=30,
+    warm_start_steps=120,
     model=ModelConfig(hidden_size=32, layers=1, heads=2),
 )
-HOUSEHOLD = replace(SORT, environment="household", steps=8, warm_start_steps=120)
+HOUSEHOLD = replace(SORT, environment="household", steps=8)
 
 
 def replay(**changes: Any) -> ExperienceReplayConfig:

@@ -5,7 +5,7 @@ first evaluation that reaches ``solved_at``, or at the last step; such a run cou
 is then a lower bound ("censored"). Prints one JSON line per run and one for the figure, whose interval is a
 percentile bootstrap over the seeds (90 %).
 
-    python tools/bench/t13_replay.py [--seeds 0 1 2 3 4] [--environment household] [--steps 300] [--threads 1]
+    python tools/bench/t13_replay.py [--seeds 0 1 2 3 4] [--environment household] [--steps 200] [--threads 1]
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--environment", default=BASE.environment)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

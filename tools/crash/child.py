@@ -33,7 +33,7 @@ class _Child:
         self.chance = chance
         self.next_key = round_number * _KEYS_PER_ROUND
         self.keys: dict[int, int] = {}
-        self.pins: list[str] = []
+        self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
 
     def open(self) -> None:
         self.buffer = TrajectoryReplayBuffer(
@@ -52,7 +52,7 @@ class _Child:
 
     def step(self) -> None:
         actions = (self.add, self.flush, self.evict, self.sample, self.pin, self.unpin, self.checkpoint, self.reopen)
-        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 4, 4, 3))[0]()
+        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3))[0]()
 
     def add(self) -> None:
         keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))

@@ -66,12 +66,14 @@ def witness(key: int, scale: int = 1) -> Trajectory:
     if epochs:
         values["dones"] = _with_extra(values["dones"], epochs, first=True)
         values["prev_values"] = _with_extra(values["prev_values"], epochs, first=False)
-    nested: dict[str, dict[str, torch.Tensor]] = {}
-    for name in list(values):
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
         field, _, leaf = name.partition(".")
         if leaf:
-            nested.setdefault(field, {})[leaf] = values.pop(name)
-    return Trajectory(max_episode_length=steps + key % 5, **values, **nested)
+            fields.setdefault(field, {})[leaf] = value
+        else:
+            fields[field] = value
+    return Trajectory(max_episode_length=steps + key % 5, **fields)
 
 
 def _with_extra(value: torch.Tensor, epochs: int, *, first: bool) -> torch.Tensor:
@@ -88,7 +90,7 @@ def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
         WitnessError: a column does not belong to its row's tag.
     """
     found = {join_name(path): value for path, value in walk(batch)}
-    tags = found["curr_obs.tag"]
+    tags: torch.Tensor = found["curr_obs.tag"]
     expected = rows_of(tags)
     for name, value in found.items():
         if not torch.equal(value, expected[name]):

@@ -1,0 +1,41 @@
+"""A short campaign of SIGKILLs; the long one is behind the slow marker. See docs/crash-testing.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.crash.campaign import run_campaign
+from tools.crash.journal import KEEP, Journal, Promises, read_journal
+
+
+def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
+    result = run_campaign(tmp_path, kills=22, seed=5)
+    assert result.problems == []
+    assert result.kills == 22
+    assert result.promised > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nothing_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
+    result = run_campaign(tmp_path, kills=200, seed=6)
+    assert result.problems == []
+    assert result.promised > 1000
+
+
+def test_loss_is_seen(tmp_path: Path) -> None:
+    """The campaign itself: a trajectory that was promised and is absent must not pass for evicted."""
+    journal = Journal(tmp_path / "journal")
+    journal.note("flushed", keys={"0": 0, "1": 1, "2": 2})
+    journal.note("evicting", ids=[1])
+    journal.close()
+    with (tmp_path / "journal").open("ab") as file:
+        file.write(b'{"event": "flus')
+    promises = read_journal(tmp_path / "journal", Promises())
+    assert promises.flushed == {0: 0, 1: 1, 2: 2}
+    assert not promises.gone_rightly(0, [2, 3])
+    assert promises.gone_rightly(1, [2])
+    assert promises.gone_rightly(0, range(2, KEEP + 1))
+    assert not promises.gone_rightly(2, range(3, KEEP + 2))

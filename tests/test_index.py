@@ -1,0 +1,122 @@
+"""Index and packing: JSON both ways, also from hostile hands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.index import COLUMNS, TrajectoryIndex, columns_of
+from trajstore.packing import StringTable, pack, unpack
+from trajstore.record import record_of
+from trajstore.testing.witness import witness
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(INT64, max_size=20), width=st.sampled_from([None, 0, 3]))
+def test_integers_come_back(values: list[int], width: int | None) -> None:
+    array = np.array(values, np.int64) if width is None else np.array([values] * 1, np.int64).T.repeat(width, axis=1)
+    packed = orjson.loads(orjson.dumps(pack(array)))
+    again = unpack(packed, np.int64, array.ndim)
+    assert again.shape == array.shape
+    assert np.array_equal(again, array)
+    assert again.flags.writeable
+
+
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=20))
+def test_strings_come_back(texts: list[str]) -> None:
+    table = StringTable()
+    numbers = [table.add(text) for text in texts]
+    again = StringTable.from_json(orjson.loads(orjson.dumps(table.to_json())))
+    assert [again[number] for number in numbers] == texts
+    assert len(again) == len(set(texts))
+    assert again.add("more") in (len(set(texts)), *numbers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "<i4"},
+        {"dtype": "|O"},
+        {"shape": [4]},
+        {"shape": [-1]},
+        {"shape": [1 << 40]},
+        {"shape": [1 << 62, 1 << 62]},
+        {"shape": None},
+        {"data": "!"},
+        {"data": "AAAA"},
+        {"data": None},
+        {"data": ""},
+    ],
+)
+def test_hostile_arrays(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptStoreError):
+        unpack({**pack(np.arange(3)), **change}, np.int64)
+
+
+@pytest.mark.parametrize("value", [None, 1, "x", [], {}])
+def test_what_is_no_index(value: Any) -> None:
+    for call in (
+        lambda: unpack(value, np.int64),
+        lambda: StringTable.from_json(value),
+        lambda: TrajectoryIndex.from_json(value, 1),
+    ):
+        with pytest.raises(CorruptStoreError):
+            call()
+
+
+def index_of(ids: list[int]) -> TrajectoryIndex:
+    index = TrajectoryIndex()
+    for number in ids:
+        record = record_of(witness(number))
+        index.append(columns_of([record], [number], number.to_bytes(16, "big"), index.weights, 0))
+    return index
+
+
+@settings(max_examples=40, deadline=None)
+@given(ids=st.lists(st.integers(0, 500), unique=True, max_size=15), data=st.data())
+def test_index_agrees_with_a_list(ids: list[int], data: st.DataObject) -> None:
+    index = index_of(ids)
+    gone = data.draw(st.sets(st.integers(0, max(len(ids) - 1, 0)), max_size=len(ids)))
+    index.drop(index.first + np.array(sorted(gone & set(range(len(ids)))), np.intp))
+    left = [number for at, number in enumerate(ids) if at not in gone]
+    for again in (index, TrajectoryIndex.from_json(orjson.loads(orjson.dumps(index.to_json())), 1)):
+        assert again["trajectory_id"].tolist() == left
+        sizes = [record_of(witness(number)).num_samples for number in left]
+        assert again.total_samples == sum(sizes)
+        for at, number in enumerate(left):
+            entry = again.entry(again.position_of(number))
+            assert again.position_of(number) == again.first + at
+            assert (entry.trajectory_id, entry.num_samples) == (number, sizes[at])
+            assert entry.extent == record_of(witness(number)).extent
+            assert entry.model_weights_id == record_of(witness(number)).model_weights_id
+            assert int(entry.uuid.replace("-", ""), 16) == number
+        assert again.find(501) is None
+        with pytest.raises(TrajectoryUnavailableError, match="501"):
+            again.position_of(501)
+
+
+@pytest.mark.parametrize("name", sorted(COLUMNS))
+def test_columns_that_disagree(name: str) -> None:
+    value = index_of([1, 2, 3]).to_json()
+    packed = value["columns"][name]
+    value["columns"][name] = pack(np.zeros(2, COLUMNS[name]))
+    with pytest.raises(CorruptStoreError):
+        TrajectoryIndex.from_json(value, 1)
+    del value["columns"][name]
+    with pytest.raises(CorruptStoreError):
+        TrajectoryIndex.from_json(value, 1)
+    if np.dtype(COLUMNS[name]).kind == "i" and not name.startswith("version"):
+        value["columns"][name] = pack(np.full(3, -5, COLUMNS[name]))
+        with pytest.raises(CorruptStoreError, match=name):
+            TrajectoryIndex.from_json(value, 1)
+    value["columns"][name] = packed
+    assert len(TrajectoryIndex.from_json(value, 1)) == 3

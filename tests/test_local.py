@@ -1,0 +1,75 @@
+"""The local directory: what every directory promises, and what only this one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trajstore.errors import StoreLockedError
+from trajstore.formats.base import EncodedFile
+from trajstore.local import LocalDirectory
+from trajstore.storage import Directory, open_directory
+from trajstore.testing.directory import DirectoryConformance
+from trajstore.testing.faults import FaultPlan, failing_disk
+
+
+class TestLocalDirectory(DirectoryConformance):
+    @pytest.fixture
+    def open_again(self, tmp_path: Path) -> Callable[[], Directory]:
+        return lambda: open_directory(tmp_path / "place")
+
+
+def test_a_failed_append_is_cut_off_even_if_that_fails_at_first(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path)
+    directory.append("log/1", b"first\n")
+    plan = FaultPlan(1, "torn", lasting=True)  # all from the write on: the cut too
+    with failing_disk(plan), pytest.raises(OSError, match="log/1"):
+        directory.append("log/1", b"second line\n")
+    assert (tmp_path / "log" / "1").read_bytes() == b"first\nsecond"
+    directory.append("log/1", b"third\n")
+    assert (tmp_path / "log" / "1").read_bytes() == b"first\nthird\n"
+
+
+def test_short_writes_are_continued(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path)
+    pieces = [b"a" * 5000, b"b" * 10, b"c" * 7000]
+    with failing_disk(FaultPlan(0, "short", lasting=True)):
+        directory.publish([EncodedFile("file", pieces)])
+    assert directory.read("file") == b"".join(pieces)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_failed_publication_leaves_nothing(tmp_path: Path, at: int) -> None:
+    directory = LocalDirectory(tmp_path)
+    with failing_disk(FaultPlan(at, "ENOSPC")), pytest.raises(OSError, match="No space left"):
+        directory.publish([EncodedFile("one", [b"1"]), EncodedFile("two", [b"2"])])
+    assert directory.names() == []
+
+
+def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path)
+    with failing_disk(FaultPlan(2, "ENOSPC")), pytest.raises(OSError, match=r"writer\.lock"):
+        directory.lock_writer()
+    with directory.lock_writer(), pytest.raises(StoreLockedError):
+        directory.lock_writer()
+
+
+def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path)
+    directory.lock_writer().release()  # only where somebody has written are readers announced
+    assert directory.oldest_reader() is None
+    first, second = directory.announce_reader(), directory.announce_reader()
+    assert directory.oldest_reader() == 0
+    first.update(7)
+    second.update(5)
+    assert directory.oldest_reader() == 5
+    second.release()
+    second.release()
+    assert directory.oldest_reader() == 7
+    (tmp_path / "readers" / "dead.pin").write_bytes(b"%020d" % 1)
+    assert directory.oldest_reader() == 7
+    assert not (tmp_path / "readers" / "dead.pin").exists()
+    first.release()
+    assert directory.oldest_reader() is None

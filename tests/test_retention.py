@@ -1,0 +1,113 @@
+"""Limits of a store: which trajectories must go, and that they go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
+from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex, columns_of
+from trajstore.record import record_of
+from trajstore.testing.witness import check_trajectory, witness
+
+
+def step(steps: int, version: int | None) -> Trajectory:
+    versions = None if version is None else torch.full((steps, 1, 1), float(version))
+    return Trajectory(rewards=torch.zeros(steps, 1, 1), versions=versions)
+
+
+def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
+    index = TrajectoryIndex()
+    for number, (steps, version) in enumerate(sizes):
+        index.append(columns_of([record_of(step(steps, version))], [number], bytes(16), index.weights, 0))
+    return index
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.none() | st.integers(0, 8)), max_size=12),
+    most=st.none() | st.integers(1, 8),
+    samples=st.none() | st.integers(1, 30),
+    age=st.none() | st.integers(0, 6),
+)
+def test_decisions_are_those_of_a_loop(
+    sizes: list[tuple[int, int | None]], most: int | None, samples: int | None, age: int | None
+) -> None:
+    index = index_of(sizes)
+    newest = max((version for _, version in sizes if version is not None), default=0)
+    kept: list[int] = []
+    for number in reversed(range(len(sizes))):
+        steps, version = sizes[number]
+        last = number == len(sizes) - 1
+        if age is not None and version is not None and version < newest - age:
+            if last:
+                kept.append(number)
+            continue
+        counted = [n for n in kept if age is None or sizes[n][1] is None or (sizes[n][1] or 0) >= newest - age]
+        fits = (most is None or len(counted) < most) and (
+            samples is None or sum(sizes[n][0] for n in counted) + steps <= samples
+        )
+        if last or fits:
+            kept.append(number)
+        else:
+            break
+    going = Retention(max_trajectories=most, max_samples=samples, max_policy_age=age).to_evict(index)
+    remaining = [number for number in range(len(sizes)) if number not in set(going.tolist())]
+    assert remaining == sorted(kept)
+
+
+def test_unknown_versions_stay_and_bytes_count() -> None:
+    index = index_of([(1, None), (1, 0), (1, 9)])
+    assert index["version_high"].tolist() == [UNKNOWN_VERSION, 0, 9]
+    assert Retention(max_policy_age=3).to_evict(index).tolist() == [1]
+    nbytes = int(index["nbytes"][-1])
+    assert Retention(max_bytes=nbytes).to_evict(index).tolist() == [0, 1]
+    assert Retention(max_bytes=1).to_evict(index).tolist() == [0, 1]
+    assert Retention().to_evict(index).tolist() == []
+    assert Retention(max_samples=1).to_evict(TrajectoryIndex()).dtype == np.intp
+
+
+@pytest.mark.parametrize("name", ["max_trajectories", "max_samples", "max_bytes", "max_policy_age"])
+def test_limits_out_of_range(name: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match=name):
+        Retention(**{name: -1})
+
+
+@pytest.mark.parametrize("fmt", ["pt", "zarr"])
+def test_a_store_stays_within_its_limit(tmp_path: Path, fmt: str) -> None:
+    retention = Retention(max_trajectories=4)
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, trajectory_format=fmt, retention=retention
+    ) as buffer:
+        for key in range(12):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+            assert buffer.trajectory_ids.tolist() == list(range(max(0, key - 3), key + 1))
+        assert [check_trajectory(buffer.get(number)) for number in range(8, 12)] == [8, 9, 10, 11]
+        assert len(list((tmp_path / "shards").iterdir())) == 4
+
+
+def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path: Path) -> None:
+    retention = Retention(max_trajectories=3)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, retention=retention) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        assert buffer._writer is not None
+        publish = buffer._writer.directory.publish
+        fewest: list[int] = []
+
+        def watch(files: object) -> None:
+            fewest.append(buffer._writer.catalog.index["trajectory_id"].size)  # type: ignore[union-attr]
+            publish(files)  # type: ignore[arg-type]
+
+        buffer._writer.directory.publish = watch  # type: ignore[method-assign]
+        for key in range(3, 30):
+            buffer.add_trajectories([witness(key)])
+        buffer.flush()
+        assert min(fewest) >= 3
+        assert buffer.trajectory_ids.tolist() == [27, 28, 29]
