@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors, writer
+from trajstore.catalog import Catalog
+from trajstore.local import LocalDirectory
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 READERS = 4
@@ -139,6 +141,28 @@ def test_sampling_while_another_thread_refreshes(tmp_path: Path, monkeypatch: py
         assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
         reader.close()
     assert problems == []
+
+
+def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
+    class Interrupted(LocalDirectory):
+        def names(self, below: str = "") -> list[str]:
+            if below == "log" and interruptions:
+                interruptions.pop()()
+            return super().names(below)
+
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as source:
+        source.add_trajectories([witness(0)])
+        source.flush()
+        assert source._writer is not None
+        interruptions = [source._writer.snapshot]
+        catalog = Catalog.open(Interrupted(tmp_path))
+        assert interruptions == []
+        assert catalog.index["trajectory_id"].tolist() == [0]
+        source.add_trajectories([witness(1)])
+        source.flush()
+        interruptions.append(source._writer.snapshot)
+        assert catalog.refresh()
+        assert catalog.index["trajectory_id"].tolist() == [0, 1]
 
 
 def test_a_reader_keeps_evicted_files_until_it_refreshes(tmp_path: Path) -> None:

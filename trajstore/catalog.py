@@ -164,7 +164,8 @@ class Catalog:
         for _ in range(_ATTEMPTS):
             catalog = cls(directory)
             catalog._load_snapshot()
-            if catalog._read_log():
+            # A snapshot may have been taken and older segments deleted between the two reads: then start again.
+            if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
                 return catalog
         raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
 
@@ -181,7 +182,7 @@ class Catalog:
         After a snapshot by the writer the arrays are loaded anew, so hold on to no position.
         """
         before = self.generation
-        if not self._read_log():
+        if not self._read_log() or self.metadata()["generation"] > self.generation:
             fresh = Catalog.open(self.directory)
             self.__dict__.update(fresh.__dict__)
         return self.generation != before

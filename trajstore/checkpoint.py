@@ -189,9 +189,13 @@ def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory
     catalog.index.append(columns)
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
-    target.publish([catalog.snapshot_file()])
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
-    target.publish([catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)])
+    last = [catalog.snapshot_file(), catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)]
+    if isinstance(target, LocalDirectory):
+        target.publish(last)  # the directory is renamed into place as a whole
+        return
+    for file in last:  # whoever sees the metadata finds everything else
+        target.publish([file])
 
 
 def _place(index: TrajectoryIndex, entries: Sequence[int], records: Sequence[Record]) -> None:
@@ -323,6 +327,9 @@ def load_sources(
             state = replace(state, rng_state=None)  # no rank of now is a rank of then
         loaded = Loaded([], pins, state, skipped=sum(skipped for *_, skipped in found))
         _unite(loaded, [(source, index) for source, index, _, _ in found], share)
+        if strict:
+            for source, part in loaded.parts:
+                _check_present(source, part)
         counters = [item.trajectory_counter for _, _, item, _ in found]
         loaded.next_id = max([loaded.next_id, *counters])
         if share is None:
@@ -363,17 +370,24 @@ def _open(directory: Directory, strict: bool, pin: str | None) -> tuple[Source, 
         values |= catalog.pin_state(pin)
     state = CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
     source = StoreSource(catalog)
+    if strict:
+        return source, index, state, 0  # only what a rank takes needs to be there
     missing = source.missing(index)
     if missing:
-        if strict:
-            files = sorted({f"{directory.url}/{name}" for _, name in missing})
-            raise IncompleteCheckpointError(
-                f"{len(missing)} trajectories of {directory.url} are not there: {listed(files)}; "
-                "copy the files back, or load with strict=False to leave them out"
-            )
         index = index.slice(0, len(index))
         index.drop(np.array([position for position, _ in missing], np.intp))
     return source, index, state, len(missing)
+
+
+def _check_present(source: Source, part: TrajectoryIndex) -> None:
+    """Refuse a share of a store some of whose files are absent."""
+    missing = source.missing(part) if isinstance(source, StoreSource) else []
+    if missing:
+        files = sorted({f"{source.directory.url}/{name}" for _, name in missing})
+        raise IncompleteCheckpointError(
+            f"{len(missing)} trajectories of {source.directory.url} are not there: {listed(files)}; "
+            "copy the files back, or load with strict=False to leave them out"
+        )
 
 
 def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:
@@ -381,8 +395,8 @@ def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], shar
     distinct = [_distinct(index, loaded.seen) if len(found) > 1 else index for _, index in found]
     total = sum(len(index) for index in distinct)
     start, stop = (0, total) if share is None else share_of(total, *share)
-    ids = np.concatenate([index["trajectory_id"] for index in distinct]) if distinct else np.zeros(0, np.int64)
-    renumber = len(np.unique(ids)) < len(ids)
+    ids = np.concatenate([index["trajectory_id"] for index in distinct])
+    renumber = len(found) > 1 and len(np.unique(ids)) < len(ids)
     loaded.next_id = total if renumber else int(ids.max(initial=-1)) + 1
     before = 0
     for (source, _), index in zip(found, distinct, strict=True):

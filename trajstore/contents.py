@@ -116,6 +116,8 @@ class Contents:
     """
 
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
+        from trajstore import _kernels  # noqa: F401  # here, so that no first add or sample waits for numba
+
         self.lock = threading.RLock()
         self.index = TrajectoryIndex()
         self.sources: list[Source] = []

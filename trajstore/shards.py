@@ -170,6 +170,15 @@ class ShardTable:
                 total[of_family] = fewest[self._row[: self._count][of_family]]
         return total
 
+    def file_names(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
+        """Yield (row, file name) for every file of some shards, without making manifests."""
+        for number, family in enumerate(self._families):
+            chosen = rows[self._family[rows] == number]
+            numbers = self._numbers[chosen].tolist()
+            for template in family.file_names:
+                for row, shard in zip(chosen.tolist(), numbers, strict=True):
+                    yield row, template.replace(_NAME, shard_name(shard))
+
     def files(self, rows: Sequence[int]) -> list[str]:
         """Return the names of all files of some shards."""
         return [file.name for row in rows for file in self.manifest(row).files]

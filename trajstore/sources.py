@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from functools import partial
 from typing import ClassVar
 
@@ -18,9 +17,6 @@ from trajstore.index import TrajectoryIndex
 from trajstore.record import Extent
 from trajstore.residency import MappedShard, address_of, map_file
 from trajstore.storage import Directory
-
-_OPEN_READERS = 4
-"""Decoded shards that are kept, because the next trajectory is often in one of them."""
 
 
 class Source(ABC):
@@ -74,7 +70,7 @@ class StoreSource(Source):
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self.directory = catalog.directory
-        self._readers: OrderedDict[str, ShardReader] = OrderedDict()
+        self._reader: tuple[int, ShardReader] | None = None  # the next trajectory is often in the same shard
 
     @property
     def index(self) -> TrajectoryIndex:  # type: ignore[override]
@@ -90,11 +86,11 @@ class StoreSource(Source):
     def missing(self, index: TrajectoryIndex) -> list[tuple[int, str]]:
         """Return (position, file) for each entry whose shard lacks a file."""
         present = set(self.directory.names("shards"))
-        absent: dict[int, str] = {}
-        for row in np.unique(index["shard"]).tolist():
-            for file in self.catalog.shards.manifest(row).files:
-                if file.name not in present:
-                    absent.setdefault(row, file.name)
+        needed = np.zeros(self.shards, np.bool_)
+        needed[index["shard"]] = True
+        absent = {
+            row: name for row, name in self.catalog.shards.file_names(np.flatnonzero(needed)) if name not in present
+        }
         if not absent:
             return []
         shard = index["shard"]
@@ -124,14 +120,11 @@ class StoreSource(Source):
         return MappedShard(manifest.schema, addresses, maps)
 
     def reader(self, row: int) -> ShardReader:
-        manifest = self.manifest(row)
-        reader = self._readers.get(manifest.name)
-        if reader is None:
-            reader = get_format(manifest.format).open(partial(self._fetch, manifest), manifest)
-            self._readers[manifest.name] = reader
-            if len(self._readers) > _OPEN_READERS:
-                self._readers.popitem(last=False)
-        return reader
+        if self._reader is None or self._reader[0] != row:
+            self._reader = None  # what it decoded goes before more is decoded
+            manifest = self.manifest(row)
+            self._reader = (row, get_format(manifest.format).open(partial(self._fetch, manifest), manifest))
+        return self._reader[1]
 
     def _fetch(self, manifest: ShardManifest, name: str) -> Buffer:
         size = next((file.size for file in manifest.files if file.name == name), None)
