@@ -334,3 +334,15 @@ def test_pins_keep_a_state(tmp_path: Path) -> None:
     assert verify(path).sound
     with pytest.raises(errors.StoreError, match="auto_save"):
         TrajectoryReplayBuffer().pin("x")
+
+
+def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with filled("store", "pt", path, 2) as buffer:
+        buffer.pin("only")
+        buffer.evict([0, 1])
+    with make("store", "pt", path) as buffer:
+        buffer.unpin("only")
+        shutil.copytree(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
+    assert list((tmp_path / "crashed" / "shards").iterdir()) == []
+    assert verify(tmp_path / "crashed").sound

@@ -612,6 +612,9 @@ def _groups(records: Sequence[Record], nbytes: int) -> Iterator[list[Record]]:
 
 def _close_quietly(writer: StoreWriter) -> None:
     """Close the writer of a buffer that nobody closed; errors can only be logged by then."""
+    if writer.is_own_thread():  # it held the last reference, while telling of a commit
+        threading.Thread(target=_close_quietly, args=(writer,), name="trajstore-close").start()
+        return
     try:
         writer.close()
     except StoreError as error:

@@ -309,9 +309,11 @@ class Catalog:
             except FileNotFoundError:
                 continue
             pins[name.removeprefix(PINS_FOLDER + "/").removesuffix(".json")] = list(iterate_ranges(value["ids"]))
-        if pins != self._pins:
-            self._pins = pins
-            self.pinned.drop(self.pinned.first + np.flatnonzero(~self._is_pinned(self.pinned["trajectory_id"])))
+        self._pins = pins
+        # Also right after loading: the snapshot may be from before the last pin was let go.
+        unpinned = np.flatnonzero(~self._is_pinned(self.pinned["trajectory_id"]))
+        if len(unpinned):
+            self.pinned.drop(self.pinned.first + unpinned)
 
     def _is_pinned(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         pinned = np.zeros(len(ids), np.bool_)

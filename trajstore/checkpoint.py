@@ -99,6 +99,8 @@ def save_checkpoint(
             write(target, cut, state, trajectory_format)
             return
         _check_replaceable(target)
+        for left in target.path.parent.glob(f".{target.path.name}.*.tmp"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
         temporary = target.path.with_name(f".{target.path.name}.{uuid.uuid4().hex}.tmp")
         try:
             staged = LocalDirectory(temporary)

@@ -555,6 +555,10 @@ class StoreWriter:
         self._collect_garbage(catalog)
         remove_segments(self.directory, catalog)
 
+    def is_own_thread(self) -> bool:
+        """Return whether the caller is one of the pool's threads, which cannot wait for themselves."""
+        return threading.current_thread() in self._threads
+
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -13,7 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol, cast
 
-TASKS: Mapping[str, str] = {"cartpole": "trajstore.demo.cartpole"}
+TASKS: Mapping[str, str] = {
+    "replay": "trainer_hooks.reference.demo",
+    "cartpole": "trajstore.demo.cartpole",
+}
 """Name of a task, and the module that runs it."""
 
 DEFAULT_TASK = "cartpole"
