@@ -116,6 +116,14 @@ class LocalDirectory(Directory):
         finally:
             os.close(descriptor)
 
+    def settle(self) -> None:
+        for name, end in list(self._uncut.items()):
+            descriptor = os.open(self.local_path(name), os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                self._cut(descriptor, name, end)
+            finally:
+                os.close(descriptor)
+
     def _cut(self, descriptor: int, name: str, end: int) -> None:
         self._uncut[name] = end
         os.ftruncate(descriptor, end)

@@ -106,6 +106,9 @@ class Directory(ABC):
     def append(self, name: str, data: Buffer) -> None:
         """Append to a log segment, durably. After a failure the segment ends where it ended before."""
 
+    def settle(self) -> None:  # noqa: B027  # most have nothing to settle
+        """Cut off what failed appends left behind, where they could not do so themselves."""
+
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; absent ones are no error."""

@@ -159,6 +159,7 @@ class StoreWriter:
         self._state = _State(next_id=self.catalog.next_id, next_shard=self.catalog.next_shard)
         self._state.committed = self.catalog.next_id - 1
         self._id_stride = 1
+        self._unsettled = False  # whether half a record may stand in the log, or housekeeping failed
         self._segment = segment_name(self.catalog.generation + 1)
         self._told_schemas = set(range(len(self.catalog.shards.schemas)))
         self._threads = [
@@ -307,6 +308,9 @@ class StoreWriter:
             self._changed.notify_all()
         if target >= 0 and not self.wait(target, timeout):
             raise TimeoutError(f"{self.directory.url}: not everything was written within {timeout} s")
+        if self._unsettled:
+            with self._log_lock:
+                self._keep_house()
 
     # -- the pool ---------------------------------------------------------------------------------
 
@@ -427,18 +431,33 @@ class StoreWriter:
             commits.append(Commit(tuple(ids), row, columns))
         self._listener.committed(commits)
         try:
-            self._evict_locked(self._listener.to_evict())
-            self._snapshot_if_due()
+            self._keep_house()
         except StoreWriteError as error:
-            # The commit itself stands; the housekeeping is tried again after the next one.
+            # The commit itself stands; the housekeeping is tried again by flush and after the next commit.
             logger.warning("%s", error)
             with self._changed:
                 self._state.error = error
+
+    def _keep_house(self) -> None:
+        """Evict what retention wants gone, and write the index if the log has grown much.
+
+        Raises:
+            StoreWriteError: it could not be written; nothing of it happened.
+        """
+        self._unsettled = True
+        try:
+            self.directory.settle()
+        except OSError as error:
+            raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
+        self._evict_locked(self._listener.to_evict())
+        self._snapshot_if_due()
+        self._unsettled = False
 
     def _append(self, data: bytes) -> None:
         try:
             self.directory.append(self._segment, data)
         except OSError as error:
+            self._unsettled = True
             raise StoreWriteError(
                 f"{error}: the commit log could not be written; free space and flush() again"
             ) from error
