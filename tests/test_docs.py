@@ -60,7 +60,7 @@ def test_readme_begins_with_demo_and_tests(project_root: Path) -> None:
     demo, tests, *_ = blocks(project_root / "README.md", "sh")
     assert demo.count("\n") == 1, "one line that can be pasted"
     assert "pip install -c constraints.txt -e '.[demo]'" in demo
-    assert demo.rstrip().endswith("trajstore demo --task cartpole")
+    assert demo.rstrip().endswith("trajstore demo")
     assert "-m pytest" in tests
     assert tests.rstrip().endswith("-m pytest")
 

@@ -19,19 +19,17 @@ opened, and the calls hand back what they were given.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from types import TracebackType
 from typing import Any, Generic, Self, TypedDict, TypeVar
 
-import torch
 from torch import Tensor
 
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.figures import ReplayFigures
 from trainer_hooks.masks import compute_response_mask, replace_recorded_old_log_probs
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn, mean_entropy
@@ -41,12 +39,6 @@ from trajstore.trajectory import AgentTrajectory
 
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
-
-WARN_EVERY = 100
-"""Steps for which a warning that a batch is far off-policy is not repeated."""
-
-STARVING_STEPS = 20
-"""A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +114,7 @@ class ReplayHook(Generic[Task]):
         except BaseException:
             self.close()
             raise
-        self._replay = _Replay(manager, collate)
+        self._replay = _Replay(manager, collate, ReplayFigures(manager))
 
     # ---- the fixed points of a step ----
 
@@ -137,7 +129,7 @@ class ReplayHook(Generic[Task]):
         replay = self._replay
         if replay is None:
             return MixedTasks((), tuple(tasks))
-        with replay.times.measure("tasks_chosen"):
+        with replay.figures.times.measure("tasks_chosen"):
             replay.manager.global_steps = global_steps
             experience, on_policy = replay.collate(tasks, training_progress)
         return MixedTasks(tuple(experience), tuple(on_policy))
@@ -147,10 +139,10 @@ class ReplayHook(Generic[Task]):
         replay = self._replay
         if replay is None:
             return [PlannedTask(task, self._n_rollout, ()) for task in mixed.on_policy]
-        with replay.times.measure("before_rollout"):
+        with replay.figures.times.measure("before_rollout"):
             histories = replay.collate.get_histories(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
-            replay.note_drawn([task for task, found in histories.items() if found])
+            replay.figures.note_drawn([task for task, found in histories.items() if found])
         tasks = (*mixed.experience, *mixed.on_policy)
         # A task may stand in the batch twice; only as an experience task does it bring history.
         found = [tuple(histories.get(task_id_of(task), ())) for task in mixed.experience]
@@ -195,11 +187,11 @@ class ReplayHook(Generic[Task]):
         replay = self._replay
         if replay is None:
             return old_log_probs
-        with replay.times.measure("log_probs_computed"):
+        with replay.figures.times.measure("log_probs_computed"):
             recorded = batch.tensors["recorded_old_log_probs"]
             recorded_mask, exp_mask = batch.tensors["recorded_mask"], batch.tensors["exp_mask"]
             off_policy = compute_response_mask(exp_mask, old_log_probs.shape[1]) * batch.tensors["response_mask"]
-            replay.figures.append(metrics.record_metrics(old_log_probs, recorded, recorded_mask, off_policy))
+            replay.figures.note(metrics.record_metrics(old_log_probs, recorded, recorded_mask, off_policy))
             if not self.config.exp_is_correct:
                 return old_log_probs
             return replace_recorded_old_log_probs(old_log_probs, recorded, recorded_mask, exp_mask)
@@ -227,20 +219,8 @@ class ReplayHook(Generic[Task]):
         replay = self._replay
         if replay is None:
             return
-        with replay.times.measure("loss_computed"):
-            response_mask = batch.tensors["response_mask"][list(rows)]
-            exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
-            figures = metrics.loss_metrics(loss, response_mask, exp_mask)
-            replay.figures.append(figures)
-            ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
-            for name, labels in (("age", replay.ages(batch, rows)), ("difficulty", replay.difficulties(batch, rows))):
-                clipped = metrics.clip_fraction_by(
-                    labels, ratio, advantages, off_policy, cliprange_low, self.config.off_cliprange_high
-                )
-                replay.figures.append(metrics.named(f"off_clipped_by_{name}", clipped))
-                replay.figures.append(
-                    metrics.named(f"off_effective_sample_size_by_{name}", _sample_sizes(labels, ratio, off_policy))
-                )
+        with replay.figures.times.measure("loss_computed"):
+            replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
     def step_done(
         self, batch: Batch, fresh: Sequence[AgentTrajectory], old_log_probs: Tensor, entropys: Tensor
@@ -262,7 +242,7 @@ class ReplayHook(Generic[Task]):
         replay = self._replay
         if replay is None:
             return {}
-        with replay.times.measure("step_done"):
+        with replay.figures.times.measure("step_done"):
             manager, rows = replay.manager, _fresh_rows(batch, fresh)
             log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
             mask = batch.tensors["response_mask"].cpu()
@@ -276,7 +256,7 @@ class ReplayHook(Generic[Task]):
             offered = len(kept) + manager.refused.total() - refused
             manager.save_trajectories_to_memory(kept)
             figures = metrics.refused_metrics(manager.refused.total() - refused, offered)
-        return {**replay.take_metrics(batch), **figures}
+        return {**replay.figures.take(batch), **replay.collate.metrics, **figures}
 
     # ---- checkpoint and resume ----
 
@@ -326,70 +306,13 @@ class ReplayHook(Generic[Task]):
         self.close()
 
 
+@dataclass(frozen=True, slots=True)
 class _Replay(Generic[Task]):
-    """What a hook that is switched on works with, and the figures of the step that is going on."""
+    """What a hook that is switched on works with."""
 
-    def __init__(self, manager: ExperienceManager, collate: ExperienceMixCollateFn[Task]) -> None:
-        self.manager = manager
-        self.collate = collate
-        self.times = metrics.StepTimes()
-        self.figures: list[dict[str, float]] = []
-        self._drawn: deque[tuple[Counter[int], Counter[int]]] = deque(maxlen=STARVING_STEPS)
-        self._difficulty: dict[str, int] = {}
-        self._quiet_until = 0
-
-    def note_drawn(self, tasks: Sequence[str]) -> None:
-        """Remember which buckets could be replayed in this step, and which were."""
-        buckets = self.manager.difficulty2task_dict
-        self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
-        valid = Counter(self._difficulty[task] for task in self.manager.get_valid_replay_task_ids())
-        self._drawn.append((valid, Counter(self._difficulty[task] for task in tasks)))
-
-    def ages(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
-        """Return the age of each replayed row's policy in steps; None for other rows."""
-        extras = [batch.non_tensors["extras"][row] for row in rows]
-        return [
-            None
-            if not one["is_experience_replay"] or one["policy_version"] is None
-            else self.manager.global_steps - one["policy_version"]
-            for one in extras
-        ]
-
-    def difficulties(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
-        """Return the bucket from which each replayed row's task was drawn; None for other rows."""
-        return [
-            self._difficulty.get(batch.non_tensors["task_ids"][row])
-            if batch.non_tensors["extras"][row]["is_experience_replay"]
-            else None
-            for row in rows
-        ]
-
-    def take_metrics(self, batch: Batch) -> dict[str, float]:
-        """Return all metrics of the step, and begin anew."""
-        extras = batch.non_tensors["extras"]
-        figures = _means(self.figures)
-        self._warn(figures)
-        result = figures | self.collate.metrics | self.manager.metrics() | self.times.take()
-        result |= metrics.batch_metrics(
-            batch.non_tensors["task_ids"].tolist(),
-            [one["is_experience_replay"] for one in extras],
-            [one["policy_version"] for one in extras],
-            self.manager.global_steps,
-        )
-        valid: Counter[int] = sum((could for could, _ in self._drawn), Counter())
-        drawn: Counter[int] = sum((did for _, did in self._drawn), Counter())
-        if len(self._drawn) == STARVING_STEPS:
-            result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
-        self.figures = []
-        return result
-
-    def _warn(self, figures: Mapping[str, float]) -> None:
-        share = figures.get(f"{metrics.PREFIX}off_policy_share", 0.0)
-        ratio = figures.get(f"{metrics.PREFIX}off_ratio_max", 1.0)
-        far = share > metrics.OFF_POLICY_SHARE_LIMIT or ratio > metrics.OFF_POLICY_RATIO_LIMIT
-        if far and self.manager.global_steps >= self._quiet_until:
-            self._quiet_until = self.manager.global_steps + WARN_EVERY
-            metrics.warn_if_far_off_policy(figures)
+    manager: ExperienceManager
+    collate: ExperienceMixCollateFn[Task]
+    figures: ReplayFigures
 
 
 def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:
@@ -426,28 +349,3 @@ def _completed(
         entropy=mean_entropy(entropys[:response], response_mask[:response]),
         policy_version=version,
     )
-
-
-def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:
-    """Return the effective sample size of each label's tokens; labels without a token are left out."""
-    sizes: dict[int, float] = {}
-    for label in dict.fromkeys(labels):
-        if label is None:
-            continue
-        chosen = torch.tensor([other == label for other in labels], device=ratio.device)
-        size = metrics.effective_sample_size(ratio[chosen], off_policy[chosen])
-        if size is not None:
-            sizes[label] = size
-    return sizes
-
-
-def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each name's mean over the mappings that have it; of maxima the largest, of minima the smallest."""
-    values: dict[str, list[float]] = {}
-    for one in figures:
-        for name, value in one.items():
-            values.setdefault(name, []).append(value)
-    return {
-        name: (max if name.endswith("_max") else min if name.endswith("_min") else fmean)(found)
-        for name, found in values.items()
-    }

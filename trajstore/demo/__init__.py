@@ -19,7 +19,7 @@ TASKS: Mapping[str, str] = {
 }
 """Name of a task, and the module that runs it."""
 
-DEFAULT_TASK = "cartpole"
+DEFAULT_TASK = "replay"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,41 @@
+"""Writes a golden directory. Run once per released layout: ``python tests/golden/make.py tests/golden/layout_N``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import witness
+
+KEYS = {0: 1, 1: 5, 2: 3, 3: 4, 4: 11}
+"""Trajectory ids and the keys of the witnesses that they hold; 0 is evicted, but pinned."""
+
+
+def make(target: Path) -> None:
+    """Write a store whose last commits are in the log only, as a crash would leave it, and what a seed draws from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        first = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
+        first.add_trajectories([witness(KEYS[0]), witness(KEYS[1])])
+        first.pin("start")
+        first.close()
+        second = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl")
+        second.add_trajectories([witness(KEYS[2])])
+        second.flush()
+        second.add_trajectories([witness(KEYS[3]), witness(KEYS[4])])
+        second.evict([0])
+        shutil.copytree(path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
+        second.close()
+    reader = TrajectoryReplayBuffer(seed=5, sample_window_size=0)
+    reader.load_checkpoint(target)
+    reader.load_state_dict({"seed": 5, "rng_state": TrajectoryReplayBuffer(seed=5).state_dict()["rng_state"]})
+    drawn = reader.sample(8)["curr_obs"]["tag"].reshape(-1).tolist()
+    target.with_suffix(".json").write_text(json.dumps({"drawn": drawn}) + "\n")
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

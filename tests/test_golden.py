@@ -1,0 +1,47 @@
+"""Directories of every released layout, as they were written then, still load and give the same draws."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import check_trajectory
+from trajstore.verify import verify
+
+GOLDEN = Path(__file__).parent / "golden"
+LAYOUTS = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("layout_") and path.is_dir())
+KEYS = {1: 5, 2: 3, 3: 4, 4: 11}
+
+
+def test_there_is_one_for_every_layout_version() -> None:
+    from trajstore.catalog import LAYOUT_VERSION
+
+    assert [f"layout_{number}" for number in range(1, LAYOUT_VERSION + 1)] == LAYOUTS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_holds_what_it_held(layout: str) -> None:
+    buffer = TrajectoryReplayBuffer(seed=5, sample_window_size=0)
+    state = buffer.state_dict()
+    buffer.load_checkpoint(GOLDEN / layout)
+    found = {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
+    assert found == KEYS
+    buffer.load_state_dict(state)
+    expected = json.loads((GOLDEN / f"{layout}.json").read_text())["drawn"]
+    assert buffer.sample(8)["curr_obs"]["tag"].reshape(-1).tolist() == expected
+    buffer.load_checkpoint(GOLDEN / layout, pin="start")
+    assert {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()} == {0: 1, 1: 5}
+    assert verify(GOLDEN / layout).sound
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_writer_continues_it(layout: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / layout, tmp_path / "store")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        assert buffer.trajectory_ids.tolist() == sorted(KEYS)
+        assert buffer.add_trajectories([buffer.get(4)]) == [5]
+    assert verify(tmp_path / "store").sound
