@@ -45,18 +45,18 @@ def test_cartpole_goes_on_where_it_ended(run: Run, tmp_path: Path) -> None:
 
 def test_without_its_learner_it_trains_anew_on_what_is_stored(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    run("demo", "--path", path, "--updates", 32)
+    run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     (path / "learner.pt").unlink()
-    code, out, _ = run("demo", "--path", path, "--updates", 32)
+    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     assert code == 0
     assert "3 trajectories on disk, a new learner" in out
 
 
 def test_a_damaged_learner_is_told(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    run("demo", "--path", path, "--updates", 32)
+    run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     (path / "learner.pt").write_bytes(b"not a checkpoint")
-    code, _, err = run("demo", "--path", path, "--updates", 64)
+    code, _, err = run("demo", "--task", "cartpole", "--path", path, "--updates", 64)
     assert code == DAMAGED
     assert "learner.pt" in err
     assert "remove it" in err
@@ -67,9 +67,13 @@ def test_stopped_from_outside_it_leaves_a_sound_store(by: signal.Signals, tmp_pa
     path = tmp_path / "run"
     code = "import sys; from trajstore.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "demo", "--path", path], cwd=project_root, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", code, "demo", "--task", "cartpole", "--path", path],
+        cwd=project_root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     while not (path / "learner.pt").exists() and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(by)

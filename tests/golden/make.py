@@ -16,7 +16,7 @@ KEYS = {0: 1, 1: 5, 2: 3, 3: 4, 4: 11}
 
 
 def make(target: Path) -> None:
-    """Write a store whose last commits are in the log only, as a crash would leave it, and what a seed draws from it."""
+    """Write a store as a crash would leave it, its last commits in the log only, and what a seed draws from it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
         first = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
