@@ -16,6 +16,8 @@ from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import Buffer
 
 _LIMIT = 0xFFFFFFFF
+"""What a 32-bit field says when the number is in a zip64 field."""
+_ZIP64_FROM = _LIMIT
 """Sizes and offsets from here on are written in zip64 fields."""
 _COUNT_LIMIT = 0xFFFF
 
@@ -30,7 +32,8 @@ _END_MAGIC = b"PK\x05\x06"
 _END64_MAGIC = b"PK\x06\x06"
 _END64_LOCATOR_MAGIC = b"PK\x06\x07"
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
-_FLAGS = 0x0808  # sizes follow the data; names are UTF-8
+_UTF8 = 0x0800  # flag: names are UTF-8
+_SIZES_FOLLOW = 0x0008  # flag: checksum and sizes stand behind the data, not before
 _ENCRYPTED = 0x0001
 _ZIP64 = 1  # id of the extra field
 _PADDING = 0x4246  # "FB"
@@ -62,12 +65,13 @@ class ZipPieces:
                 crc32 = zlib.crc32(piece, crc32)
         encoded = name.encode()
         header = self._position + len(self._pending)
-        large, far = size >= _LIMIT, header >= _LIMIT
+        large, far = size >= _ZIP64_FROM, header >= _ZIP64_FROM
         extra = _zip64([size, size] * large + [header] * far)
         data = header + _LOCAL.size + len(encoded) + len(extra) + 4
         padding = -data % self._alignment
         data += padding
-        local = _LOCAL.pack(_LOCAL_MAGIC, 0, _FLAGS, 0, 0, 0, 0, 0, 0, len(encoded), len(extra) + 4 + padding)
+        flags = _UTF8 | _SIZES_FOLLOW if size else _UTF8
+        local = _LOCAL.pack(_LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(encoded), len(extra) + 4 + padding)
         self._pieces.append(
             b"".join((self._pending, local, encoded, extra, struct.pack("<2H", _PADDING, padding), b"Z" * padding))
         )
@@ -76,7 +80,7 @@ class ZipPieces:
         descriptor = struct.Struct("<4sL2Q" if large or far else "<4s3L")
         self._pending = descriptor.pack(_DESCRIPTOR_MAGIC, crc32, size, size) if size else b""
         short, place = _LIMIT if large else size, _LIMIT if far else header
-        fixed = (0, _VERSION64 if large or far else 0, _FLAGS, 0, 0, 0, crc32, short, short)
+        fixed = (0, _VERSION64 if large or far else 0, flags, 0, 0, 0, crc32, short, short)
         self._central.append(
             _CENTRAL.pack(_CENTRAL_MAGIC, *fixed, len(encoded), len(extra), 0, 0, 0, 0, place) + encoded + extra
         )
@@ -87,7 +91,7 @@ class ZipPieces:
         directory = b"".join(self._central)
         start, count = self._position + len(self._pending), len(self._central)
         end64 = b""
-        if start >= _LIMIT or count >= _COUNT_LIMIT or len(directory) >= _LIMIT:
+        if start >= _ZIP64_FROM or count >= _COUNT_LIMIT or len(directory) >= _LIMIT:
             versions = (_VERSION64, _VERSION64)
             end64 = _END64.pack(
                 _END64_MAGIC, _END64.size - 12, *versions, 0, 0, count, count, len(directory), start
