@@ -451,3 +451,18 @@ def test_adding_and_sampling_in_several_threads(tmp_path: Path, kind: str, fmt: 
         if kind != "memory":
             keys = sorted(check_trajectory(buffer.get(number)) for number in ids)
             assert keys == [0, *range(1000, 1060), *range(2000, 2060)]
+
+
+def test_eviction_lets_go_of_the_maps_of_deleted_files(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path / "store", enable_cache=False, sample_window_size=0
+    ) as buffer:
+        for key in range(3):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        while buffer.get_stats()["mapped_shards"] < 3:
+            check_batch(buffer.sample(16))
+        buffer.evict([0, 2])
+        assert buffer.get_stats()["mapped_shards"] == 1
+        assert len(list((tmp_path / "store" / "shards").iterdir())) == 1
+        check_batch(buffer.sample(16))

@@ -223,7 +223,11 @@ class Contents:
                     self.cache.discard(number)
                 if held is not None:
                     self.residency.release(held.slot)
+            slots = np.unique(self.index.arrays["shard"][positions])
             self.index.drop(positions)
+            # A map would hold the disk space of a shard whose file is deleted.
+            for slot in slots[~np.isin(slots, self.index["shard"])].tolist():
+                self.residency.forget(slot)
 
     def is_pending(self, trajectory_id: int) -> bool:
         """Return whether a trajectory is not committed yet."""

@@ -38,6 +38,9 @@ class MappedShard:
     schema: Schema
     addresses: Sequence[int]
     keep: Any
+    maps: int = 1
+    """How many maps of files this holds."""
+
     extra: int | None = None
     """Extra rows E of a shard of one trajectory whose index does not tell."""
 
@@ -92,7 +95,8 @@ class Residency:
         self._numbers: dict[ColumnSpec, int] = {}
         self._signatures: dict[tuple[int, ...], int] = {}
         self._signature_columns: list[tuple[int, ...]] = []
-        self._mapped: OrderedDict[int, None] = OrderedDict()
+        self._mapped: OrderedDict[int, int] = OrderedDict()
+        self._maps = 0
         self._map_limit = map_limit
         self._count = 0
         self._free: list[int] = []
@@ -201,10 +205,11 @@ class Residency:
                 undecoded.append(slot)
                 continue
             self._settle(slot, shard)
-            self._mapped[slot] = None
+            self._mapped[slot] = shard.maps
+            self._maps += shard.maps
             if shard.extra is not None:
                 on_extra(slot, shard.extra)
-        if len(self._mapped) > self._map_limit:
+        if self._maps > self._map_limit:
             self._unmap_oldest(set(np.unique(slots).tolist()))
         return undecoded
 
@@ -240,19 +245,18 @@ class Residency:
 
     def _unmap_oldest(self, keep: set[int]) -> None:
         for slot in list(self._mapped):
-            if len(self._mapped) <= self._map_limit:
+            if self._maps <= self._map_limit:
                 return
             if slot not in keep:
-                del self._mapped[slot]
                 self._forget(slot)
 
     def forget(self, slot: int) -> None:
         """Close the map of a shard that nobody will read again."""
         if slot in self._mapped:
-            del self._mapped[slot]
             self._forget(slot)
 
     def _forget(self, slot: int) -> None:
+        self._maps -= self._mapped.pop(slot)
         owner = self._owners.pop(slot)
         self._schemas.pop(slot)
         self.signature[slot] = -1

@@ -72,7 +72,7 @@ class _File:
         places = [leaf.offset for leaf in self.leaves if isinstance(leaf, TensorPlace)]
         if len(places) != len(self.leaves):
             return None
-        return MappedShard(self.schema, tuple(base + offset for offset in places), self.map, self.extent.extra)
+        return MappedShard(self.schema, tuple(base + offset for offset in places), self.map, extra=self.extent.extra)
 
 
 class _FileReader(ShardReader):

@@ -117,7 +117,7 @@ class StoreSource(Source):
                 ) from error
         bases = [address_of(mapped) for mapped in maps]
         addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
-        return MappedShard(manifest.schema, addresses, maps)
+        return MappedShard(manifest.schema, addresses, maps, maps=len(maps))
 
     def reader(self, row: int) -> ShardReader:
         if self._reader is None or self._reader[0] != row:

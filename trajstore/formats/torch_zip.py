@@ -184,7 +184,7 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
     Returns:
         The object; or None if tensors cannot be located and have to be read with
         ``torch.load(..., weights_only=True)``: a file from before torch 1.6, of the other byte order, or
-        with sparse, quantized or lazily conjugated tensors.
+        with sparse or lazily conjugated tensors.
 
     Raises:
         CorruptStoreError: the file is truncated, compressed, or its parts overlap or do not fit together.
@@ -263,7 +263,6 @@ _PLACED: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _place_v3,
     ("torch._utils", "_rebuild_parameter"): _place_parameter,
     ("torch._utils", "_rebuild_sparse_tensor"): _not_placed,
-    ("torch._utils", "_rebuild_qtensor"): _not_placed,
     ("torch._utils", "_rebuild_parameter_with_state"): _not_placed,
     ("torch._tensor", "_rebuild_from_type_v2"): _not_placed,
     ("torch.serialization", "_get_layout"): _not_placed,
