@@ -235,3 +235,38 @@ def test_strided_tensors_and_stray_leaves_still_load(tmp_path: Path) -> None:
         assert torch.equal(batch["rewards"], batch["curr_obs"]["state"])
         drawn |= {tuple(row) for row in batch["rewards"].tolist()}
     assert drawn == {tuple(row) for row in rewards.reshape(6, 2).tolist()}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    "stray",
+    [
+        torch.ones(2, 3, 1),
+        [1, 2],
+        "text",
+        {0: torch.ones(3, 2, 1)},
+        {"a": torch.ones(3, 2).to_sparse()},
+        {"a": {}},
+        None,
+    ],
+    ids=["tensor", "list", "text", "numbered", "sparse", "empty", "none"],
+)
+def test_what_cannot_be_sampled_does_not_keep_the_rest_from_loading(tmp_path: Path, stray: Any, legacy: bool) -> None:
+    path = small(tmp_path / "odd")
+    rewards = torch.arange(12.0).reshape(3, 2, 2)
+    content = {"rewards": rewards, "curr_obs": stray, "actions": stray, "next_obs": {"state": rewards}}
+    torch.save(content, path / "trajectory_0_w.pt", _use_new_zipfile_serialization=not legacy)
+    batch = loaded(path).sample(6)
+    assert set(batch) == {"rewards", "next_obs"}
+    assert torch.equal(batch["rewards"], batch["next_obs"]["state"])
+
+
+def test_an_expanded_tensor_is_never_copied_at_the_size_it_claims(tmp_path: Path) -> None:
+    path = small(tmp_path / "odd")
+    rewards = torch.arange(12.0).reshape(3, 2, 2)
+    content = {"rewards": rewards, "actions": torch.ones(1).expand(3, 2, 1 << 45)}
+    torch.save(content, path / "trajectory_0_w.pt", _use_new_zipfile_serialization=False)
+    assert set(loaded(path).sample(6)) == {"rewards"}
+    torch.save(content, path / "trajectory_0_w.pt")
+    with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pt.*contiguous copy"):
+        loaded(path).sample(6)

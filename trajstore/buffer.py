@@ -61,6 +61,7 @@ class TrajectoryReplayBuffer:
     Raises:
         ConfigurationError: an argument is out of range.
         StoreLockedError: another process writes to ``auto_save_path``.
+        StoreWriteError: ``auto_save_path`` cannot be written.
         CorruptStoreError, UnsupportedVersionError: what lies there cannot be continued.
     """
 

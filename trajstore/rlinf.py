@@ -7,9 +7,9 @@ fields, tensors ``[T, B, ...]``, nested dicts for observations; fields that are 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 import torch
@@ -128,9 +128,9 @@ def columns_of_file(content: Any, source: str) -> tuple[Schema, Extent, list[Lea
     leaves: list[Leaf] = []
     for field in (*TENSOR_FIELDS, *DICT_FIELDS):
         value = content.get(field)
-        items = [((field,), value)] if field in TENSOR_FIELDS else walk(value or {}, (field,))
+        items = [((field,), value)] if field in TENSOR_FIELDS else _items(value, (field,))
         for path, leaf in items:
-            if not isinstance(leaf, Leaf) or len(leaf.shape) < 2 or leaf.shape[1] != batch:
+            if not _is_plain(leaf) or len(leaf.shape) < 2 or leaf.shape[1] != batch:
                 continue
             dtype = str(leaf.dtype).removeprefix("torch.")
             try:
@@ -145,10 +145,35 @@ def columns_of_file(content: Any, source: str) -> tuple[Schema, Extent, list[Lea
     return Schema("step", tuple(columns)), Extent(steps, batch, extra), leaves
 
 
+def _items(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of a nested dict that somebody else wrote; what has no text for a key is left out."""
+    if not isinstance(value, Mapping):
+        return
+    for key, item in value.items():
+        if not isinstance(key, str):
+            continue
+        if isinstance(item, Mapping):
+            yield from _items(item, (*path, key))
+        else:
+            yield (*path, key), item
+
+
+def _is_plain(leaf: Any) -> TypeGuard[Leaf]:
+    """Return whether a leaf is a tensor whose elements all lie in memory or in the file.
+
+    An expanded tensor of a few bytes can claim any size, at which it would be copied.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return isinstance(leaf, TensorPlace)
+    if leaf.layout is not torch.strided or leaf.is_quantized:
+        return False
+    return leaf.numel() * leaf.itemsize <= leaf.untyped_storage().nbytes()
+
+
 def _leading(content: Mapping[str, Any], source: str) -> tuple[int, int]:
     for name in ("prev_logprobs", "rewards"):
         leaf = content.get(name)
-        if isinstance(leaf, Leaf) and len(leaf.shape) >= 2:
+        if _is_plain(leaf) and len(leaf.shape) >= 2:
             return leaf.shape[0], leaf.shape[1]
     raise CorruptStoreError(f"{source}: not a trajectory (neither prev_logprobs nor rewards)")
 

@@ -93,6 +93,8 @@ class _Group:
     shard: int
     items: list[_Waiting]
     manifest: ShardManifest | None = None
+    flushes: int = 0
+    """Calls of ``flush`` when this attempt began."""
 
     @property
     def nbytes(self) -> int:
@@ -115,6 +117,7 @@ class _State:
     flush_until: int = -1
     committed: int = -1
     closing: bool = False
+    flushes: int = 0
     error: StoreWriteError | None = None
 
 
@@ -130,6 +133,7 @@ class StoreWriter:
 
     Raises:
         StoreLockedError: somebody else writes there.
+        StoreWriteError: the directory cannot be written.
         CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
     """
 
@@ -147,7 +151,10 @@ class StoreWriter:
         self._metadata = state
         self._listener = listener
         self._holds = 0
-        self._lock = directory.lock_writer()
+        try:
+            self._lock = directory.lock_writer()
+        except OSError as error:
+            raise StoreWriteError(f"{error}: cannot be written; to read it use load_checkpoint") from error
         try:
             self.catalog = self._open()
         except BaseException:
@@ -304,6 +311,7 @@ class StoreWriter:
         with self._changed:
             target = self._state.last_taken
             self._state.error = None
+            self._state.flushes += 1
             self._state.flush_until = max(self._state.flush_until, target)
             self._changed.notify_all()
         if target >= 0 and not self.wait(target, timeout):
@@ -331,7 +339,9 @@ class StoreWriter:
             while True:
                 if state.error is None:
                     if state.retry:
-                        return state.retry.popleft()
+                        group = state.retry.popleft()
+                        group.flushes = state.flushes
+                        return group
                     if state.waiting:
                         pause = self._time_to_wait(state)
                         if pause <= 0:
@@ -358,7 +368,7 @@ class StoreWriter:
                 break
             items.append(state.waiting.popleft())
             nbytes += owned.nbytes
-        group = _Group(state.next_ticket, state.next_shard, items)
+        group = _Group(state.next_ticket, state.next_shard, items, flushes=state.flushes)
         state.next_ticket += 1
         state.next_shard += 1
         return group
@@ -481,7 +491,8 @@ class StoreWriter:
             if group not in self._state.retry:
                 self._state.retry.append(group)
             self._state.retry = deque(sorted(self._state.retry, key=lambda item: item.ticket))
-            self._state.error = failure
+            if group.flushes == self._state.flushes:  # else flush was called meanwhile, which means: try again
+                self._state.error = failure
             self._changed.notify_all()
 
     # -- eviction, pins, snapshots ----------------------------------------------------------------
