@@ -124,13 +124,20 @@ def bad_flags(result: EmbodiedRolloutResult) -> Any:
         (lambda r: r.update_last_actions(torch.zeros(3, 5), torch.zeros(3)), "intervene_actions"),
         (lambda r: r.to_splited_trajectories(4), "split_size"),
         (lambda r: r.to_splited_trajectories_by_sizes([1, 1]), "split_sizes"),
-        (lambda r: EmbodiedRolloutResult().mark_last_step_with_intervene_flags(torch.zeros(3)), "no step"),
     ],
 )
 def test_wrong_shapes_are_named(act: Any, message: str) -> None:
     result, _ = collected(2, 3)
     with pytest.raises(InvalidTrajectoryError, match=message):
         act(result)
+
+
+def test_before_the_first_step_there_is_nothing_to_mark() -> None:
+    result = EmbodiedRolloutResult()
+    result.mark_last_step_with_intervene_flags(torch.ones(3))
+    result.update_last_actions(torch.zeros(3, 4), torch.ones(3))
+    assert len(result) == 0
+    assert result.to_trajectory().intervene_flags is None
 
 
 def test_steps_of_different_shape_are_named() -> None:

@@ -179,6 +179,22 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str,
         loaded(small(tmp_path / "wrong", **change)).sample(1)
 
 
+def test_a_file_smaller_than_its_index_says_is_refused_each_time(tmp_path: Path) -> None:
+    buffer = loaded(small(tmp_path / "short", shape=[300, 2, 1], num_samples=600))
+    for _ in range(3):
+        with pytest.raises(CorruptStoreError, match=r"\[3, 2\].*\[300, 2, 1\]|\[300, 2\]"):
+            buffer.sample(4)
+
+
+def test_an_id_listed_twice_is_refused(tmp_path: Path) -> None:
+    path = small(tmp_path / "twice")
+    index = json.loads((path / "trajectory_index.json").read_text())
+    index["trajectory_id_list"] = [0, 0]
+    (path / "trajectory_index.json").write_bytes(orjson.dumps(index))
+    with pytest.raises(CorruptStoreError, match="twice"):
+        loaded(path)
+
+
 def test_a_torn_index_is_refused(tmp_path: Path) -> None:
     path = small(tmp_path / "torn")
     text = (path / "trajectory_index.json").read_bytes()

@@ -61,29 +61,33 @@ class EmbodiedRolloutResult:
         self._dicts["next_obs"].append(_tensors_only(next_obs))
 
     def mark_last_step_with_intervene_flags(self, intervene_flags: torch.Tensor) -> None:
-        """Mark where a human acted in the last step.
+        """Mark where a human acted in the last step; before the first step with actions, do nothing.
 
         Args:
             intervene_flags: ``[B]``, or ``[B, chunks]`` with a flag for each action of the chunk.
 
         Raises:
-            InvalidTrajectoryError: there is no step with actions, or the shape does not divide them.
+            InvalidTrajectoryError: the shape does not divide the actions.
         """
+        if not self._steps["actions"]:
+            return
         self._steps["intervene_flags"][-1] = self._expanded(intervene_flags)
 
     def update_last_actions(self, intervene_actions: torch.Tensor, intervene_flags: torch.Tensor) -> None:
         """Put a human's actions in place of the last step's where the flags say so, and mark them.
 
         ``forward_inputs["action"]`` of that step follows; ``forward_inputs["model_action"]`` is dropped from the
-        trajectory, as it is no longer what was done.
+        trajectory, as it is no longer what was done. Before the first step with actions, nothing happens.
 
         Args:
             intervene_actions: ``[B, A]``.
             intervene_flags: ``[B]`` or ``[B, chunks]``.
 
         Raises:
-            InvalidTrajectoryError: there is no step with actions, or shapes do not fit.
+            InvalidTrajectoryError: shapes do not fit.
         """
+        if not self._steps["actions"]:
+            return
         flags = self._expanded(intervene_flags)
         last = self._steps["actions"][-1]
         given = to_cpu(intervene_actions)
@@ -100,8 +104,6 @@ class EmbodiedRolloutResult:
 
     def _expanded(self, flags: torch.Tensor) -> torch.Tensor:
         """Return flags ``[B]`` or ``[B, chunks]`` for every entry of the last actions, ``[B, A]``."""
-        if not self._steps["actions"]:
-            raise InvalidTrajectoryError("intervene_flags: there is no step with actions yet")
         last = self._steps["actions"][-1]
         flags = to_cpu(flags).to(torch.bool)
         if flags.dim() == 1:

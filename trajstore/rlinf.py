@@ -79,7 +79,10 @@ def parse_index(data: bytes, source: str) -> list[RLinfEntry]:
     value = _object(data, source)
     try:
         entries = {int(key): item for key, item in value["trajectory_index"].items()}
-        return [_entry(number, entries[int(number)]) for number in value["trajectory_id_list"]]
+        listed = [_entry(number, entries[int(number)]) for number in value["trajectory_id_list"]]
+        if len({entry.trajectory_id for entry in listed}) < len(listed):
+            raise ValueError("an id is listed twice")
+        return listed
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptStoreError(f"{source}: not an index of RLinf ({error!r}); restore it from a copy") from error
 

@@ -179,12 +179,13 @@ class RLinfSource(Source):
         found = self._files.get(row)
         if found is None:
             name = self.entries[row].file_name(self.suffix)
-            found = self._files[row] = _File(self.directory, name)
+            found = _File(self.directory, name)
             if (found.extent.steps, found.extent.batch) != self.entries[row].shape[:2]:
                 raise CorruptStoreError(
                     f"{found.source}: is {[found.extent.steps, found.extent.batch]} steps x environments, "
                     f"the index says {list(self.entries[row].shape[:2])}"
                 )
+            self._files[row] = found  # only what fits: its rows are read by the index's numbers
             if len(self._files) > _OPEN_FILES:
                 self._files.popitem(last=False)
         return found
