@@ -82,18 +82,14 @@ class ReplayFigures:
             for row in rows
         ]
 
-    def take(self, batch: Batch) -> dict[str, float]:
-        """Return all metrics of the step, and begin anew."""
-        extras = batch.non_tensors["extras"]
+    def take(
+        self, task_ids: Sequence[str], is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]
+    ) -> dict[str, float]:
+        """Return all metrics of the step, and begin anew. Every argument has one entry per row of the batch."""
         figures = _means(self._figures)
         self._warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
-        result |= metrics.batch_metrics(
-            batch.non_tensors["task_ids"].tolist(),
-            [one["is_experience_replay"] for one in extras],
-            [one["policy_version"] for one in extras],
-            self._manager.global_steps,
-        )
+        result |= metrics.batch_metrics(task_ids, is_experience_replay, policy_versions, self._manager.global_steps)
         valid: Counter[int] = sum((could for could, _ in self._drawn), Counter())
         drawn: Counter[int] = sum((did for _, did in self._drawn), Counter())
         if len(self._drawn) == STARVING_STEPS:

@@ -184,17 +184,37 @@ class ReplayHook(Generic[Task]):
             batch: the padded batch, on the device of ``old_log_probs``.
             old_log_probs: [B, R], as the current policy gives them; not changed.
         """
+        names = ("recorded_old_log_probs", "recorded_mask", "exp_mask", "response_mask")
+        return self.replace_log_probs(old_log_probs, *(batch.tensors[name] for name in names))
+
+    def replace_log_probs(
+        self,
+        old_log_probs: Tensor,
+        recorded_old_log_probs: Tensor,
+        recorded_mask: Tensor,
+        exp_mask: Tensor,
+        response_mask: Tensor,
+    ) -> Tensor:
+        """Do what :meth:`log_probs_computed` does, for a trainer with batches of its own.
+
+        Args:
+            old_log_probs: [B, R], as the current policy gives them; not changed.
+            recorded_old_log_probs: [B, R], the log-probs that trajectories hold.
+            recorded_mask: [B, R], nonzero where there is one.
+            exp_mask: [B, P + R] (its response part counts) or [B, R], nonzero on off-policy tokens.
+            response_mask: [B, R].
+        """
         replay = self._replay
         if replay is None:
             return old_log_probs
         with replay.figures.times.measure("log_probs_computed"):
-            recorded = batch.tensors["recorded_old_log_probs"]
-            recorded_mask, exp_mask = batch.tensors["recorded_mask"], batch.tensors["exp_mask"]
-            off_policy = compute_response_mask(exp_mask, old_log_probs.shape[1]) * batch.tensors["response_mask"]
-            replay.figures.note(metrics.record_metrics(old_log_probs, recorded, recorded_mask, off_policy))
+            off_policy = compute_response_mask(exp_mask, old_log_probs.shape[1]) * response_mask
+            replay.figures.note(
+                metrics.record_metrics(old_log_probs, recorded_old_log_probs, recorded_mask, off_policy)
+            )
             if not self.config.exp_is_correct:
                 return old_log_probs
-            return replace_recorded_old_log_probs(old_log_probs, recorded, recorded_mask, exp_mask)
+            return replace_recorded_old_log_probs(old_log_probs, recorded_old_log_probs, recorded_mask, exp_mask)
 
     @property
     def loss_options(self) -> LossOptions:
@@ -243,20 +263,56 @@ class ReplayHook(Generic[Task]):
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):
-            manager, rows = replay.manager, _fresh_rows(batch, fresh)
+            rows = _fresh_rows(batch, fresh)
             log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
             mask = batch.tensors["response_mask"].cpu()
             done = [
-                _completed(trajectory, log_probs[row], entropy[row], mask[row], manager.global_steps)
+                _completed(trajectory, log_probs[row], entropy[row], mask[row], replay.manager.global_steps)
                 for trajectory, row in zip(fresh, rows, strict=True)
             ]
+        extras = batch.non_tensors["extras"]
+        return self.rollouts_done(
+            done,
+            batch.non_tensors["task_ids"].tolist(),
+            [one["is_experience_replay"] for one in extras],
+            [one["policy_version"] for one in extras],
+        )
+
+    def rollouts_done(
+        self,
+        done: Sequence[AgentTrajectory],
+        task_ids: Sequence[str],
+        is_experience_replay: Sequence[bool],
+        policy_versions: Sequence[int | None],
+    ) -> dict[str, float]:
+        """Do what :meth:`step_done` does, for a trainer with batches of its own.
+
+        Args:
+            done: the rollouts made, with ``old_log_probs``, ``entropys`` and ``response_mask`` of the policy that
+                sampled them; not changed.
+            task_ids: for every row of the batch.
+            is_experience_replay: for every row of the batch.
+            policy_versions: for every row of the batch; None = unknown.
+
+        Raises:
+            InvalidTrajectoryError: a rollout lacks its task, its entropies or its mask.
+            StoreWriteError: the pool's store could not write.
+        """
+        replay = self._replay
+        if replay is None:
+            return {}
+        with replay.figures.times.measure("step_done"):
+            manager = replay.manager
+            entropys = [_column(one, "entropys", one.entropys) for one in done]
+            masks = [_column(one, "response_mask", one.response_mask) for one in done]
             refused = manager.refused.total()
             manager.update_difficulty2task_dict(done)
-            kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropy[rows], mask[rows])
+            kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropys, masks)
             offered = len(kept) + manager.refused.total() - refused
             manager.save_trajectories_to_memory(kept)
             figures = metrics.refused_metrics(manager.refused.total() - refused, offered)
-        return {**replay.figures.take(batch), **replay.collate.metrics, **figures}
+        taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
+        return {**taken, **replay.collate.metrics, **figures}
 
     # ---- checkpoint and resume ----
 
@@ -313,6 +369,12 @@ class _Replay(Generic[Task]):
     manager: ExperienceManager
     collate: ExperienceMixCollateFn[Task]
     figures: ReplayFigures
+
+
+def _column(trajectory: AgentTrajectory, name: str, value: Tensor | None) -> Tensor:
+    if value is None:
+        raise InvalidTrajectoryError(f"field {name}: rollout {trajectory.rollout_id!r} has none")
+    return value
 
 
 def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:

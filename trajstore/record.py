@@ -27,7 +27,7 @@ DOCUMENT = "_document"
 """Name of the column that holds a trajectory's JSON document, as bytes."""
 
 _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
-_RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask")
+_RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
 
 
 _DTYPE_NAMES = (

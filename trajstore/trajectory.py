@@ -91,7 +91,8 @@ class AgentTrajectory:
     L = tokens of prompt and response, R = tokens of the response (from ``response_start`` on).
 
     ``input_ids``, ``attention_mask``, ``loss_mask`` are ``[L]`` integer tensors, ``loss_mask`` being 1
-    on tokens that the model wrote; ``old_log_probs`` (natural logarithm, under the policy that sampled),
+    on tokens that the model wrote; ``old_log_probs`` (natural logarithm, under the policy that sampled, as
+    the trainer computes them), ``rollout_log_probs`` (the same, as the engine that sampled reported them),
     ``entropys`` (nats) and ``response_mask`` are ``[R]``, R = L - ``response_start``. ``messages`` is a
     list of dicts with ``role``, ``content`` and optionally ``author`` (``"llm"`` for the model).
     ``policy_version`` is the training step whose weights sampled. ``entropy`` is the mean of
@@ -107,6 +108,7 @@ class AgentTrajectory:
     old_log_probs: torch.Tensor | None = None
     entropys: torch.Tensor | None = None
     response_mask: torch.Tensor | None = None
+    rollout_log_probs: torch.Tensor | None = None
     reward: Reward | None = None
     task_id: str = ""
     data_id: str = ""

@@ -7,7 +7,7 @@ than the store had not yet written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class PoolLedger:
         self._records = found.records
         self._garbage = found.garbage
         self._added = found.added
+        self._held: frozenset[int] = frozenset()
 
     @property
     def durable(self) -> bool:
@@ -115,6 +116,10 @@ class PoolLedger:
         journal.set_generator_state(self.generator, journal.generator_state(generator))
         self._collect()
 
+    def hold(self, ids: Collection[int]) -> None:
+        """Keep these trajectories in the store even when they leave the pool, until the next call."""
+        self._held = frozenset(ids)
+
     def flush(self) -> None:
         """Return when every change so far is as durable as the store can make it."""
         self._store.flush()
@@ -131,7 +136,7 @@ class PoolLedger:
         self._collect()
 
     def _compact_if_due(self) -> None:
-        dead = len(self._records) + len(self._garbage)
+        dead = len(self._records) + len(self._garbage) - len(self._held.intersection(self._garbage))
         grown = self._added >= COMPACT_AFTER and self._added >= self.state.count() // 2
         if dead >= COMPACT_AFTER or grown:
             self.compact()
@@ -147,5 +152,5 @@ class PoolLedger:
 
     def _collect(self) -> None:
         self._store.flush()  # nothing is given up before that which replaces it is durable
-        self._store.evict(self._garbage)
-        self._garbage = []
+        self._store.evict([number for number in self._garbage if number not in self._held])
+        self._garbage = [number for number in self._garbage if number in self._held]

@@ -50,6 +50,7 @@ _TENSORS = {
     "old_log_probs": _VALUE_DTYPE,
     "entropys": _VALUE_DTYPE,
     "response_mask": _TOKEN_DTYPE,
+    "rollout_log_probs": _VALUE_DTYPE,
 }
 
 

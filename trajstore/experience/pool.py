@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +142,17 @@ class ExperienceManager:
         self._ledger.change(changes)
 
     def update_skip_uid_set_and_filter_trajectories(
-        self, trajectories: Sequence[AgentTrajectory], entropys: torch.Tensor, response_mask: torch.Tensor
+        self,
+        trajectories: Sequence[AgentTrajectory],
+        entropys: Sequence[torch.Tensor] | torch.Tensor,
+        response_mask: Sequence[torch.Tensor] | torch.Tensor,
     ) -> list[AgentTrajectory]:
         """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
 
         Args:
             trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
-            entropys: ``[N, R]`` nats; row i belongs to ``trajectories[i]``.
-            response_mask: ``[N, R]``; 1 where the model wrote.
+            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``.
+            response_mask: as ``entropys``; 1 where the model wrote.
 
         Returns:
             Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass
@@ -293,8 +296,8 @@ class ExperienceManager:
     def state_dict(self) -> dict[str, Any]:
         """Return the pool's cut for a checkpoint: plain containers.
 
-        With a durable store it names trajectories by id (checkpoint the store as well, so that it keeps them),
-        and they are flushed. Without one it contains them.
+        With a durable store it names trajectories by id (:meth:`hold` keeps them there), and they are flushed.
+        Without one it contains them.
         """
         self.flush()
         durable = self._ledger.durable
@@ -309,6 +312,21 @@ class ExperienceManager:
             entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
             trajectories={} if durable else self._held(),
         ).to_dict()
+
+    def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the trajectories of these cuts in the store although they leave the pool, until the next call.
+
+        So that a run can go back to any checkpoint that it may resume from. The store's own capacity counts all
+        the same.
+
+        Args:
+            cuts: what :meth:`state_dict` returned at each of those checkpoints.
+
+        Raises:
+            CorruptStoreError: one is no such state; nothing was changed.
+        """
+        named = [PoolCut.from_dict(cut).entries for cut in cuts]
+        self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state that :meth:`state_dict` returned. Trajectories the store no longer keeps are left out.
