@@ -1,4 +1,4 @@
-"""From rows to the padded batch that a trainer takes: plain tensors, ``TensorDict`` or verl's ``DataProto``.
+"""From rows to the padded batch that a trainer takes: plain tensors, or a ``TensorDict``.
 
 Prompts are padded on the left and responses on the right, so that every row is one contiguous stretch of its
 padded row: column ``P`` is the first response token of every row. With B rows and the longest prompt and
@@ -201,19 +201,6 @@ def to_tensordict(batch: Batch, *, jagged: bool = False) -> Any:
     tensors = _jagged(batch) if jagged else dict(batch.tensors)
     stacks = {name: NonTensorStack(*values) for name, values in batch.non_tensors.items()}
     return TensorDict({**tensors, **stacks}, batch_size=[len(batch.prompt_lengths)])
-
-
-def to_dataproto(batch: Batch) -> Any:
-    """Return the batch as verl's ``DataProto``; tensors are shared with it.
-
-    Raises:
-        MissingDependencyError: verl is not installed.
-    """
-    try:
-        from verl import DataProto
-    except ImportError as error:
-        raise MissingDependencyError("verl", "verl") from error
-    return DataProto.from_dict(tensors=dict(batch.tensors), non_tensors=dict(batch.non_tensors))
 
 
 def _span(number: int, trajectory: AgentTrajectory) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class ReplayFigures:
     ) -> dict[str, float]:
         """Return all metrics of the step, and begin anew. Every argument has one entry per row of the batch."""
         figures = _means(self._figures)
-        self._warn(figures)
+        self.warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
         result |= metrics.batch_metrics(task_ids, is_experience_replay, policy_versions, self._manager.global_steps)
         valid: Counter[int] = sum((could for could, _ in self._drawn), Counter())
@@ -97,7 +97,8 @@ class ReplayFigures:
         self._figures = []
         return result
 
-    def _warn(self, figures: Mapping[str, float]) -> None:
+    def warn(self, figures: Mapping[str, float]) -> None:
+        """Log a warning if a step's figures show a batch far off-policy; not again within :data:`WARN_EVERY` steps."""
         share = figures.get(f"{metrics.PREFIX}off_policy_share", 0.0)
         ratio = figures.get(f"{metrics.PREFIX}off_ratio_max", 1.0)
         far = share > metrics.OFF_POLICY_SHARE_LIMIT or ratio > metrics.OFF_POLICY_RATIO_LIMIT

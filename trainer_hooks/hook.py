@@ -242,6 +242,11 @@ class ReplayHook(Generic[Task]):
         with replay.figures.times.measure("loss_computed"):
             replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
+    def watch(self, figures: Mapping[str, float]) -> None:
+        """Take figures of the loss under the names of ``metrics.loss_metrics``, to warn of a batch far off-policy."""
+        if self._replay is not None:
+            self._replay.figures.warn(figures)
+
     def step_done(
         self, batch: Batch, fresh: Sequence[AgentTrajectory], old_log_probs: Tensor, entropys: Tensor
     ) -> dict[str, float]:

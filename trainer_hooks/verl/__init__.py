@@ -1,0 +1,5 @@
+"""Replay and durable trajectories in verl's V1 trainer, by configuration alone.
+
+verl loads :mod:`trainer_hooks.verl.plugin` by itself (entry-point group ``verl.plugins``) in every process of a run.
+Importing this package loads nothing.
+"""

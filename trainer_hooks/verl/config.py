@@ -1,0 +1,203 @@
+"""The block ``exp_manager`` of a verl configuration, and what must agree with it elsewhere in the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from trainer_hooks.config import SECTION as REPLAY_SECTION
+from trainer_hooks.config import ExperienceReplayConfig
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.formats import get_format
+
+SECTION = "exp_manager"
+"""Where the block stands in verl's configuration."""
+
+FOLDER = "trajstore"
+"""Folder below ``trainer.default_local_dir`` for what has no path of its own."""
+
+OnError = Literal["raise", "warn"]
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingConfig:
+    """``exp_manager.recording``: where every rollout that the trainer samples is kept.
+
+    Raises:
+        ConfigurationError: a value is out of range; the message names the key.
+    """
+
+    enable: bool = True
+    path: str | None = None
+    """Directory or URL; ``None`` = ``<trainer.default_local_dir>/trajstore/rollouts``."""
+    format: str = "pt"
+    capacity: int | None = None
+    """Trajectories to keep, the oldest go first; ``None`` = all."""
+    on_error: OnError = "raise"
+    """What a write that fails does to the run. With ``warn`` it goes on, and the metrics count what was lost."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.enable, bool):
+            problems.append(f"enable: {self.enable!r}, must be true or false")
+        if self.path is not None and (not isinstance(self.path, str) or not self.path):
+            problems.append(f"path: {self.path!r}, must be a directory or URL, or null")
+        try:
+            get_format(self.format)
+        except ConfigurationError as error:
+            problems.append(str(error))
+        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
+            problems.append(f"capacity: {self.capacity!r}, must be a whole number of at least 1, or null")
+        if self.on_error not in get_args(OnError):
+            problems.append(f"on_error: {self.on_error!r}, must be one of {', '.join(get_args(OnError))}")
+        if problems:
+            raise ConfigurationError(f"{SECTION}.recording: " + "; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutcomeRule:
+    """``exp_manager.outcome``: what a success is, in terms of verl's rewards.
+
+    Raises:
+        ConfigurationError: a value is out of range; the message names the key.
+    """
+
+    key: str | None = None
+    """Figure of the reward function's result (``acc``, say) that decides; ``None`` = the score itself."""
+    success: float = 1.0
+    """From this value on a rollout is a success: its outcome is 1. Below, the outcome is value / success."""
+
+    def __post_init__(self) -> None:
+        if self.key is not None and (not isinstance(self.key, str) or not self.key):
+            raise ConfigurationError(f"{SECTION}.outcome: key: {self.key!r}, must be a name or null")
+        number = isinstance(self.success, int | float) and not isinstance(self.success, bool)
+        if not number or not 0 < self.success < float("inf"):
+            raise ConfigurationError(f"{SECTION}.outcome: success: {self.success!r}, must be a number above 0")
+
+    def of(self, score: float, reward_extra: Mapping[str, Any]) -> float:
+        """Return the outcome of a rollout, at most 1.
+
+        Raises:
+            InvalidTrajectoryError: the reward gave no such figure.
+        """
+        value: Any = score
+        if self.key is not None:
+            value = reward_extra.get(self.key)
+            if isinstance(value, bool):
+                value = float(value)
+            if not isinstance(value, int | float):
+                known = ", ".join(sorted(reward_extra)) or "none"
+                raise InvalidTrajectoryError(
+                    f"{SECTION}.outcome.key: the reward function gave no number {self.key!r}; it gave: {known}"
+                )
+        return min(float(value) / self.success, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayBlock:
+    """The whole block, checked against the rest of the configuration."""
+
+    experience_replay: ExperienceReplayConfig
+    recording: RecordingConfig
+    outcome: OutcomeRule
+    folder: Path
+    """``<trainer.default_local_dir>/trajstore``."""
+    n_rollout: int
+
+    @property
+    def recording_path(self) -> str:
+        """Where rollouts are recorded."""
+        return self.recording.path or str(self.folder / "rollouts")
+
+    @staticmethod
+    def from_config(config: Any) -> ReplayBlock:
+        """Return the block of verl's configuration.
+
+        Args:
+            config: the whole configuration, an OmegaConf node; not changed.
+
+        Raises:
+            ConfigurationError: unknown keys, values out of range, options elsewhere that contradict them.
+        """
+        block = _mapping(config.get(SECTION), SECTION)
+        known = {field.name for field in dataclasses.fields(ReplayBlock)} - {"folder", "n_rollout"}
+        _refuse_unknown(block, known, SECTION)
+        folder = Path(str(config.trainer.default_local_dir)).absolute() / FOLDER
+        replay = dict(_mapping(block.get("experience_replay"), REPLAY_SECTION))
+        # Elsewhere a pool without a path is in memory; a run that shall survive a crash needs another default.
+        replay.setdefault("store", {"path": str(folder / "pool")})
+        n_rollout = int(config.actor_rollout_ref.rollout.n)
+        result = ReplayBlock(
+            experience_replay=ExperienceReplayConfig.from_mapping(
+                replay, n_rollout=n_rollout if replay.get("enable") is True else None
+            ),
+            recording=_section(RecordingConfig, block, "recording"),
+            outcome=_section(OutcomeRule, block, "outcome"),
+            folder=folder,
+            n_rollout=n_rollout,
+        )
+        problems = _contradictions(config, result)
+        if problems:
+            raise ConfigurationError("; ".join(problems))
+        return result
+
+
+def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
+    """Return what cannot be wanted at the same time, one sentence each."""
+    mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+    replay = block.experience_replay
+    if not replay.enable:
+        problems = []
+        if mode == "het":
+            problems.append(f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true")
+        if not block.recording.enable:
+            problems.append(
+                f"{SECTION}: neither recording.enable nor experience_replay.enable is true;"
+                " use trainer.v1.trainer_mode=sync"
+            )
+        return problems
+    problems = []
+    if mode not in ("vanilla", "het"):
+        problems.append(f"policy_loss.loss_mode: {mode}, replay has a loss of its own (het); leave it at vanilla")
+    correction = config.algorithm.get("rollout_correction", None)
+    if correction and correction.get("bypass_mode", False):
+        problems.append(
+            "algorithm.rollout_correction.bypass_mode: true, but replay compares with log-probs of the actor,"
+            " which this mode does not compute"
+        )
+    if str(config.algorithm.adv_estimator) in ("gae", "remax"):
+        problems.append(
+            f"algorithm.adv_estimator: {config.algorithm.adv_estimator}, but replayed rows are rated within their"
+            " group; take grpo or another estimator of groups"
+        )
+    distillation = config.get("distillation", None)
+    if distillation and distillation.get("enabled", False):
+        problems.append("distillation.enabled: true, its loss takes the place of the one that replay needs")
+    if config.get("skip", None) and config.skip.rollout_tq.enable:
+        problems.append("skip.rollout_tq.enable: true, but skipped rollouts have groups without replayed rows")
+    return problems
+
+
+def _section(kind: type[Section], block: Mapping[str, Any], name: str) -> Section:
+    values = _mapping(block.get(name), f"{SECTION}.{name}")
+    _refuse_unknown(values, {field.name for field in dataclasses.fields(kind)}, f"{SECTION}.{name}")  # type: ignore[arg-type]
+    return kind(**values)
+
+
+def _mapping(node: Any, name: str) -> Mapping[str, Any]:
+    if node is None:
+        return {}
+    if not hasattr(node, "keys"):
+        raise ConfigurationError(f"{name}: must be a mapping of keys, is a {type(node).__name__}")
+    return {str(key): node[key] for key in node.keys()}  # noqa: SIM118 - may be no dict
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: set[str], name: str) -> None:
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigurationError(f"{name}: unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")

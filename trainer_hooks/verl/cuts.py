@@ -1,0 +1,93 @@
+"""Files that say where the pool stood at each checkpoint: ``global_step_N/trajstore.json`` beside verl's own.
+
+They are written before the checkpoint's other files, so every checkpoint that verl calls complete has one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from trajstore.errors import CorruptStoreError, StoreWriteError
+from trajstore.formats.base import EncodedFile
+from trajstore.local import LocalDirectory
+
+CUT_FILE = "trajstore.json"
+
+_VERSION = 1
+_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where recording and replay stood when a training step was done."""
+
+    step: int
+    run: str
+    """The process that wrote it."""
+    rollouts: int
+    """Newest recorded rollout's id; -1 = none."""
+    pool: Mapping[str, Any] | None
+    """State of the experience pool; ``None`` if nothing was replayed."""
+
+
+def checkpoint_folder(root: str | Path, step: int) -> Path:
+    """Return verl's folder of a checkpoint below ``trainer.default_local_dir``."""
+    return Path(root).absolute() / f"global_step_{step}"
+
+
+def write_cut(folder: Path, cut: Cut) -> None:
+    """Write a cut into a checkpoint's folder, which is made if absent; durable, and whole or not at all.
+
+    Raises:
+        StoreWriteError: it could not be written.
+    """
+    document = {"version": _VERSION, "step": cut.step, "run": cut.run, "rollouts": cut.rollouts, "pool": cut.pool}
+    try:
+        LocalDirectory(folder).publish(
+            [EncodedFile(CUT_FILE, [orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS)])]
+        )
+    except OSError as error:
+        raise StoreWriteError(f"{folder / CUT_FILE}: {error}") from error
+
+
+def read_cut(folder: Path) -> Cut | None:
+    """Return the cut in a checkpoint's folder; ``None`` if it has none.
+
+    Raises:
+        CorruptStoreError: the file is no cut, or of a newer version.
+    """
+    path = folder / CUT_FILE
+    try:
+        document = orjson.loads(path.read_bytes())
+        if document["version"] != _VERSION:
+            raise ValueError(f"version {document['version']!r}, this program reads {_VERSION}")
+        return Cut(int(document["step"]), str(document["run"]), int(document["rollouts"]), document["pool"])
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"{path}: not the cut of a checkpoint: {error!r}") from error
+
+
+def cuts_below(root: str | Path) -> Iterator[tuple[Path, Cut]]:
+    """Yield the checkpoints below ``trainer.default_local_dir`` that have a cut, oldest step first."""
+    base = Path(root)
+    found = [(int(match[1]), path) for path in base.glob("global_step_*") if (match := _FOLDER.fullmatch(path.name))]
+    for _, path in sorted(found):
+        cut = read_cut(path)
+        if cut is not None:
+            yield path, cut
+
+
+def find_cut(folder: Path, step: int) -> Cut | None:
+    """Return the cut of a checkpoint, else the newest one beside it that is not after it, else ``None``."""
+    cut = read_cut(folder)
+    if cut is not None:
+        return cut
+    older = [other for _, other in cuts_below(folder.parent) if other.step <= step]
+    return max(older, key=lambda other: other.step, default=None)

@@ -1,0 +1,81 @@
+"""Reading and writing rows of verl's data plane (TransferQueue). The only module here that calls it.
+
+The plane has one value per row and column. Asked for a column that a single one of the rows lacks, it leaves out
+the column without a word; :func:`read_rows` does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from trainer_hooks.verl.rows import Row
+from trajstore.errors import ConfigurationError
+
+
+def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] = ()) -> list[Row]:
+    """Return rows with these columns, in the order of the batch; token columns share one buffer.
+
+    Args:
+        batch: which rows.
+        needed: columns that every row must have.
+        welcome: columns that are read if every row has them.
+
+    Raises:
+        ConfigurationError: a row lacks a column; names the column.
+    """
+    if not batch.keys:
+        return []
+    names = [*needed, *welcome]
+    data = tq.kv_batch_get(keys=list(batch.keys), partition_id=batch.partition_id, select_fields=names)
+    present = set(data.keys())
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise ConfigurationError(
+            f"the data plane has no column {', '.join(missing)} for these {len(batch.keys)} rows: one of them was"
+            " written without, and the plane then drops it for all. Every writer of rows must write it"
+        )
+    columns = {name: _values(data, name) for name in names if name in present}
+    return [
+        Row(key, tag, {name: values[number] for name, values in columns.items()})
+        for number, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True))
+    ]
+
+
+def read_whole_row(key: str, tag: dict[str, Any], partition_id: str) -> Row:
+    """Return one row with all columns that it has."""
+    data = tq.kv_batch_get(keys=[key], partition_id=partition_id)[0]
+    return Row(key, tag, {name: data[name] for name in data.keys()})  # noqa: SIM118 - no dict
+
+
+def add_rows(rows: Sequence[Row], partition_id: str) -> None:
+    """Put new rows with their tags into the plane. All of them have the same columns."""
+    if rows:
+        tq.kv_batch_put(
+            keys=[row.key for row in rows],
+            partition_id=partition_id,
+            fields=list_of_dict_to_tensordict([dict(row.columns) for row in rows]),
+            tags=[dict(row.tag) for row in rows],
+        )
+
+
+def write_column(keys: Sequence[str], partition_id: str, name: str, values: Sequence[Tensor]) -> None:
+    """Write one token column of these rows, one tensor each."""
+    if keys:
+        jagged = torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+        tq.kv_batch_put(
+            keys=list(keys), partition_id=partition_id, fields=TensorDict({name: jagged}, batch_size=len(keys))
+        )
+
+
+def _values(data: TensorDict, name: str) -> list[Any]:
+    """Return a column as one value per row."""
+    column = data[name]
+    return list(column.unbind()) if isinstance(column, Tensor) else list(column)

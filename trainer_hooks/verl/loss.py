@@ -1,0 +1,205 @@
+"""The policy loss ``het`` inside verl's actor, and the wrapper that brings it the mask of replayed tokens.
+
+verl hands a registered policy loss a fixed set of tensors, ``exp_mask`` not among them; the loss function of a
+worker gets the whole micro-batch. So :func:`het_ppo_loss` takes the mask out, calls verl's own ``ppo_loss`` (with
+its entropy and KL terms), and that calls back :func:`het_policy_loss`, which finds the mask in a context variable.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.utils.losses import ppo_loss
+
+from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.metrics import PREFIX
+from trajstore.errors import ConfigurationError
+
+LOSS_MODE = "het"
+"""Name of the loss for ``actor_rollout_ref.actor.policy_loss.loss_mode``."""
+
+EXP_MASK = "exp_mask"
+"""Column of the data plane: ``[R]`` int64 per row, 1 on replayed tokens."""
+
+FIGURES = "experience_replay/loss/"
+"""Begins the names of the sums and extremes that a micro-batch reports; :func:`take_figures` makes metrics of them."""
+
+_SIDE_SUMS = ("tokens", "ratio", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower")
+_SUMS = (*(f"{side}_{name}" for side in ("on", "off") for name in _SIDE_SUMS), "off_ratio_squared")
+_EXTREMES = ("on_ratio_max", "off_ratio_max", "on_ratio_min", "off_ratio_min")
+
+
+@dataclass(frozen=True, slots=True)
+class HetOptions:
+    """What the configuration says about the loss, beyond verl's own ``actor`` section."""
+
+    off_cliprange_high: float
+    off_policy_shaping: float | None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of the loss: what goes in beside verl's arguments, and what comes out beside its results."""
+
+    exp_mask: Tensor
+    options: HetOptions
+    figures: dict[str, Metric]
+
+
+_call: ContextVar[_Call | None] = ContextVar("het_ppo_loss", default=None)
+
+
+def het_ppo_loss(
+    config: Any, model_output: Any, data: TensorDict, dp_group: Any = None, *, options: HetOptions
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return verl's PPO loss of a micro-batch with the policy loss ``het``, and its metrics.
+
+    Args:
+        config: verl's ``ActorConfig``.
+        model_output: of the engine.
+        data: micro-batch of B rows; must have the column ``exp_mask``.
+        dp_group: as for ``ppo_loss``.
+        options: of the het loss.
+
+    Raises:
+        ConfigurationError: the micro-batch has no ``exp_mask``.
+    """
+    if data.get(EXP_MASK, None) is None:
+        raise ConfigurationError(
+            f"{EXP_MASK}: the micro-batch has no such column. The data plane drops a column that a single row of the"
+            " batch lacks: whatever adds rows (sampler, agent loop) must write it on each of them"
+        )
+    call = _Call(align(data[EXP_MASK], data["response_mask"]), options, {})
+    token = _call.set(call)
+    try:
+        loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    finally:
+        _call.reset(token)
+    return loss, {**metrics, **call.figures}
+
+
+@register_policy_loss(LOSS_MODE)  # type: ignore[untyped-decorator]
+def het_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the heterogeneous loss, aggregated as verl does over ranks and micro-batches; [B, R] each.
+
+    Raises:
+        ConfigurationError: called otherwise than by :func:`het_ppo_loss`.
+    """
+    call = _call.get()
+    if call is None:
+        raise ConfigurationError(
+            f"policy_loss.loss_mode={LOSS_MODE} needs a replay trainer (trainer.v1.trainer_mode=sync_replay),"
+            " which hands it the mask of replayed tokens"
+        )
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    terms = het_compute_token_on_off_policy_loss(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        call.exp_mask,
+        cliprange_low=low,
+        cliprange_high=high,
+        off_cliprange_high=call.options.off_cliprange_high,
+        clip_ratio_c=config.get("clip_ratio_c", 3.0),
+        off_policy_shaping=call.options.off_policy_shaping,
+    )
+    losses = terms["pg_losses"] if rollout_is_weights is None else terms["pg_losses"] * rollout_is_weights
+    # verl divides by the tokens or rows of the whole batch, over all ranks; these numbers only it knows.
+    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    call.figures.update(_figures(terms, response_mask.bool(), call.exp_mask.bool()))
+    tokens = response_mask.sum().clamp(min=1)
+    on, off = (response_mask * (1 - call.exp_mask)).sum(), (response_mask * call.exp_mask).sum()
+    values = torch.stack(
+        [
+            (terms["on_pg_clipfrac"] * on + terms["off_pg_clipfrac"] * off) / tokens,
+            terms["ppo_kl"],
+            (terms["on_pg_clipfrac_lower"] * on + terms["off_pg_clipfrac_lower"] * off) / tokens,
+        ]
+    ).tolist()
+    return loss, dict(zip(("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"), values, strict=True))
+
+
+def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
+    """Return a mask as [B, R] int64, R = longest response, cut or filled with 0 to each row's own response.
+
+    Padding rows, which verl copies from the first row, bring that row's mask with a response of one token.
+
+    Args:
+        exp_mask: B rows, jagged or [B, any].
+        response_mask: B rows, jagged or [B, R].
+    """
+    rows = [row.numel() for row in response_mask.unbind()]
+    result = torch.zeros(len(rows), max(rows), dtype=torch.int64, device=exp_mask.device)
+    for row, (mask, length) in enumerate(zip(exp_mask.unbind(), rows, strict=True)):
+        count = min(length, mask.numel())
+        result[row, :count] = mask[:count]
+    return result
+
+
+def take_figures(metrics: dict[str, Any], prefix: str = "actor/") -> dict[str, float]:
+    """Take the sums that all micro-batches of all ranks reported out of ``metrics``; return what they amount to.
+
+    The names are those of ``trainer_hooks.metrics.loss_metrics``; of a side without tokens there are none.
+
+    Args:
+        metrics: verl's metrics of an actor update; changed.
+        prefix: what verl has put before the names.
+    """
+    found = {name: metrics.pop(f"{prefix}{FIGURES}{name}", None) for name in (*_SUMS, *_EXTREMES)}
+    known = {name: float(value) for name, value in found.items() if value is not None}
+    total = known.get("on_tokens", 0.0) + known.get("off_tokens", 0.0)
+    if not total:
+        return {}
+    result = {"off_policy_share": known["off_tokens"] / total}
+    for side in ("on", "off"):
+        tokens = known[f"{side}_tokens"]
+        if not tokens:
+            continue
+        for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"):
+            result[f"{side}_{name}"] = known[f"{side}_{name}"] / tokens
+        result[f"{side}_ratio_mean"] = known[f"{side}_ratio"] / tokens
+        result |= {f"{side}_ratio_{end}": known[f"{side}_ratio_{end}"] for end in ("max", "min")}
+    if known["off_ratio_squared"]:
+        size = known["off_ratio"] ** 2 / (known["off_ratio_squared"] * known["off_tokens"])
+        result["off_effective_sample_size"] = size
+    return {PREFIX + name: value for name, value in result.items()}
+
+
+@torch.no_grad()
+def _figures(terms: dict[str, Tensor], valid: Tensor, exp_mask: Tensor) -> dict[str, Metric]:
+    """Return sums and extremes of one micro-batch, which can be added over micro-batches and ranks."""
+    ratio = terms["importance_ratio"].double()
+    off = valid & exp_mask
+    values = {"off_ratio_squared": torch.where(off, ratio, 0.0).square().sum()}
+    for side, mask in (("on", valid & ~exp_mask), ("off", off)):
+        tokens = mask.sum().double()
+        values[f"{side}_tokens"] = tokens
+        values[f"{side}_ratio"] = torch.where(mask, ratio, 0.0).sum()
+        for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"):
+            values[f"{side}_{name}"] = terms[f"{side}_{name}"].double() * tokens
+        # A micro-batch without tokens of a side reports too: all ranks must have the same names.
+        values[f"{side}_ratio_max"] = torch.where(mask, ratio, -torch.inf).amax()
+        values[f"{side}_ratio_min"] = torch.where(mask, ratio, torch.inf).amin()
+    kinds = {"max": AggregationType.MAX, "min": AggregationType.MIN}
+    names = (*_SUMS, *_EXTREMES)
+    return {
+        FIGURES + name: Metric(kinds.get(name.rsplit("_", 1)[-1], AggregationType.SUM), value)
+        for name, value in zip(names, torch.stack([values[name] for name in names]).tolist(), strict=True)
+    }

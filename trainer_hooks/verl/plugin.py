@@ -1,0 +1,33 @@
+"""What verl imports in every process: registers the policy loss and the trainer modes.
+
+verl swallows what goes wrong here (it logs at debug level), and would then only say that it knows no such trainer.
+So a reason that the user can do something about is logged before it is raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+from trainer_hooks.verl.versions import check_verl
+from trajstore.errors import TrajstoreError
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the policy loss ``het`` and the replay trainers.
+
+    Raises:
+        ConfigurationError: another verl is installed than the plugin was written for.
+        ImportError: a package that verl's V1 trainer needs is absent.
+    """
+    try:
+        check_verl()
+        importlib.import_module("trainer_hooks.verl.trainer")
+    except (TrajstoreError, ImportError) as error:
+        logger.warning("trajstore: the replay trainers are not available: %s", error)
+        raise
+
+
+register()

@@ -1,0 +1,226 @@
+"""Between the rows of verl's data plane and trajectories. Pure: no data plane, no disk.
+
+A row is one output of one session of a prompt; its key is ``{uid}_{session}_{index}``. A session with more than one
+output (an agent loop that summarises its context, say) has several rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_hooks.verl.config import OutcomeRule
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, Reward
+
+FIRST_REPLAYED_SESSION = 1000
+"""Sessions from here on are replayed rows; verl numbers those it generates from 0 to n - 1."""
+
+NEEDED = ("uid", "index", "data_source", "prompts", "responses", "response_mask", "rm_scores", "old_log_probs")
+"""Columns that every row must have to be recorded."""
+
+WELCOME = ("entropy", "rollout_log_probs", "extra_fields")
+"""Columns that are recorded where rows have them."""
+
+_OF_THIS_SAMPLE = ("routed_experts", "teacher_ids", "teacher_logprobs")
+"""Columns that say something of each token and are not recorded, so that a row which has one cannot be replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row as the data plane holds it."""
+
+    key: str
+    tag: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    """By name; token columns are tensors of this row's own length."""
+
+
+def task_id_of(data_source: Any, index: Any) -> str:
+    """Return the name of a task: rows of several data sources may have the same index."""
+    return f"{data_source}:{index}"
+
+
+def session_of(key: str) -> str:
+    """Return ``{uid}_{session}`` of a row's key.
+
+    Raises:
+        ConfigurationError: the key has not three parts, as when a uid has an underscore in it.
+    """
+    parts = key.split("_")
+    if len(parts) != 3 or not (parts[1].isdecimal() and parts[2].isdecimal()):
+        raise ConfigurationError(
+            f"row {key!r}: not {{uid}}_{{session}}_{{index}}; a uid must have no '_', or verl loses the row's group"
+        )
+    return key.rpartition("_")[0]
+
+
+def single_outputs(keys: Sequence[str]) -> list[bool]:
+    """Return for each row whether it is the only output of its session; only such rows can be replayed."""
+    sessions = [session_of(key) for key in keys]
+    outputs = Counter(sessions)
+    return [outputs[session] == 1 for session in sessions]
+
+
+def trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
+    """Return a row that was generated in this step as a trajectory.
+
+    Tensors are shared with the row. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
+    weights that sampled (``min_global_steps``, ``max_global_steps``) and ``token_scores``: what the reward gave,
+    ``[[position in the response, score], ...]``.
+
+    Args:
+        row: with the columns of :data:`NEEDED`.
+        outcome: says what a success is.
+        step: number of the training step; the policy version of the trajectory.
+        run: identifies the process that made it.
+        fingerprint: tokenizer and chat template.
+
+    Raises:
+        InvalidTrajectoryError: the outcome is in none of the reward's extra figures.
+    """
+    columns = row.columns
+    prompt, response, response_mask = columns["prompts"], columns["responses"], columns["response_mask"]
+    scores = columns["rm_scores"]
+    extra = columns.get("extra_fields") or {}
+    reward_extra = plain(extra.get("reward_extra_info") or {})
+    score = float(scores.sum())
+    places = scores.nonzero().flatten().tolist()
+    return AgentTrajectory(
+        input_ids=torch.cat([prompt, response]),
+        loss_mask=torch.cat([torch.zeros_like(prompt), response_mask.to(prompt.dtype)]),
+        response_start=prompt.numel(),
+        old_log_probs=columns["old_log_probs"],
+        entropys=columns.get("entropy"),
+        response_mask=response_mask,
+        rollout_log_probs=columns.get("rollout_log_probs"),
+        reward=Reward(outcome=outcome.of(score, reward_extra), metadata={"score": score, "extra": reward_extra}),
+        task_id=task_id_of(columns["data_source"], columns["index"]),
+        data_id=str(columns["data_source"]),
+        rollout_id=row.key,
+        policy_version=step,
+        tokenizer_fingerprint=fingerprint,
+        metadata={
+            "run": run,
+            "step": step,
+            "uid": str(columns["uid"]),
+            "min_global_steps": row.tag.get("min_global_steps"),
+            "max_global_steps": row.tag.get("max_global_steps"),
+            "token_scores": [[place, float(scores[place])] for place in places],
+        },
+    )
+
+
+def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool) -> Row:
+    """Return the row by which a recorded trajectory joins the group of a row that was generated in this step.
+
+    It has every column that the template has: a column that one row lacks would vanish from all of them. What
+    the dataset says of the task is the template's; tokens, masks, scores and versions are the trajectory's.
+
+    Args:
+        template: a row of the same prompt.
+        trajectory: as :func:`trajectory_of` made it.
+        number: counts the replayed rows of the prompt from 0.
+        own_group: it shall be a group of GRPO of its own.
+
+    Raises:
+        ConfigurationError: the rows have columns that a replayed row cannot have.
+        InvalidTrajectoryError: the trajectory lacks its tokens.
+    """
+    present = [name for name in _OF_THIS_SAMPLE if template.columns.get(name) is not None]
+    if template.columns.get("multi_modal_inputs"):
+        present.append("multi_modal_inputs")
+    if present:
+        raise ConfigurationError(
+            f"rows have {', '.join(present)}, which recorded trajectories have not: they cannot be replayed beside"
+            " them. Set exp_manager.experience_replay.enable=false; recording works"
+        )
+    ids, start, mask = trajectory.input_ids, trajectory.response_start, trajectory.response_mask
+    if ids is None or start is None or mask is None or trajectory.old_log_probs is None:
+        raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks tokens, mask or log-probs")
+    ids, response, mask = ids.long(), ids[start:].long(), mask.long()
+    session = FIRST_REPLAYED_SESSION + number
+    uid = str(template.columns["uid"])
+    oldest, newest = _versions(trajectory)
+    columns: dict[str, Any] = {
+        **template.columns,
+        "prompts": ids[:start],
+        "responses": response,
+        "input_ids": ids,
+        "position_ids": torch.arange(ids.numel(), dtype=torch.int64),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rm_scores": _scores(trajectory, response.numel()),
+        "uid": f"{uid}-replayed-{number}" if own_group else uid,
+        "session_id": session,
+        "extra_fields": {
+            **(template.columns.get("extra_fields") or {}),
+            "min_global_steps": oldest,
+            "max_global_steps": newest,
+            "reward_extra_info": (trajectory.reward.metadata if trajectory.reward else {}).get("extra", {}),
+        },
+    }
+    if "attention_mask" in template.columns:
+        columns["attention_mask"] = torch.ones_like(ids)
+    if "rollout_log_probs" in template.columns:
+        recorded = trajectory.rollout_log_probs
+        columns["rollout_log_probs"] = (trajectory.old_log_probs if recorded is None else recorded).float()
+    tag = {
+        **template.tag,
+        "prompt_len": start,
+        "response_len": response.numel(),
+        "seq_len": ids.numel(),
+        "min_global_steps": oldest,
+        "max_global_steps": newest,
+    }
+    return Row(f"{template.key.split('_')[0]}_{session}_0", tag, columns)
+
+
+def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor, Tensor]:
+    """Return the log-probs that a trajectory holds for its response, [length], and where it holds one."""
+    recorded = torch.zeros(length, dtype=torch.float32)
+    held = trajectory.old_log_probs
+    if held is not None:
+        count = min(length, held.numel())
+        recorded[:count] = held[:count]
+    known = torch.arange(length) < (0 if held is None else held.numel())
+    known &= recorded.isfinite()
+    return torch.where(known, recorded, 0.0), known
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: numbers of numpy and torch as Python's, what is no JSON as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray | Tensor) and value.ndim == 0):
+        value = value.item()
+    elif isinstance(value, np.ndarray | Tensor):
+        return value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:
+    """Return the weights that sampled, oldest and newest, as verl's tags have them: one below the step's number."""
+    step = trajectory.policy_version
+    before = 0 if step is None else step - 1
+    found = [trajectory.metadata.get(name) for name in ("min_global_steps", "max_global_steps")]
+    oldest, newest = (before if value is None else int(value) for value in found)
+    return oldest, newest
+
+
+def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
+    scores = torch.zeros(length, dtype=torch.float32)
+    for place, score in trajectory.metadata.get("token_scores", ()):
+        scores[place] = score
+    return scores

@@ -1,0 +1,73 @@
+"""Which row of the training data is which task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from trainer_hooks.verl.rows import task_id_of
+from trajstore.errors import ConfigurationError
+
+_MEDIA_KEYS = ("image_key", "video_key", "audio_key")
+
+
+class TaskTable:
+    """Finds rows of a dataset by task: ``data_source`` and ``extra_info.index``.
+
+    Args:
+        dataset: verl's ``RLHFDataset``, or any with ``__len__`` and rows of its kind (then every row is read once).
+
+    Raises:
+        ConfigurationError: rows of different prompts are the same task, or rows have images, sound or video.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        _refuse_media(dataset)
+        self._positions: dict[str, int] = {}
+        for position, task in enumerate(_tasks(dataset)):
+            first = self._positions.setdefault(task, position)
+            if first != position and not _same_prompt(dataset, first, position):
+                raise ConfigurationError(
+                    f"training data: rows {first} and {position} are both task {task!r} but ask different things;"
+                    " give every row an extra_info.index of its own within its data_source"
+                )
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._positions
+
+    def row(self, task_id: str) -> dict[str, Any]:
+        """Return the dataset's row of a task that the table has."""
+        found: dict[str, Any] = self._dataset[self._positions[task_id]]
+        return found
+
+
+def _tasks(dataset: Any) -> Iterator[str]:
+    frame = getattr(dataset, "dataframe", None)
+    names = getattr(frame, "column_names", ())
+    if frame is None or "data_source" not in names or "extra_info" not in names:
+        for position in range(len(dataset)):
+            row = dataset[position]
+            yield task_id_of(row["data_source"], row["index"])
+        return
+    for source, extra in zip(frame["data_source"], frame["extra_info"], strict=True):
+        yield task_id_of(source, (extra or {}).get("index", 0))  # 0 is what the dataset makes of an absent one
+
+
+def _same_prompt(dataset: Any, first: int, second: int) -> bool:
+    return bool(dataset[first]["raw_prompt"] == dataset[second]["raw_prompt"])
+
+
+def _refuse_media(dataset: Any) -> None:
+    names = set(getattr(getattr(dataset, "dataframe", None), "column_names", ()))
+    found = [
+        name for name in (getattr(dataset, key, None) for key in _MEDIA_KEYS) if name is not None and name in names
+    ]
+    if found:
+        raise ConfigurationError(
+            f"training data: column {', '.join(found)}: tasks with images, sound or video cannot be replayed."
+            " Set exp_manager.experience_replay.enable=false; recording works"
+        )

@@ -1,0 +1,175 @@
+"""Trainer modes of verl's V1 trainer with recording and replay.
+
+Each override calls verl's own method and does its part before or after; what happens there is in
+:class:`~trainer_hooks.verl.session.ReplaySession`. Names with an underscore are no API of verl, so the versions are
+pinned (:mod:`trainer_hooks.verl.versions`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import open_dict
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from trainer_hooks.hook import PlannedTask
+from trainer_hooks.verl.callback import ReplayCheckpointCallback
+from trainer_hooks.verl.config import ReplayBlock
+from trainer_hooks.verl.cuts import checkpoint_folder
+from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
+from trainer_hooks.verl.rows import task_id_of
+from trainer_hooks.verl.sampler import ReplaySampler
+from trainer_hooks.verl.session import ReplaySession
+from trainer_hooks.verl.tasks import TaskTable
+from trainer_hooks.verl.versions import check_verl
+from trajstore.errors import ConfigurationError
+
+ROLLOUTS_WANTED = "__rollout_n__"
+"""Column of a prompt by which verl's agent loop learns how many rollouts to make of it."""
+
+
+class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
+    """Adds recording and replay to a trainer of verl; to be named before it among the bases.
+
+    Raises:
+        ConfigurationError: another verl than the one this was written for, or options that cannot be; before any
+            worker is started.
+    """
+
+    base_mode: ClassVar[str]
+    """Mode of the trainer that it is added to; verl compares it with literals."""
+
+    checkpoint_callback: Any
+
+    def __init__(self, config: Any) -> None:
+        check_verl()
+        self._block = ReplayBlock.from_config(config)
+        mode = config.trainer.v1.trainer_mode
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = self.base_mode
+            if self._block.experience_replay.enable:
+                config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
+        super().__init__(config)
+        with open_dict(config):  # what is logged as the run's configuration is what was asked for
+            config.trainer.v1.trainer_mode = mode
+        self.checkpoint_callback = ReplayCheckpointCallback(
+            self.checkpoint_callback, lambda: self._session.hold_checkpoints()
+        )
+
+    def _build_replay_buffer(self) -> ReplaySampler:
+        return ReplaySampler(super()._build_replay_buffer(), lambda batch: self._session.join(batch))
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        replays = self._block.experience_replay.enable
+        self._session = ReplaySession(
+            self._block,
+            TaskTable(self.train_dataset) if replays else None,
+            fingerprint=tokenizer_fingerprint(self.tokenizer),
+            run=uuid.uuid4().hex,
+            checkpoints=self.config.trainer.default_local_dir,
+        )
+
+    def on_init_end(self) -> None:
+        """Install the loss in the workers."""
+        if self._session.replays:
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            self.actor_rollout_wg.set_loss_fn(partial(het_ppo_loss, config=actor, options=self._session.loss_options))
+        super().on_init_end()
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train; close the stores at the end, also after an error."""
+        try:
+            super().fit(agent_loop_manager)
+        finally:
+            self._session.close()
+
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        batch = super()._next_train_batch(num_prompts)
+        # Prompts that take the place of filtered ones are few, often one: they stay what the data loader gave.
+        if num_prompts is not None or not self._session.replays:
+            return batch
+        progress = (self.global_steps - 1) / max(self.total_training_steps, 1)
+        ids = [task_id_of(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
+        plan = self._session.plan(ids, progress, self.global_steps)
+        if not any(task.histories for task in plan):
+            return batch
+        mixed = self._mix(batch, ids, plan)
+        uids = list(mixed["uid"])
+        if bad := [uid for uid in uids if "_" in uid]:
+            raise ConfigurationError(f"uid {bad[0]!r}: has a '_', which verl takes for the end of the uid")
+        self._session.expect({uid: task.histories for uid, task in zip(uids, plan, strict=True)})
+        return mixed
+
+    def _mix(self, batch: TensorDict, ids: list[str], plan: list[PlannedTask[str]]) -> TensorDict:
+        """Return the prompts of a plan: rows of the batch, and for other tasks rows of the training data."""
+        places: dict[str, list[int]] = {}
+        for place, task in enumerate(ids):
+            places.setdefault(task, []).append(place)
+        absent = [one.task for one in plan if one.task not in places]
+        if absent:
+            rows = collate_fn([dict(self._session.task_row(task)) for task in absent])
+            rows["uid"] = [str(uuid.uuid4()) for _ in absent]
+            other = tu.get_tensordict(rows)
+            batch = tu.concat_tensordict([batch.select(*other.keys()), other])
+        for number, task in enumerate(absent):
+            places[task] = [len(ids) + number]
+        mixed = tu.index_select_tensor_dict(batch, [places[one.task].pop(0) for one in plan])
+        mixed[ROLLOUTS_WANTED] = NonTensorStack(*(one.fresh_rollouts for one in plan))
+        tu.assign_non_tensor_data(mixed, "global_steps", self.global_steps)
+        return mixed
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        metrics.update(self._session.scored(batch, self.global_steps))
+        return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._update_actor(batch, metrics)
+        if self._session.replays:
+            figures = take_figures(metrics)
+            metrics.update(figures)
+            self._session.updated(figures)
+        return batch
+
+    def _save_checkpoint(self) -> None:
+        # Ours first: a checkpoint that verl calls complete then always has its cut.
+        root = self.config.trainer.default_local_dir
+        self._session.save(checkpoint_folder(root, self.global_steps), self.global_steps)
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps == 0:
+            return
+        given = self.config.trainer.resume_from_path
+        explicit = self.config.trainer.resume_mode == "resume_path"
+        root = self.config.trainer.default_local_dir
+        folder = Path(given).absolute() if explicit else checkpoint_folder(root, self.global_steps)
+        self._session.resume(folder, self.global_steps)
+
+
+@register_trainer("sync_replay")
+class PPOTrainerSyncReplay(ReplayTrainer, PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer with durable rollouts and replay."""
+
+    base_mode = "sync"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return what tells tokenizers apart: 16 hex digits of a hash over vocabulary and chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    text = json.dumps([vocabulary, getattr(tokenizer, "chat_template", None)], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
