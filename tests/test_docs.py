@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -40,7 +41,12 @@ def test_every_option_of_every_command_is_documented(
         assert [option for option in sorted(options) if option not in section] == []
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/tutorial.md"])
+needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/tutorial.md", pytest.param("docs/howto/dataproto.md", marks=needs_verl)]
+)
 def test_code_runs(name: str, project_root: Path, tmp_path: Path) -> None:
     code = "\n".join(blocks(project_root / name, "python"))
     script = tmp_path / "example.py"

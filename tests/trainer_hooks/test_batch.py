@@ -6,13 +6,12 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch, to_dataproto, to_tensordict
+from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch, to_tensordict
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 
@@ -284,17 +283,7 @@ def test_jagged_tensors_of_one_axis_go_together() -> None:
             assert (result[first] * result[other]).shape[0] == 2
 
 
-@pytest.mark.parametrize(("convert", "package"), [(to_tensordict, "tensordict"), (to_dataproto, "verl")])
-def test_missing_packages_name_their_extra(convert: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf"{package}.*trajstore\[verl\]"):
-        convert(build_batch([make_row(1, 1)], PAD))
-
-
-def test_dataproto_holds_the_same() -> None:
-    pytest.importorskip("verl", exc_type=ImportError)
-    batch = build_batch([make_row(2, 3, seed=1), make_row(4, 1, seed=2)], PAD)
-    result = to_dataproto(batch)
-    assert len(result) == 2
-    assert all(torch.equal(result.batch[name], tensor) for name, tensor in batch.tensors.items())
-    assert all(np.array_equal(result.non_tensor_batch[name], array) for name, array in batch.non_tensors.items())
+def test_without_tensordict_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensordict", None)
+    with pytest.raises(MissingDependencyError, match=r"tensordict.*trajstore\[verl\]"):
+        to_tensordict(build_batch([make_row(1, 1)], PAD))
