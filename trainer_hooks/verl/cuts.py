@@ -5,8 +5,9 @@ They are written before the checkpoint's other files, so every checkpoint that v
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Cut:
     """Newest recorded rollout's id; -1 = none."""
     pool: Mapping[str, Any] | None
     """State of the experience pool; ``None`` if nothing was replayed."""
+    expected: Mapping[str, Sequence[Mapping[str, Any]]]
+    """Histories that are to join prompts whose rollouts are under way, by ``uid``; asynchronous modes have such."""
 
 
 def checkpoint_folder(root: str | Path, step: int) -> Path:
@@ -47,7 +50,7 @@ def write_cut(folder: Path, cut: Cut) -> None:
     Raises:
         StoreWriteError: it could not be written.
     """
-    document = {"version": _VERSION, "step": cut.step, "run": cut.run, "rollouts": cut.rollouts, "pool": cut.pool}
+    document = {"version": _VERSION} | {field.name: getattr(cut, field.name) for field in dataclasses.fields(cut)}
     try:
         LocalDirectory(folder).publish(
             [EncodedFile(CUT_FILE, [orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS)])]
@@ -67,7 +70,13 @@ def read_cut(folder: Path) -> Cut | None:
         document = orjson.loads(path.read_bytes())
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, this program reads {_VERSION}")
-        return Cut(int(document["step"]), str(document["run"]), int(document["rollouts"]), document["pool"])
+        return Cut(
+            step=int(document["step"]),
+            run=str(document["run"]),
+            rollouts=int(document["rollouts"]),
+            pool=document["pool"],
+            expected=dict(document["expected"]),
+        )
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:

@@ -49,6 +49,12 @@ def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] 
     ]
 
 
+def prompts_under_way(partition_id: str) -> set[str]:
+    """Return the ``uid`` of every prompt whose rollouts have not been sampled or dropped yet."""
+    rows = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+    return {key for key, tag in rows.items() if tag.get("is_prompt", False)}
+
+
 def read_whole_row(key: str, tag: dict[str, Any], partition_id: str) -> Row:
     """Return one row with all columns that it has."""
     data = tq.kv_batch_get(keys=[key], partition_id=partition_id)[0]

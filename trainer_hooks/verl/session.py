@@ -35,9 +35,13 @@ from trainer_hooks.verl.rows import (
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError
+from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
+
+TRAINING = "train"
+"""Partition of the data plane that holds what is trained on."""
 
 
 class ReplaySession:
@@ -113,7 +117,13 @@ class ReplaySession:
         return self._tasks.row(task_id)
 
     def expect(self, histories: Mapping[str, Sequence[AgentTrajectory]]) -> None:
-        """Remember which histories are to join the rollouts of which prompt, by ``uid``."""
+        """Remember which histories are to join the rollouts of which prompt, by ``uid``.
+
+        To be called before the prompts are under way. Histories of prompts that were dropped since are forgotten.
+        """
+        if self._histories:
+            alive = dataplane.prompts_under_way(TRAINING)
+            self._histories = {uid: held for uid, held in self._histories.items() if uid in alive}
         self._histories.update({uid: tuple(held) for uid, held in histories.items() if held})
 
     # ---- when the rollouts are there ----
@@ -225,7 +235,8 @@ class ReplaySession:
             rollouts = self._recorder.buffer.committed
         manager = self._hook.manager
         pool = None if manager is None else manager.state_dict()
-        write_cut(folder, Cut(step, self._run, rollouts, pool))
+        expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.items()}
+        write_cut(folder, Cut(step, self._run, rollouts, pool, expected))
 
     def hold_checkpoints(self) -> None:
         """Keep in the pool's store what the checkpoints that exist now can go back to, and nothing else."""
@@ -252,6 +263,8 @@ class ReplaySession:
         if cut.step != step:
             logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
         manager.load_state_dict(dict(cut.pool))
+        if cut.step == step:
+            self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
         logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -98,8 +99,16 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
+        uids = list(batch["uid"])
+        if bad := [uid for uid in uids if "_" in uid]:
+            raise ConfigurationError(f"uid {bad[0]!r}: has a '_', which verl takes for the end of the uid")
+        if not self._session.replays:
+            return batch
+        # Every prompt says how many rollouts it wants: asynchronous modes read prompts back from the data plane,
+        # which drops a column that one of them lacks.
+        batch[ROLLOUTS_WANTED] = NonTensorStack(*[self._block.n_rollout] * len(uids))
         # Prompts that take the place of filtered ones are few, often one: they stay what the data loader gave.
-        if num_prompts is not None or not self._session.replays:
+        if num_prompts is not None:
             return batch
         progress = (self.global_steps - 1) / max(self.total_training_steps, 1)
         ids = [task_id_of(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
@@ -107,10 +116,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         if not any(task.histories for task in plan):
             return batch
         mixed = self._mix(batch, ids, plan)
-        uids = list(mixed["uid"])
-        if bad := [uid for uid in uids if "_" in uid]:
-            raise ConfigurationError(f"uid {bad[0]!r}: has a '_', which verl takes for the end of the uid")
-        self._session.expect({uid: task.histories for uid, task in zip(uids, plan, strict=True)})
+        self._session.expect({uid: task.histories for uid, task in zip(list(mixed["uid"]), plan, strict=True)})
         return mixed
 
     def _mix(self, batch: TensorDict, ids: list[str], plan: list[PlannedTask[str]]) -> TensorDict:
@@ -166,6 +172,34 @@ class PPOTrainerSyncReplay(ReplayTrainer, PPOTrainerSync):  # type: ignore[misc]
     """verl's synchronous trainer with durable rollouts and replay."""
 
     base_mode = "sync"
+
+
+@register_trainer("colocate_async_replay")
+class PPOTrainerColocateAsyncReplay(ReplayTrainer, PPOTrainerColocateAsync):  # type: ignore[misc]
+    """verl's asynchronous trainer on shared devices with durable rollouts and replay."""
+
+    base_mode = "colocate_async"
+
+
+@register_trainer("separate_async_replay")
+class PPOTrainerSeparateAsyncReplay(PPOTrainer):  # type: ignore[misc]
+    """Says that this mode does not exist.
+
+    Raises:
+        ConfigurationError: always.
+    """
+
+    def __init__(self, config: Any) -> None:
+        raise ConfigurationError(
+            "trainer.v1.trainer_mode: separate_async_replay does not exist: in separate_async weights go from device to"
+            " device (NCCL, NIXL), so replay in it could not be tried. Use sync_replay or colocate_async_replay"
+        )
+
+    def on_sample_end(self) -> None:
+        """Never called."""
+
+    def on_step_end(self) -> None:
+        """Never called."""
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
