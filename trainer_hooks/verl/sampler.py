@@ -15,7 +15,7 @@ class ReplaySampler:
     """Stands in for a sampler and hands its training batches on to ``join``.
 
     It wraps an object and is no subclass, so that group filtering, and any sampler configured by
-    ``trainer.v1.sampler.custom_sampler``, work beside replay.
+    ``trainer.v1.sampler.custom_sampler``, work beside replay. All other attributes are the sampler's.
 
     Args:
         sampler: has ``sample(global_steps, partition_id, batch_size)``.
@@ -23,8 +23,8 @@ class ReplaySampler:
     """
 
     def __init__(self, sampler: Any, join: Callable[[KVBatchMeta], KVBatchMeta]) -> None:
-        self._sampler = sampler
-        self._join = join
+        object.__setattr__(self, "_sampler", sampler)
+        object.__setattr__(self, "_join", join)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """Return the rows of ``batch_size`` prompts, and metrics; see verl's ``ReplayBuffer``."""
@@ -37,3 +37,6 @@ class ReplaySampler:
         if name == "_sampler":  # asked for before __init__, as copying does
             raise AttributeError(name)
         return getattr(self._sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._sampler, name, value)

@@ -31,6 +31,7 @@ from trainer_hooks.verl.rows import (
     replayed_row,
     session_of,
     single_outputs,
+    task_id_of,
     trajectory_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
@@ -180,7 +181,8 @@ class ReplaySession:
         """
         real = _without_padding(batch)
         rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.replays else NEEDED, WELCOME)
-        fresh = [row for row in rows if row.key not in self._joined]
+        # Rollouts arrive in any order; what the pool makes of them, and which it draws later, shall not depend on it.
+        fresh = sorted((row for row in rows if row.key not in self._joined), key=_canonical)
         made = [
             trajectory_of(row, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint)
             for row in fresh
@@ -280,6 +282,12 @@ class ReplaySession:
         finally:
             if self._recorder is not None:
                 self._recorder.close()
+
+
+def _canonical(row: Row) -> tuple[str, list[int]]:
+    """Return what rows of a step are ordered by: task, session, index. A uid is another one in every run."""
+    numbers = [int(part) for part in row.key.split("_")[1:]]
+    return task_id_of(row.columns["data_source"], row.columns["index"]), numbers
 
 
 def _without_padding(batch: KVBatchMeta) -> KVBatchMeta:

@@ -1,0 +1,38 @@
+"""Keeps what the loss sees: every micro-batch that the wrapper of the het loss hands to verl's ``ppo_loss``.
+
+Loaded in every process of a run; writes to the folder that ``TRAJSTORE_VERL_WITNESS`` names, if it names one.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer_hooks.verl.loss as het
+
+FOLDER = "TRAJSTORE_VERL_WITNESS"
+
+_ppo_loss = het.ppo_loss
+
+
+def _witness(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    folder = os.environ.get(FOLDER)
+    call = het._call.get()
+    if folder and call is not None:
+        seen = {
+            name: [row.clone() for row in data[name].unbind()]
+            for name in ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
+        }
+        seen["exp_mask"] = list(call.exp_mask.clone())
+        seen["uid"] = list(data["uid"])
+        target = Path(folder) / f"{uuid.uuid4().hex}.pt"
+        torch.save(seen, target.with_suffix(".part"))
+        target.with_suffix(".part").rename(target)
+    return _ppo_loss(config, model_output, data, dp_group)
+
+
+het.ppo_loss = _witness

@@ -1,0 +1,270 @@
+"""verl's real V1 trainer on CPU, in the process of the test.
+
+Signatures in the order of use (the fixtures ``verl_assets`` and ``verl_session`` of ``conftest.py`` do the first two)::
+
+    assets = make_assets(folder)                              # assets.py: model, data, reward
+    session = VerlSession.start(modules=())                   # Ray, once; modules: more for VERL_USE_EXTERNAL_MODULES
+    config = make_config(assets, folder, overrides=())        # Hydra; later overrides win
+    run = session.run(config, inspect=None, prepare=None)     # init, fit, clean up -> Run
+    session.close()
+
+``Run.metrics``: one dict per record of verl's "file" tracking (a step, or the validation before training), each with
+``"step"`` added; NaN reads as None. ``Run.trainer``: the trainer after ``fit``; its actors are gone.
+``Run.seconds``: wall clock of "init", "fit" and "clean_up". ``Run.inspected``: what ``inspect(trainer)`` returned,
+called after ``fit`` while the actors still live. ``prepare(trainer)`` is called between construction and ``init``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from .assets import Assets
+
+CPU_MODULES = Path(__file__).resolve().parent / "cpu"
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ("trajstore_verl_cpu_platform", "trajstore_verl_cpu_rollout")
+LOGICAL_GPUS = 2
+OBJECT_STORE_BYTES = 300_000_000
+# Seconds between two looks at the TransferQueue; verl's 2.0 would be most of a step.
+POLL_INTERVAL = 0.1
+CLEAN_UP_TIMEOUT = 30.0
+
+BASE_OVERRIDES = (
+    "algorithm.adv_estimator=grpo",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=32",
+    "data.max_response_length=16",
+    "data.dataloader_num_workers=0",
+    "data.filter_overlong_prompts=False",
+    "data.seed=1",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.actor.fsdp_config.strategy=fsdp2",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    # One micro-batch per step: verl reports some metrics as plain means over micro-batches, whose rows vary.
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.rollout.name=trajstore_cpu",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.load_format=auto",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=1",
+    "reward.custom_reward_function.name=compute_score",
+    "transfer_queue.enable=True",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "transfer_queue.backend.SimpleStorage.total_storage_size=2000",
+    "trainer.v1.trainer_mode=sync",
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1",
+    "trainer.nnodes=1",
+    "trainer.logger=[file]",
+    "trainer.val_before_train=False",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.total_training_steps=2",
+    "trainer.resume_mode=disable",
+    "critic.enable=False",
+)
+
+
+def make_config(assets: Assets, folder: Path, overrides: Sequence[str] = ()) -> Any:
+    """Return verl's configuration: ours for CPU, then ``overrides``. Checkpoints go to ``folder``/checkpoints."""
+    from hydra import compose, initialize_config_module
+
+    paths = (
+        f"data.train_files={assets.train}",
+        f"data.val_files={assets.val}",
+        f"actor_rollout_ref.model.path={assets.model}",
+        f"reward.custom_reward_function.path={assets.reward}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+    )
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*BASE_OVERRIDES, *paths, *overrides])
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a training left behind; see the top of this module."""
+
+    metrics: list[dict[str, Any]]
+    trainer: Any
+    seconds: dict[str, float]
+    inspected: Any
+
+
+class VerlSession:
+    """A Ray instance in which trainings run one after another."""
+
+    def __init__(self, environment: dict[str, str | None]) -> None:
+        self._environment = environment
+
+    @classmethod
+    def start(cls, modules: Sequence[str] = ()) -> VerlSession:
+        """Set the environment that verl reads, import it, and start Ray, whose workers inherit the environment."""
+        names = (*MODULES, *modules)
+        variables = {
+            "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": ",".join(names),
+            "VERL_ENGINE_DEVICE": "cuda",  # the registry of engines has no "cpu"; the class is the same
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(CPU_MODULES), str(ROOT), os.environ.get("PYTHONPATH")))),
+            "TRANSFER_QUEUE_ENABLE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            # A worker's start is seconds of imports, and Ray would begin with one for every CPU it is told of.
+            "RAY_prestart_worker_first_driver": "0",
+        }
+        session = cls({name: os.environ.get(name) for name in variables})
+        os.environ.update(variables)
+        sys.path.insert(0, str(CPU_MODULES))
+        try:
+            importlib.import_module("verl")
+            for name in names:  # verl has imported them itself, unless another test imported verl before
+                importlib.import_module(name)
+            import ray
+            from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+
+            runtime_env = get_ppo_ray_runtime_env()
+            runtime_env.pop("working_dir", None)
+            ray.init(
+                address="local",  # never a cluster that RAY_ADDRESS or an earlier session names
+                num_cpus=16,
+                num_gpus=LOGICAL_GPUS,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                runtime_env=runtime_env,
+            )
+        except BaseException:
+            session.close()
+            raise
+        return session
+
+    def run(
+        self,
+        config: Any,
+        *,
+        inspect: Callable[[Any], Any] | None = None,
+        prepare: Callable[[Any], None] | None = None,
+    ) -> Run:
+        """Train as ``config`` says, then end every actor and placement group of the training."""
+        import transfer_queue as tq
+        from omegaconf import OmegaConf
+        from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
+
+        OmegaConf.resolve(config)
+        seconds: dict[str, float] = {}
+        log = Path(config.trainer.default_local_dir).parent / f"metrics-{time.monotonic_ns()}.jsonl"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        trainer: Any = None
+        inspected = None
+        try:
+            with _timed(seconds, "init"):
+                tq.init(config.transfer_queue)
+                trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
+                trainer.replay_buffer.poll_interval = POLL_INTERVAL
+                if prepare is not None:
+                    prepare(trainer)
+                trainer.init()
+                manager = AgentLoopManagerTQ.create(
+                    config=config,
+                    llm_client=trainer.get_llm_client(),
+                    teacher_client=trainer.get_teacher_client(),
+                    reward_loop_worker_handles=trainer.get_reward_handles(),
+                )
+            with _timed(seconds, "fit"), _environment("VERL_FILE_LOGGER_PATH", str(log)):
+                trainer.fit(manager)
+            if inspect is not None:
+                inspected = inspect(trainer)
+        finally:
+            with _timed(seconds, "clean_up"):
+                if hasattr(trainer, "logger"):
+                    trainer.logger.finish()
+                tq.close()
+                _end_actors()
+        return Run(_read_metrics(log), trainer, seconds, inspected)
+
+    def close(self) -> None:
+        """Stop Ray and give the environment back."""
+        import ray
+
+        ray.shutdown()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if str(CPU_MODULES) in sys.path:
+            sys.path.remove(str(CPU_MODULES))
+
+
+def _end_actors() -> None:
+    """Remove placement groups, kill named actors, and wait until their names are free.
+
+    Raises:
+        TimeoutError: a name is still taken after ``CLEAN_UP_TIMEOUT`` seconds.
+    """
+    import ray
+    from ray.util import list_named_actors, placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+
+    for group, facts in placement_group_table().items():
+        if facts["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group))))
+    end = time.monotonic() + CLEAN_UP_TIMEOUT
+    while names := list_named_actors(all_namespaces=True):
+        if time.monotonic() > end:
+            raise TimeoutError(f"actors still there after {CLEAN_UP_TIMEOUT} s: {names}")
+        for actor in names:
+            try:
+                ray.kill(ray.get_actor(**actor))
+            except ValueError:
+                continue  # ended since it was listed
+        time.sleep(0.05)
+    gc.collect()  # Ray ends an actor without a name with its last handle
+
+
+def _read_metrics(log: Path) -> list[dict[str, Any]]:
+    records = [orjson.loads(line) for line in log.read_bytes().splitlines()]
+    return [{**record["data"], "step": record["step"]} for record in records]
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[name] = time.monotonic() - start
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

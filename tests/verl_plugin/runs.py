@@ -1,0 +1,105 @@
+"""What the trainings of this folder have in common: overrides, and what is checked of every one of them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+
+from .witness import LossRow
+
+GROUP = 4
+PROMPTS = 4
+
+# Few tasks, so that they come again; a success is what the reward function calls a hit.
+REPLAY = (
+    "trainer.v1.trainer_mode=sync_replay",
+    "data.train_max_samples=6",
+    "+exp_manager.outcome.key=hit",
+    "+exp_manager.experience_replay.enable=true",
+    "+exp_manager.experience_replay.replay_start_ratio=0.0",
+)
+# Each worker gets half of the 16 rows, and verl wants whole micro-batches.
+TWO_WORKERS = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+)
+
+# Rows arrive in any order, and float32 sums differ with the order.
+TOLERANCE = 1e-4
+
+
+def is_measured(name: str) -> bool:
+    """Return whether a metric is a time, a use of memory, or a speed: these differ from run to run."""
+    return name.startswith("timing_") or "perf/" in name or "seconds" in name or name.startswith("recording/")
+
+
+def comparable(record: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a step that must be the same in an equal run."""
+    return {name: value for name, value in record.items() if not is_measured(name)}
+
+
+def recorded(folder: Path) -> list[AgentTrajectory]:
+    """Return all rollouts that the run with this folder recorded, read by a process that writes nothing."""
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.load_checkpoint(folder / "checkpoints" / "trajstore" / "rollouts")
+        found = [buffer.get(int(number)) for number in buffer.trajectory_ids]
+    assert all(isinstance(one, AgentTrajectory) for one in found)
+    return found  # type: ignore[return-value]
+
+
+def check_loss_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajectory]) -> int:
+    """Check every row that the loss saw against the store; return how many were replayed.
+
+    A row is a rollout of the store, token by token. Its ``old_log_probs`` are exactly those recorded, its
+    ``exp_mask`` is its response mask if its group is not the one it was sampled in, else 0. Groups have n rows, and
+    their advantages are those of GRPO over the recorded scores.
+    """
+    by_tokens: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
+    for one in rollouts:
+        assert one.input_ids is not None
+        by_tokens[tuple(one.input_ids.tolist())].append(one)
+    groups: dict[str, list[tuple[LossRow, AgentTrajectory]]] = defaultdict(list)
+    replayed = 0
+    for row in rows:
+        match = [one for one in by_tokens[row.tokens] if torch.equal(one.old_log_probs, row.old_log_probs)]
+        assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
+        own = [one for one in match if one.metadata["uid"] == row.uid]
+        found = own[0] if own else match[0]
+        assert found.response_mask is not None
+        assert torch.equal(row.response_mask, found.response_mask)
+        mask = row.exp_mask[: row.response.numel()]
+        assert torch.equal(mask, torch.zeros_like(mask) if own else found.response_mask)
+        assert not row.exp_mask[row.response.numel() :].any()
+        replayed += not own
+        groups[row.uid].append((row, found))
+    for held in groups.values():
+        assert len(held) == GROUP
+        scores = torch.tensor([one.reward.metadata["score"] for _, one in held if one.reward is not None])
+        expected = (scores - scores.mean()) / (scores.std() + 1e-6)
+        for (row, _), value in zip(held, expected.tolist(), strict=True):
+            wanted = value * row.response_mask.float()
+            torch.testing.assert_close(row.advantages, wanted, atol=1e-4, rtol=1e-4)
+    return replayed
+
+
+def check_replay_metrics(records: Sequence[dict[str, Any]], workers: int = 1) -> None:
+    """Check that figures are finite, that no step had padding rows, and that steps with history say so."""
+    for record in records:
+        figures = {name: value for name, value in record.items() if name.startswith("experience_replay/")}
+        assert figures
+        assert all(isinstance(value, float) and math.isfinite(value) for value in figures.values())
+        assert figures["experience_replay/rows"] == PROMPTS * GROUP
+        assert record["recording/rollouts"] == PROMPTS * GROUP - figures["experience_replay/replayed_rows"]
+        if figures["experience_replay/replayed_rows"]:
+            assert figures["experience_replay/off_ratio_mean"] > 0.0
+            assert 0.0 < figures["experience_replay/off_policy_share"] < 0.5
+            assert figures["experience_replay/age_min"] >= 1.0
+            assert figures["experience_replay/recorded_share"] == 1.0

@@ -1,0 +1,178 @@
+"""The real V1 trainer with the plugin: recording, replaying, resuming."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from trajstore import AgentTrajectory
+
+from .assets import Assets
+from .harness import Run, VerlSession, make_config
+from .runs import (
+    GROUP,
+    PROMPTS,
+    REPLAY,
+    TOLERANCE,
+    TWO_WORKERS,
+    check_loss_rows,
+    check_replay_metrics,
+    comparable,
+    recorded,
+)
+from .witness import LossRow, Witness
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 6
+SAVED = 3
+
+
+class Training:
+    """One training and what it left: metrics, what its loss saw, what it recorded."""
+
+    def __init__(self, run: Run, rows: list[LossRow], folder: Path) -> None:
+        self.metrics = [record for record in run.metrics if "training/global_step" in record]
+        self.validations = [record for record in run.metrics if "training/global_step" not in record]
+        self.rows = rows
+        self.folder = folder
+
+    @property
+    def rollouts(self) -> list[AgentTrajectory]:
+        return recorded(self.folder)
+
+
+@pytest.fixture(scope="module")
+def train(verl_session: VerlSession, verl_assets: Assets, witness: Witness) -> object:
+    def run(folder: Path, *overrides: str) -> Training:
+        witness.take()
+        result = verl_session.run(make_config(verl_assets, folder, overrides))
+        return Training(result, witness.take(), folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def stock(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return train(tmp_path_factory.mktemp("stock"), "trainer.total_training_steps=3")
+
+
+@pytest.fixture(scope="module")
+def recording(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return train(
+        tmp_path_factory.mktemp("recording"),
+        "trainer.total_training_steps=3",
+        "trainer.v1.trainer_mode=sync_replay",
+        "+exp_manager.outcome.key=hit",
+    )
+
+
+@pytest.fixture(scope="module")
+def replaying(train, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return train(
+        tmp_path_factory.mktemp("replaying"),
+        *REPLAY,
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={SAVED}",
+        "trainer.val_before_train=True",
+    )
+
+
+def test_recording_changes_nothing(stock: Training, recording: Training) -> None:
+    assert len(stock.metrics) == len(recording.metrics) == 3
+    for ours, theirs in zip(recording.metrics, stock.metrics, strict=True):
+        assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
+    assert not recording.rows, "without replay the loss is verl's own"
+
+
+def test_every_rollout_is_recorded(recording: Training) -> None:
+    rollouts = recording.rollouts
+    assert len(rollouts) == 3 * PROMPTS * GROUP
+    for step, record in enumerate(recording.metrics, start=1):
+        made = [one for one in rollouts if one.policy_version == step]
+        assert Counter(one.metadata["uid"] for one in made) == dict.fromkeys({o.metadata["uid"] for o in made}, GROUP)
+        scores = torch.tensor([one.reward.metadata["score"] for one in made])
+        assert scores.mean().item() == pytest.approx(record["critic/score/mean"], abs=1e-6)
+        lengths = torch.tensor([float(one.response_mask.numel()) for one in made])
+        assert lengths.mean().item() == pytest.approx(record["response_length/mean"], abs=1e-6)
+        for one in made:
+            assert one.task_id.startswith("digit:")
+            assert one.reward.outcome == one.reward.metadata["extra"]["hit"]
+            assert one.metadata["max_global_steps"] == step - 1
+            assert one.loss_mask[: one.response_start].sum() == 0
+            assert torch.equal(one.loss_mask[one.response_start :], one.response_mask)
+            assert one.entropys.shape == one.old_log_probs.shape == one.response_mask.shape
+            # The engine of these tests computes in float32 as the actor does.
+            torch.testing.assert_close(one.rollout_log_probs, one.old_log_probs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_loss_receives_what_the_store_holds(replaying: Training) -> None:
+    assert len(replaying.rows) == STEPS * PROMPTS * GROUP
+    replayed = check_loss_rows(replaying.rows, replaying.rollouts)
+    assert replayed == sum(record["experience_replay/replayed_rows"] for record in replaying.metrics)
+    assert replayed >= STEPS - 1
+
+
+def test_figures_of_replay(replaying: Training) -> None:
+    assert len(replaying.metrics) == STEPS
+    check_replay_metrics(replaying.metrics)
+    assert any(record["experience_replay/replayed_rows"] for record in replaying.metrics)
+
+
+def test_validation_is_left_alone(replaying: Training) -> None:
+    assert len(replaying.validations) == 1
+    # What is recorded is what was trained on: check_replay_metrics counts it, and tasks of the validation are absent.
+    assert {int(one.task_id.split(":")[1]) for one in replaying.rollouts} <= set(range(32))
+
+
+def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train) -> None:
+    """The stores have gone on to step 6; at the checkpoint of step 3 the pool was another one."""
+    before = len(replaying.rollouts)
+    resumed = train(
+        replaying.folder,
+        *REPLAY,
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={SAVED}",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={replaying.folder}/checkpoints/global_step_{SAVED}",
+    )
+    assert [record["step"] for record in resumed.metrics] == [4, 5, 6]
+    for ours, theirs in zip(resumed.metrics, replaying.metrics[SAVED:], strict=True):
+        assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
+    check_loss_rows(resumed.rows, resumed.rollouts)
+    made = sum(record["recording/rollouts"] for record in resumed.metrics)
+    assert len(resumed.rollouts) == before + made, "what was recorded before the checkpoint and after it is still there"
+
+
+def test_resuming_with_another_number_of_ranks(replaying: Training, train) -> None:
+    """verl's own checkpoint of a model belongs to a number of ranks, so the model begins anew; stores do not."""
+    steps = 5
+    resumed = train(
+        replaying.folder,
+        *REPLAY,
+        *TWO_WORKERS,
+        f"trainer.total_training_steps={steps}",
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={replaying.folder}/checkpoints/global_step_{SAVED}",
+        "actor_rollout_ref.actor.checkpoint.load_contents=[]",
+    )
+    assert [record["step"] for record in resumed.metrics] == [4, 5]
+    check_replay_metrics(resumed.metrics)
+    assert len(resumed.rows) == 2 * PROMPTS * GROUP
+    assert check_loss_rows(resumed.rows, resumed.rollouts) >= 1
+    first, same = resumed.metrics[0], replaying.metrics[SAVED]
+    assert first["experience_replay/experience_tasks"] == same["experience_replay/experience_tasks"]
+    assert first["experience_replay/replayed_rows"] == same["experience_replay/replayed_rows"]
+    assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
+
+
+def test_asynchronous_training(train, tmp_path: Path) -> None:
+    training = train(
+        tmp_path, *REPLAY, "trainer.v1.trainer_mode=colocate_async_replay", "trainer.total_training_steps=5"
+    )
+    assert len(training.metrics) == 5
+    check_replay_metrics(training.metrics)
+    assert check_loss_rows(training.rows, training.rollouts) >= 1

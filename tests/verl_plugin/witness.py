@@ -1,0 +1,45 @@
+"""Reads what ``cpu/trajstore_verl_cpu_witness.py`` kept: the rows that the loss was computed from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+WITNESS_MODULE = "trajstore_verl_cpu_witness"
+WITNESS_FOLDER = "TRAJSTORE_VERL_WITNESS"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRow:
+    """One row of a micro-batch; all tensors but ``prompt`` have the response's length, ``exp_mask`` may be padded."""
+
+    uid: str
+    prompt: torch.Tensor
+    response: torch.Tensor
+    response_mask: torch.Tensor
+    old_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    exp_mask: torch.Tensor
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(torch.cat([self.prompt, self.response]).tolist())
+
+
+class Witness:
+    """The folder into which every process writes its micro-batches."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def take(self) -> list[LossRow]:
+        """Return the rows seen since the last call."""
+        rows = []
+        for path in sorted(self._folder.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns):
+            seen = torch.load(path, weights_only=True)
+            names = ("uid", "prompts", "responses", "response_mask", "old_log_probs", "advantages", "exp_mask")
+            rows += [LossRow(*values) for values in zip(*(seen[name] for name in names), strict=True)]
+            path.unlink()
+        return rows
