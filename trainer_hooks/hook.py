@@ -307,17 +307,27 @@ class ReplayHook(Generic[Task]):
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):
-            manager = replay.manager
-            entropys = [_column(one, "entropys", one.entropys) for one in done]
-            masks = [_column(one, "response_mask", one.response_mask) for one in done]
-            refused = manager.refused.total()
-            manager.update_difficulty2task_dict(done)
-            kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropys, masks)
-            offered = len(kept) + manager.refused.total() - refused
-            manager.save_trajectories_to_memory(kept)
-            figures = metrics.refused_metrics(manager.refused.total() - refused, offered)
+            figures = self.admit(done)
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
         return {**taken, **replay.collate.metrics, **figures}
+
+    def admit(self, done: Sequence[AgentTrajectory]) -> dict[str, float]:
+        """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
+
+        Args:
+            done: as for :meth:`rollouts_done`.
+        """
+        if self._replay is None:
+            return {}
+        manager = self._replay.manager
+        entropys = [_column(one, "entropys", one.entropys) for one in done]
+        masks = [_column(one, "response_mask", one.response_mask) for one in done]
+        refused = manager.refused.total()
+        manager.update_difficulty2task_dict(done)
+        kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropys, masks)
+        offered = len(kept) + manager.refused.total() - refused
+        manager.save_trajectories_to_memory(kept)
+        return metrics.refused_metrics(manager.refused.total() - refused, offered)
 
     # ---- checkpoint and resume ----
 

@@ -20,6 +20,7 @@ FOLDER = "trajstore"
 """Folder below ``trainer.default_local_dir`` for what has no path of its own."""
 
 OnError = Literal["raise", "warn"]
+OnResume = Literal["exact", "keep"]
 
 Section = TypeVar("Section")
 
@@ -105,6 +106,9 @@ class ReplayBlock:
     experience_replay: ExperienceReplayConfig
     recording: RecordingConfig
     outcome: OutcomeRule
+    on_resume: OnResume = "exact"
+    """``exp_manager.on_resume``: whether the pool is what it was at the checkpoint, or also takes in what was recorded
+    between the checkpoint and the crash."""
     folder: Path
     """``<trainer.default_local_dir>/trajstore``."""
     n_rollout: int
@@ -138,6 +142,7 @@ class ReplayBlock:
             ),
             recording=_section(RecordingConfig, block, "recording"),
             outcome=_section(OutcomeRule, block, "outcome"),
+            on_resume=block.get("on_resume", "exact"),
             folder=folder,
             n_rollout=n_rollout,
         )
@@ -151,6 +156,8 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
     """Return what cannot be wanted at the same time, one sentence each."""
     mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
     replay = block.experience_replay
+    if block.on_resume not in get_args(OnResume):
+        return [f"{SECTION}.on_resume: {block.on_resume!r}, must be one of {', '.join(get_args(OnResume))}"]
     if not replay.enable:
         problems = []
         if mode == "het":
@@ -162,6 +169,8 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
             )
         return problems
     problems = []
+    if block.on_resume == "keep" and not block.recording.enable:
+        problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")
     if mode not in ("vanilla", "het"):
         problems.append(f"policy_loss.loss_mode: {mode}, replay has a loss of its own (het); leave it at vanilla")
     correction = config.algorithm.get("rollout_correction", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from trainer_hooks.verl.config import OnError
 from trajstore import Retention, TrajectoryReplayBuffer
@@ -66,6 +66,14 @@ class RolloutRecorder:
             "recording/lost": float(self.lost),
             "recording/seconds": time.perf_counter() - start,
         }
+
+    def recorded_after(self, newest: int) -> Iterator[AgentTrajectory]:
+        """Yield the rollouts with ids above ``newest`` that were in the store when it was opened or came since."""
+        for number in self.buffer.trajectory_ids.tolist():
+            if number > newest:
+                trajectory = self.buffer.get(number)
+                if isinstance(trajectory, AgentTrajectory):
+                    yield trajectory
 
     def flush(self) -> None:
         """Return when everything taken so far survives a crash.

@@ -31,7 +31,6 @@ from trainer_hooks.verl.rows import (
     replayed_row,
     session_of,
     single_outputs,
-    task_id_of,
     trajectory_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
@@ -181,8 +180,7 @@ class ReplaySession:
         """
         real = _without_padding(batch)
         rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.replays else NEEDED, WELCOME)
-        # Rollouts arrive in any order; what the pool makes of them, and which it draws later, shall not depend on it.
-        fresh = sorted((row for row in rows if row.key not in self._joined), key=_canonical)
+        fresh = [row for row in rows if row.key not in self._joined]
         made = [
             trajectory_of(row, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint)
             for row in fresh
@@ -192,11 +190,10 @@ class ReplaySession:
             return figures
         replayed = [row for row in rows if row.key in self._joined]
         self._replace_log_probs(replayed, batch.partition_id)
-        alone = single_outputs([row.key for row in fresh])
         histories = [self._joined[row.key] for row in replayed]
         everything = [*made, *histories]
         figures |= self._hook.rollouts_done(
-            [trajectory for trajectory, single in zip(made, alone, strict=True) if single],
+            _replayable(made),
             [trajectory.task_id for trajectory in everything],
             [False] * len(made) + [True] * len(histories),
             [trajectory.policy_version for trajectory in everything],
@@ -268,6 +265,20 @@ class ReplaySession:
         if cut.step == step:
             self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
         logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))
+        if self._block.on_resume == "keep":
+            self._take_in_since(cut.rollouts)
+
+    def _take_in_since(self, newest: int) -> None:
+        """Let rollouts that were recorded after a checkpoint enter the pool, step by step."""
+        if self._recorder is None:
+            return
+        steps: dict[tuple[str, int], list[AgentTrajectory]] = {}
+        for one in self._recorder.recorded_after(newest):
+            steps.setdefault((one.metadata["run"], one.metadata["step"]), []).append(one)
+        for made in steps.values():
+            self._hook.admit(_replayable(made))
+        if steps:
+            logger.info("experience pool: took in %d steps recorded since", len(steps))
 
     def close(self) -> None:
         """Write what is left, and close the stores. Closing again does nothing.
@@ -284,10 +295,15 @@ class ReplaySession:
                 self._recorder.close()
 
 
-def _canonical(row: Row) -> tuple[str, list[int]]:
-    """Return what rows of a step are ordered by: task, session, index. A uid is another one in every run."""
-    numbers = [int(part) for part in row.key.split("_")[1:]]
-    return task_id_of(row.columns["data_source"], row.columns["index"]), numbers
+def _replayable(made: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
+    """Return the rollouts of one step that can be replayed, in an order that is not that of their arrival.
+
+    What the pool makes of them, and which it draws later, shall be the same in two equal runs. A uid is another one
+    in every run, so they are ordered by task and session.
+    """
+    alone = single_outputs([one.rollout_id for one in made])
+    chosen = [one for one, single in zip(made, alone, strict=True) if single]
+    return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
 
 
 def _without_padding(batch: KVBatchMeta) -> KVBatchMeta:
