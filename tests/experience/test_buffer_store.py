@@ -144,3 +144,37 @@ def test_a_directory_of_step_trajectories_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidTrajectoryError, match="directory of its own"):
         ExperienceManager(RULES, store=store)
     store.close()
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_what_a_cut_names_is_held(make: Make, tmp_path: Path, reopened: bool) -> None:
+    """Long after the cut all its entries have been replaced, and their records are garbage; the cut needs them."""
+    store = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(8):
+        train(manager, make, number)
+    cut, before = manager.state_dict(), view(manager)
+    manager.hold([cut])
+    for number in range(8, 60):
+        train(manager, make, number)
+    if reopened:
+        store.close()
+        store = BufferStore.open(tmp_path / "pool")
+        manager = ExperienceManager(RULES, store=store)
+        manager.hold([cut])
+    for number in range(60, 120):
+        train(manager, make, number)
+    held = {number for ids in cut["entries"].values() for number in ids}
+    assert held <= set(store.ids())
+    assert len(store.ids()) < 120 + len(held), "garbage that is not held goes all the same"
+
+    manager.load_state_dict(cut)
+    assert view(manager) == before
+    manager.hold([])
+    for number in range(8, 200):
+        train(manager, make, number)
+    manager.compact()
+    live = {number for ids in manager.state_dict()["entries"].values() for number in ids}
+    assert held - live
+    assert not (held - live) & set(store.ids()), "let go, it is given up"
+    store.close()
