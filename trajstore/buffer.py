@@ -338,6 +338,11 @@ class TrajectoryReplayBuffer:
             return np.array(self._contents.index["trajectory_id"], np.int64)
 
     @property
+    def store_id(self) -> str | None:
+        """UUID of the directory that this buffer writes to; None in memory only."""
+        return None if self._writer is None else self._writer.catalog.store_id
+
+    @property
     def trajectory_counter(self) -> int:
         """One more than the newest id."""
         return self._counter

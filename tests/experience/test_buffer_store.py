@@ -178,3 +178,22 @@ def test_what_a_cut_names_is_held(make: Make, tmp_path: Path, reopened: bool) ->
     assert held - live
     assert not (held - live) & set(store.ids()), "let go, it is given up"
     store.close()
+
+
+def test_a_cut_of_another_store_names_nothing_here(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ids begin at 0 in every store: taken for one's own they would be other trajectories."""
+    store = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(RULES, store=store)
+    other = BufferStore.open(tmp_path / "other")
+    stranger = ExperienceManager(RULES, store=other)
+    for number in range(8):
+        train(manager, make, number)
+        train(stranger, make, number + 3)
+    stranger.load_state_dict(manager.state_dict())
+    assert view(stranger)["entries"] == {}
+    assert view(stranger)["buckets"] == view(manager)["buckets"]
+    assert "of another store" in caplog.text
+    store.close()
+    other.close()

@@ -33,6 +33,8 @@ class Cut:
     """The process that wrote it."""
     rollouts: int
     """Newest recorded rollout's id; -1 = none."""
+    rollouts_store: str
+    """The store that gave this id; empty if nothing was recorded."""
     pool: Mapping[str, Any] | None
     """State of the experience pool; ``None`` if nothing was replayed."""
     expected: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -74,6 +76,7 @@ def read_cut(folder: Path) -> Cut | None:
             step=int(document["step"]),
             run=str(document["run"]),
             rollouts=int(document["rollouts"]),
+            rollouts_store=str(document["rollouts_store"]),
             pool=document["pool"],
             expected=dict(document["expected"]),
         )

@@ -228,14 +228,14 @@ class ReplaySession:
         Raises:
             StoreWriteError: it, or what it names, did not reach the disk.
         """
-        rollouts = -1
+        rollouts, rollouts_store = -1, ""
         if self._recorder is not None:
             self._recorder.flush()
-            rollouts = self._recorder.buffer.committed
+            rollouts, rollouts_store = self._recorder.buffer.committed, str(self._recorder.buffer.store_id)
         manager = self._hook.manager
         pool = None if manager is None else manager.state_dict()
         expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.items()}
-        write_cut(folder, Cut(step, self._run, rollouts, pool, expected))
+        write_cut(folder, Cut(step, self._run, rollouts, rollouts_store, pool, expected))
 
     def hold_checkpoints(self) -> None:
         """Keep in the pool's store what the checkpoints that exist now can go back to, and nothing else."""
@@ -266,14 +266,17 @@ class ReplaySession:
             self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
         logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))
         if self._block.on_resume == "keep":
-            self._take_in_since(cut.rollouts)
+            self._take_in_since(cut)
 
-    def _take_in_since(self, newest: int) -> None:
+    def _take_in_since(self, cut: Cut) -> None:
         """Let rollouts that were recorded after a checkpoint enter the pool, step by step."""
-        if self._recorder is None:
+        if self._recorder is None or self._recorder.buffer.store_id != cut.rollouts_store:
+            logger.warning(
+                "the rollouts recorded after step %d are not in this run's store; none were taken in", cut.step
+            )
             return
         steps: dict[tuple[str, int], list[AgentTrajectory]] = {}
-        for one in self._recorder.recorded_after(newest):
+        for one in self._recorder.recorded_after(cut.rollouts):
             steps.setdefault((one.metadata["run"], one.metadata["step"]), []).append(one)
         for made in steps.values():
             self._hook.admit(_replayable(made))

@@ -27,6 +27,8 @@ class PoolCut:
     global_steps: int
     refused: dict[str, int]
     tokenizer_fingerprint: str
+    store_id: str
+    """The store whose ids ``entries`` has."""
     entries: dict[str, list[int]]
     trajectories: dict[str, list[AgentTrajectory]]
 
@@ -52,6 +54,7 @@ class PoolCut:
                 global_steps=int(value["global_steps"]),
                 refused={str(reason): int(count) for reason, count in value["refused"].items()},
                 tokenizer_fingerprint=str(value["tokenizer_fingerprint"]),
+                store_id=str(value["store_id"]),
                 entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
                 trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
             )

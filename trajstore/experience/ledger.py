@@ -61,6 +61,11 @@ class PoolLedger:
         """Whether the store outlives the process."""
         return self._store.durable
 
+    @property
+    def store_id(self) -> str:
+        """Tells the stores of pools apart."""
+        return self._store.store_id
+
     def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
         """Return entries with their records, which are not to be changed. What the store gave up leaves the pool."""
         found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from trajstore.experience.selection import (
 )
 from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 
 def task_id_of(task: Any) -> str:
@@ -309,6 +312,7 @@ class ExperienceManager:
             global_steps=self.global_steps,
             refused=dict(self.refused),
             tokenizer_fingerprint=self._fingerprint,
+            store_id=self._ledger.store_id,
             entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
             trajectories={} if durable else self._held(),
         ).to_dict()
@@ -325,11 +329,12 @@ class ExperienceManager:
         Raises:
             CorruptStoreError: one is no such state; nothing was changed.
         """
-        named = [PoolCut.from_dict(cut).entries for cut in cuts]
+        known = [PoolCut.from_dict(cut) for cut in cuts]
+        named = [cut.entries for cut in known if cut.store_id == self._ledger.store_id]
         self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a state that :meth:`state_dict` returned. Trajectories the store no longer keeps are left out.
+        """Go back to a state that :meth:`state_dict` returned. Trajectories the store does not keep are left out.
 
         Raises:
             ConfigurationError: the state's pool was made with another tokenizer; nothing was changed.
@@ -338,7 +343,12 @@ class ExperienceManager:
         cut = PoolCut.from_dict(state)
         check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
         fresh = cut.state()
-        self._ledger.adopt(fresh, cut.entries)
+        if cut.store_id == self._ledger.store_id:
+            self._ledger.adopt(fresh, cut.entries)
+        elif cut.entries:
+            logger.warning(
+                "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
+            )
         plan = self._plan_all(fresh, cut.trajectories)
         self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
         self.refused = Counter(cut.refused) + plan.refused

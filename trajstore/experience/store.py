@@ -28,6 +28,10 @@ class PoolStore(Protocol):
     def durable(self) -> bool:
         """Whether the records outlive the process."""
 
+    @property
+    def store_id(self) -> str:
+        """Tells stores apart whose ids may be the same; empty if the records are in this process only."""
+
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """Take private copies and return their ids, ascending and above all earlier ones. All or none."""
 
@@ -52,6 +56,7 @@ class MemoryStore:
     """Keeps records in this process only."""
 
     durable = False
+    store_id = ""
 
     def __init__(self) -> None:
         self._kept: dict[int, AgentTrajectory] = {}
@@ -129,6 +134,10 @@ class BufferStore:
                 retention=retention,
             )
         )
+
+    @property
+    def store_id(self) -> str:
+        return str(self._buffer.store_id)
 
     def close(self) -> None:
         """Flush and close the buffer.
