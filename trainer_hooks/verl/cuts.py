@@ -72,6 +72,8 @@ def read_cut(folder: Path) -> Cut | None:
         document = orjson.loads(path.read_bytes())
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, this program reads {_VERSION}")
+        if not isinstance(document["pool"], dict | None):
+            raise TypeError(f"pool: {type(document['pool']).__name__}")
         return Cut(
             step=int(document["step"]),
             run=str(document["run"]),

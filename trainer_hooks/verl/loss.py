@@ -185,7 +185,9 @@ def take_figures(metrics: dict[str, Any], prefix: str = "actor/") -> dict[str, f
 @torch.no_grad()
 def _figures(terms: dict[str, Tensor], valid: Tensor, exp_mask: Tensor) -> dict[str, Metric]:
     """Return sums and extremes of one micro-batch, which can be added over micro-batches and ranks."""
-    ratio = terms["importance_ratio"].double()
+    ratio = terms["importance_ratio"]
+    # A ratio that overflowed stays in range: sums of it are divided by each other afterwards.
+    ratio = ratio.clamp(max=torch.finfo(torch.float32).max).double()
     off = valid & exp_mask
     values = {"off_ratio_squared": torch.where(off, ratio, 0.0).square().sum()}
     for side, mask in (("on", valid & ~exp_mask), ("off", off)):

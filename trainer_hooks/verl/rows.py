@@ -222,5 +222,5 @@ def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:
 def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     scores = torch.zeros(length, dtype=torch.float32)
     for place, score in trajectory.metadata.get("token_scores", ()):
-        scores[place] = score
+        scores[place] = torch.nan if score is None else score  # JSON has no NaN
     return scores

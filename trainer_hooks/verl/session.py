@@ -24,6 +24,7 @@ from trainer_hooks.verl.cuts import Cut, cuts_below, find_cut, write_cut
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
 from trainer_hooks.verl.recorder import RolloutRecorder
 from trainer_hooks.verl.rows import (
+    FIRST_REPLAYED_SESSION,
     NEEDED,
     WELCOME,
     Row,
@@ -142,7 +143,15 @@ class ReplaySession:
         if not self.replays:
             return batch
         added: list[Row] = []
-        first = {key.split("_")[0]: place for place, key in reversed(list(enumerate(batch.keys)))}
+        taken = [key for key in batch.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
+        if taken:
+            raise ConfigurationError(
+                f"row {taken[0]!r}: sessions from {FIRST_REPLAYED_SESSION} on are those of replayed rows;"
+                " the sampler or the agent loop must use lower ones"
+            )
+        first: dict[str, int] = {}
+        for place, key in enumerate(batch.keys):
+            first.setdefault(key.split("_")[0], place)
         for uid, place in first.items():
             histories = self._histories.pop(uid, ())[: max(0, self._block.n_rollout - sessions[uid])]
             if not histories:
@@ -277,7 +286,8 @@ class ReplaySession:
             return
         steps: dict[tuple[str, int], list[AgentTrajectory]] = {}
         for one in self._recorder.recorded_after(cut.rollouts):
-            steps.setdefault((one.metadata["run"], one.metadata["step"]), []).append(one)
+            origin = (str(one.metadata.get("run")), one.policy_version or 0)
+            steps.setdefault(origin, []).append(one)
         for made in steps.values():
             self._hook.admit(_replayable(made))
         if steps:

@@ -1,0 +1,41 @@
+"""What the tests of the verl plugin share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+Compose = Callable[[Sequence[str]], Any]
+"""Takes overrides, returns a configuration."""
+
+
+@pytest.fixture(scope="session")
+def compose_verl() -> Compose:
+    """Return what composes verl's own configuration with overrides, as its command line does."""
+    from hydra import compose, initialize_config_module
+
+    def composed(overrides: Sequence[str]) -> Any:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose("ppo_trainer", overrides=list(overrides))
+
+    return composed
+
+
+@pytest.fixture(scope="session")
+def override_verl(compose_verl: Compose) -> Compose:
+    """Return what does the same in a tenth of the time: Hydra composes once, its overrides are applied to copies."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    base, parser = compose_verl(()), OverridesParser.create()
+
+    def overridden(overrides: Sequence[str]) -> Any:
+        config = deepcopy(base)
+        for override in parser.parse_overrides(list(overrides)):
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
+        return config
+
+    return overridden

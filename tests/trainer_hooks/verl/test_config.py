@@ -1,0 +1,221 @@
+"""The block ``exp_manager`` beside verl's own configuration, as Hydra composes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from omegaconf import OmegaConf
+
+from tests.trainer_hooks.verl.conftest import Compose
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+
+GRPO = "algorithm.adv_estimator=grpo"
+REPLAY = "exp_manager.experience_replay"
+ON = f"+{REPLAY}.enable=true"
+GROUP = "actor_rollout_ref.rollout.n=4"
+BASE = (GRPO, GROUP, "trainer.default_local_dir=checkpoints/here")
+
+
+def block_of(compose: Compose, *overrides: str) -> ReplayBlock:
+    return ReplayBlock.from_config(compose([*BASE, *overrides]))
+
+
+# ---- defaults ----
+
+
+def test_a_configuration_without_the_block_records_and_replays_nothing(compose_verl: Compose) -> None:
+    block = block_of(compose_verl)
+    folder = Path("checkpoints/here/trajstore").absolute()
+    assert block == ReplayBlock(
+        experience_replay=ExperienceReplayConfig(enable=False, store={"path": str(folder / "pool")}),
+        recording=RecordingConfig(enable=True, path=None, format="pt", capacity=None, on_error="raise"),
+        outcome=OutcomeRule(key=None, success=1.0),
+        on_resume="exact",
+        folder=folder,
+        n_rollout=4,
+    )
+    assert block.recording_path == str(folder / "rollouts")
+
+
+@pytest.mark.parametrize("block", ["null", "{}", "{recording:null,outcome:null,experience_replay:null}"])
+def test_empty_is_as_good_as_absent(override_verl: Compose, block: str) -> None:
+    assert block_of(override_verl, f"+exp_manager={block}") == block_of(override_verl)
+
+
+def test_every_key(compose_verl: Compose) -> None:
+    block = block_of(
+        compose_verl,
+        "+exp_manager.recording={enable:false,path:s3://bucket/rollouts,format:pkl,capacity:100,on_error:warn}",
+        "+exp_manager.outcome={key:acc,success:2}",
+        "+exp_manager.on_resume=exact",
+        f"+{REPLAY}={{enable:true,exp_ratio:[[0.0,0.1],[1.0,0.5]],offpolicy_trajectories_per_task:3,"
+        "store:{path:pool,capacity:300},off_policy_shaping:none,group_offpolicy:separate}",
+    )
+    assert block.recording == RecordingConfig(
+        enable=False, path="s3://bucket/rollouts", format="pkl", capacity=100, on_error="warn"
+    )
+    assert block.recording_path == "s3://bucket/rollouts"
+    assert block.outcome == OutcomeRule(key="acc", success=2)
+    replay = block.experience_replay
+    assert replay.exp_ratio == ((0.0, 0.1), (1.0, 0.5))
+    assert replay.store == {"path": "pool", "capacity": 300}
+    assert (replay.off_policy_shaping, replay.group_offpolicy) == (None, "separate")
+
+
+def test_what_was_recorded_since_the_checkpoint_may_be_kept(override_verl: Compose) -> None:
+    assert block_of(override_verl, ON, "+exp_manager.on_resume=keep").on_resume == "keep"
+
+
+def test_a_pool_in_memory_must_be_asked_for(override_verl: Compose) -> None:
+    assert block_of(override_verl, ON, f"+{REPLAY}.store=null").experience_replay.store is None
+
+
+def test_values_may_be_interpolations(override_verl: Compose) -> None:
+    block = block_of(override_verl, "+exp_manager.recording.path=${trainer.default_local_dir}/r")
+    assert block.recording.path == "checkpoints/here/r"
+
+
+def test_the_configuration_is_not_changed(compose_verl: Compose) -> None:
+    config = compose_verl([*BASE, ON, "+exp_manager.recording.capacity=5"])
+    assert OmegaConf.is_struct(config), "the composed configuration takes no new keys"
+    before = OmegaConf.to_container(config)
+    ReplayBlock.from_config(config)
+    assert OmegaConf.to_container(config) == before
+    assert OmegaConf.is_struct(config)
+
+
+# ---- refusals ----
+
+WRONG = {
+    # unknown keys and wrong kinds
+    "+exp_manager.recordings.enable=true": "exp_manager: unknown key recordings",
+    "+exp_manager.folder=a": "exp_manager: unknown key folder",
+    "+exp_manager.n_rollout=4": "exp_manager: unknown key n_rollout",
+    "+exp_manager=5": "exp_manager: must be a mapping",
+    "+exp_manager=[1]": "exp_manager: must be a mapping",
+    "+exp_manager.recording=yes": "exp_manager.recording: must be a mapping",
+    "+exp_manager.recording.paht=a": "exp_manager.recording: unknown key paht",
+    "+exp_manager.outcome=1": "exp_manager.outcome: must be a mapping",
+    "+exp_manager.outcome.sucess=1": "exp_manager.outcome: unknown key sucess",
+    f"+{REPLAY}=true": f"{REPLAY}: must be a mapping",
+    f"+{REPLAY}.exp_ration=0.5": f"{REPLAY}: exp_ration: unknown key",
+    "+exp_manager.on_resume=newest": "exp_manager.on_resume: 'newest'",
+    "+exp_manager.on_resume=null": "exp_manager.on_resume: None",
+    # recording
+    "+exp_manager.recording.enable=1": "exp_manager.recording: enable: 1",
+    "+exp_manager.recording.path=''": "exp_manager.recording: path: ''",
+    "+exp_manager.recording.path=7": "exp_manager.recording: path: 7",
+    "+exp_manager.recording.format=csv": "csv",
+    "+exp_manager.recording.capacity=0": "exp_manager.recording: capacity: 0",
+    "+exp_manager.recording.capacity=true": "exp_manager.recording: capacity: True",
+    "+exp_manager.recording.capacity=1.5": "exp_manager.recording: capacity: 1.5",
+    "+exp_manager.recording.on_error=ignore": "exp_manager.recording: on_error: 'ignore'",
+    # outcome
+    "+exp_manager.outcome.key=''": "exp_manager.outcome: key: ''",
+    "+exp_manager.outcome.key=3": "exp_manager.outcome: key: 3",
+    "+exp_manager.outcome.success=0": "exp_manager.outcome: success: 0",
+    "+exp_manager.outcome.success=-1": "exp_manager.outcome: success: -1",
+    "+exp_manager.outcome.success=inf": "exp_manager.outcome: success: inf",
+    "+exp_manager.outcome.success=nan": "exp_manager.outcome: success: nan",
+    "+exp_manager.outcome.success=true": "exp_manager.outcome: success: True",
+    # replay
+    f"+{REPLAY}.enable=1": f"{REPLAY}: enable: 1",
+    f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",
+    f"+{REPLAY}.exp_ratio=[[0.5,0.1],[0.2,0.1]]": "ratio",
+    f"+{REPLAY}.offpolicy_trajectories_per_task=0": "offpolicy_trajectories_per_task: 0",
+    f"+{REPLAY}.off_policy_shaping=0": "off_policy_shaping: 0",
+    f"+{REPLAY}.store.capacity=5": "store.path: None",
+    f"+{REPLAY}.store.compression=zip": "store.compression: unknown key",
+    f"+{REPLAY}.task_sampling=best": "task_sampling: 'best'",
+    f"+{REPLAY}.experience_lbound=9": "experience_lbound: 9",
+}
+
+
+@pytest.mark.parametrize(("override", "says"), WRONG.items())
+def test_what_cannot_be_is_refused_by_its_key(override_verl: Compose, override: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        block_of(override_verl, override)
+
+
+CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
+    "het without replay": (["actor_rollout_ref.actor.policy_loss.loss_mode=het"], "policy_loss.loss_mode: het"),
+    "nothing enabled": (["+exp_manager.recording.enable=false"], "neither recording.enable nor experience_replay"),
+    "another loss": ([ON, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], "policy_loss.loss_mode: gspo"),
+    "bypass": ([ON, "algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode"),
+    "gae": ([ON, "algorithm.adv_estimator=gae"], "algorithm.adv_estimator: gae"),
+    "remax": ([ON, "algorithm.adv_estimator=remax"], "algorithm.adv_estimator: remax"),
+    "distillation": ([ON, "distillation.enabled=true"], "distillation.enabled"),
+    "skipped rollouts": ([ON, "skip.rollout_tq.enable=true"], "skip.rollout_tq.enable"),
+    "kept but not recorded": (
+        [ON, "+exp_manager.recording.enable=false", "+exp_manager.on_resume=keep"],
+        "exp_manager.on_resume: keep",
+    ),
+    "k = n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=4"], "offpolicy_trajectories_per_task: 4"),
+    "k > n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=9"], "must be below n_rollout = 4"),
+    "n = 1": ([ON, "actor_rollout_ref.rollout.n=1"], "offpolicy_trajectories_per_task: 1"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "says"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_contradictions_are_refused(override_verl: Compose, overrides: Sequence[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        block_of(override_verl, *overrides)
+
+
+def test_all_contradictions_are_told_at_once(override_verl: Compose) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        block_of(override_verl, ON, "algorithm.adv_estimator=gae", "distillation.enabled=true")
+    assert "adv_estimator" in str(caught.value)
+    assert "distillation.enabled" in str(caught.value)
+
+
+def test_what_only_replay_cannot_be_together_with_is_no_matter_to_recording(override_verl: Compose) -> None:
+    block = block_of(
+        override_verl,
+        "algorithm.adv_estimator=gae",
+        "distillation.enabled=true",
+        "algorithm.rollout_correction.bypass_mode=true",
+        "actor_rollout_ref.rollout.n=1",
+    )
+    assert block.recording.enable
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "het"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+def test_replay_with_either_name_of_the_loss(override_verl: Compose, mode: str, estimator: str) -> None:
+    overrides = (f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}", f"algorithm.adv_estimator={estimator}")
+    assert block_of(override_verl, ON, *overrides).experience_replay.enable
+
+
+# ---- outcomes ----
+
+
+@pytest.mark.parametrize(
+    ("rule", "score", "extra", "expected"),
+    [
+        (OutcomeRule(), 0.4, {}, 0.4),
+        (OutcomeRule(), 3.0, {}, 1.0),
+        (OutcomeRule(), -2.0, {}, -2.0),
+        (OutcomeRule(success=4.0), 3.0, {}, 0.75),
+        (OutcomeRule(key="acc"), 0.0, {"acc": True}, 1.0),
+        (OutcomeRule(key="acc", success=0.5), 0.0, {"acc": 0.25}, 0.5),
+    ],
+)
+def test_outcome(rule: OutcomeRule, score: float, extra: dict[str, Any], expected: float) -> None:
+    assert rule.of(score, extra) == expected
+
+
+@pytest.mark.parametrize("extra", [{}, {"acc": None}, {"acc": "1"}, {"other": 1.0}])
+def test_a_reward_that_gives_no_such_number(extra: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTrajectoryError, match=r"outcome\.key.*'acc'"):
+        OutcomeRule(key="acc").of(1.0, extra)

@@ -1,0 +1,278 @@
+"""What lies beside a checkpoint, and which row of the training data is which task."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+import datasets  # type: ignore[import-untyped]
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.verl.cuts import CUT_FILE, Cut, checkpoint_folder, cuts_below, find_cut, read_cut, write_cut
+from trainer_hooks.verl.tasks import TaskTable
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
+
+CUT = Cut(
+    step=7,
+    run="run-a",
+    rollouts=41,
+    rollouts_store="store-a",
+    pool={"version": 1, "tasks": {"sums:3": [1, 2]}, "entropy": 0.25},
+    expected={"uid-1": [{"input_ids": [1, 2]}, {}], "uid-2": []},
+)
+
+
+def write(root: Path, *steps: int) -> None:
+    for step in steps:
+        write_cut(checkpoint_folder(root, step), dataclasses.replace(CUT, step=step))
+
+
+# ---- cuts: there and back ----
+
+
+@pytest.mark.parametrize("cut", [CUT, Cut(0, "", -1, "", None, {})], ids=["full", "empty"])
+def test_a_cut_comes_back(cut: Cut, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "global_step_7"
+    write_cut(folder, cut)
+    assert read_cut(folder) == cut
+    assert os.listdir(folder) == [CUT_FILE]
+
+
+def test_a_folder_without_a_cut(tmp_path: Path) -> None:
+    assert read_cut(tmp_path) is None
+    assert read_cut(tmp_path / "absent") is None
+    assert find_cut(tmp_path / "absent" / "global_step_3", 3) is None
+
+
+def test_a_cut_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    write_cut(tmp_path, CUT)
+    write_cut(tmp_path, dataclasses.replace(CUT, run="run-b"))
+    found = read_cut(tmp_path)
+    assert found is not None
+    assert found.run == "run-b"
+
+
+DOCUMENT = {"version": 1} | dataclasses.asdict(CUT)
+DAMAGED = {
+    "empty": b"",
+    "cut off": orjson.dumps(DOCUMENT)[:-10],
+    "no text": b"\xff\xfe\x00",
+    "another thing": b"[]",
+    "nothing": b"null",
+    "a newer version": orjson.dumps(DOCUMENT | {"version": 2}),
+    "no step": orjson.dumps({name: value for name, value in DOCUMENT.items() if name != "step"}),
+    "no version": orjson.dumps({name: value for name, value in DOCUMENT.items() if name != "version"}),
+    "a step that is none": orjson.dumps(DOCUMENT | {"step": "seven"}),
+    "expected histories that are none": orjson.dumps(DOCUMENT | {"expected": 5}),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
+def test_damage_is_told_by_the_name_of_the_file(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path, 6)
+    folder = checkpoint_folder(tmp_path, 7)
+    folder.mkdir()
+    (folder / CUT_FILE).write_bytes(content)
+    for read in (lambda: read_cut(folder), lambda: find_cut(folder, 7), lambda: list(cuts_below(tmp_path))):
+        with pytest.raises(CorruptStoreError, match=rf"global_step_7.{CUT_FILE}: not the cut of a checkpoint"):
+            read()
+
+
+def test_a_newer_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / CUT_FILE).write_bytes(DAMAGED["a newer version"])
+    with pytest.raises(CorruptStoreError, match="version 2, this program reads 1"):
+        read_cut(tmp_path)
+
+
+# ---- cuts: which one ----
+
+
+def test_cuts_below_are_in_the_order_of_steps(tmp_path: Path) -> None:
+    write(tmp_path, 10, 9, 100)
+    checkpoint_folder(tmp_path, 5).mkdir()  # a checkpoint from before there was a pool
+    (tmp_path / "global_step_last").mkdir()
+    write_cut(tmp_path / "global_step_8_copy", CUT)
+    assert [(path.name, cut.step) for path, cut in cuts_below(tmp_path)] == [
+        ("global_step_9", 9),
+        ("global_step_10", 10),
+        ("global_step_100", 100),
+    ]
+    assert list(cuts_below(tmp_path / "absent")) == []
+
+
+@pytest.mark.parametrize(("step", "expected"), [(9, 9), (10, 10), (12, 10), (8, None), (99, 10), (100, 100)])
+def test_the_cut_of_a_step_is_its_own_or_the_newest_before(step: int, expected: int | None, tmp_path: Path) -> None:
+    write(tmp_path, 9, 10, 100)
+    found = find_cut(checkpoint_folder(tmp_path, step), step)
+    assert (None if found is None else found.step) == expected
+
+
+def test_a_checkpoint_s_own_cut_counts_wherever_the_checkpoint_lies(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    moved = tmp_path / "kept" / "best"
+    write_cut(moved, CUT)
+    assert find_cut(moved, 7) == CUT
+
+
+# ---- cuts: crashes ----
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from trainer_hooks.verl.cuts import Cut, write_cut
+os.rename = lambda *names: os._exit(9)
+write_cut(Path(sys.argv[1]), Cut(7, "killed", 1, "store-a", None, {}))
+"""
+
+
+@pytest.mark.parametrize("before", [None, "run-a"])
+def test_a_crash_before_the_rename_leaves_what_was_there(
+    before: str | None, tmp_path: Path, project_root: Path
+) -> None:
+    folder = checkpoint_folder(tmp_path, 7)
+    write(tmp_path, 6)
+    if before:
+        write_cut(folder, CUT)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], cwd=project_root, check=False)
+    assert done.returncode == 9
+    assert len(os.listdir(folder)) == (2 if before else 1), "the file was under way"
+    found = read_cut(folder)
+    assert (None if found is None else found.run) == before
+    resumed = find_cut(folder, 7)
+    assert resumed is not None
+    assert resumed.step == (7 if before else 6)
+    assert [cut.step for _, cut in cuts_below(tmp_path)] == ([6, 7] if before else [6])
+    write_cut(folder, dataclasses.replace(CUT, run="next"))
+    assert os.listdir(folder) == [CUT_FILE]
+
+
+def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StoreWriteError, match=rf"{CUT_FILE}.*No space left"):
+        write_cut(tmp_path, CUT)
+    assert os.listdir(tmp_path) == []
+
+
+# ---- tasks ----
+
+MakeDataset = Callable[[Sequence[dict[str, Any]]], RLHFDataset]
+
+
+@pytest.fixture
+def make_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDataset:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    config = OmegaConf.create({"cache_dir": str(tmp_path / "copies"), "filter_overlong_prompts": False})
+
+    def make(rows: Sequence[dict[str, Any]]) -> RLHFDataset:
+        pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "tasks.parquet")
+        return RLHFDataset(str(tmp_path / "tasks.parquet"), make_tokenizer(), config)
+
+    return make
+
+
+def task(text: str, index: int | None, source: str = "sums") -> dict[str, Any]:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        "extra_info": {"index": index, "split": "train"},
+    }
+
+
+def prompt_of(table: TaskTable, name: str) -> str:
+    content = table.row(name)["raw_prompt"][0]["content"]
+    assert isinstance(content, str)
+    return content
+
+
+def test_tasks_are_found_by_source_and_index(make_dataset: MakeDataset) -> None:
+    rows = [task("one", 11), task("two", 5), task("three", 11, "words"), task("four", 0)]
+    table = TaskTable(make_dataset(rows))
+    assert len(table) == 4
+    names = {"sums:11": "one", "sums:5": "two", "words:11": "three", "sums:0": "four"}
+    assert {name: prompt_of(table, name) for name in names} == names
+    row = table.row("words:11")
+    assert (row["index"], row["data_source"]) == (11, "words")
+    assert "sums:1" not in table
+    assert "words:5" not in table
+    assert "sums:11" in table
+
+
+def test_the_same_row_twice_is_one_task(make_dataset: MakeDataset) -> None:
+    table = TaskTable(make_dataset([task("one", 1), task("two", 2), task("one", 1)]))
+    assert len(table) == 2
+    assert prompt_of(table, "sums:1") == "one"
+
+
+@pytest.mark.parametrize("index", [7, None])
+def test_two_prompts_that_are_one_task_are_refused(index: int | None, make_dataset: MakeDataset) -> None:
+    rows = [task("one", 1), task("two", index), task("three", index)]
+    with pytest.raises(ConfigurationError, match=rf"rows 1 and 2 are both task 'sums:{index}'.*extra_info\.index"):
+        TaskTable(make_dataset(rows))
+
+
+@pytest.mark.parametrize("extra", [{"split": "train"}, None])
+def test_without_any_index_there_may_be_one_prompt(extra: dict[str, Any] | None, make_dataset: MakeDataset) -> None:
+    def row(text: str) -> dict[str, Any]:
+        made = task(text, None) | {"extra_info": extra}
+        return {name: value for name, value in made.items() if value is not None}
+
+    with pytest.raises(ConfigurationError, match=r"rows 0 and 1 are both task 'sums:0'.*extra_info\.index"):
+        TaskTable(make_dataset([row("one"), row("two")]))
+    assert prompt_of(TaskTable(make_dataset([row("one"), row("one")])), "sums:0") == "one"
+
+
+@pytest.mark.parametrize("column", ["images", "videos", "audios"])
+def test_media_are_refused(column: str, make_dataset: MakeDataset) -> None:
+    with pytest.raises(ConfigurationError, match=rf"column {column}.*experience_replay\.enable=false"):
+        TaskTable(make_dataset([task("one", 1) | {column: ["a.png"]}]))
+
+
+class PlainDataset:
+    """A dataset of the user's own, that is no table inside."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return self._rows[position]
+
+
+def test_a_dataset_without_a_table() -> None:
+    rows = [
+        {"data_source": "sums", "index": index, "raw_prompt": [{"content": text}]}
+        for index, text in (("a", "one"), ("b", "two"), ("a", "one"))
+    ]
+    table = TaskTable(PlainDataset(rows))
+    assert len(table) == 2
+    assert table.row("sums:b") is rows[1]
+    rows[2]["raw_prompt"] = [{"content": "another"}]
+    with pytest.raises(ConfigurationError, match="rows 0 and 2 are both task 'sums:a'"):
+        TaskTable(PlainDataset(rows))
+
+
+def test_no_rows() -> None:
+    table = TaskTable(PlainDataset([]))
+    assert len(table) == 0
+    assert "sums:0" not in table

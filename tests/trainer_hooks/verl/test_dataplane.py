@@ -1,0 +1,472 @@
+"""What verl's data plane does to rows without a word, on a real one, and what a replay session makes of it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.verl.config import OnResume, OutcomeRule, RecordingConfig, ReplayBlock
+from trainer_hooks.verl.dataplane import add_rows, prompts_under_way, read_rows, read_whole_row, write_column
+from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row
+from trainer_hooks.verl.sampler import ReplaySampler
+from trainer_hooks.verl.session import TRAINING, ReplaySession
+from trainer_hooks.verl.tasks import TaskTable
+from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+N = 4
+"""Rollouts of each prompt."""
+TASKS = [f"sums:{index}" for index in range(4)]
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def _plane() -> Iterator[None]:
+    if ray.is_initialized():
+        pytest.skip("needs a Ray of its own, and one runs in this process already")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # a worker for every CPU would take long to start
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
+        try:
+            storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
+            tq.init(OmegaConf.create({"backend": {"SimpleStorage": storage}}))
+            yield
+        finally:
+            tq.close()
+            ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _empty_plane(_plane: None) -> Iterator[None]:
+    yield
+    for partition, rows in (tq.kv_list() or {}).items():
+        if rows:
+            tq.kv_clear(keys=list(rows), partition_id=partition)
+
+
+def batch_of(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
+    return KVBatchMeta(partition_id=partition, keys=[row.key for row in rows], tags=[dict(row.tag) for row in rows])
+
+
+def put(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
+    """Write rows as the agent loop does, one session at a time; return them as a sampler does."""
+    for row in rows:
+        add_rows([row], partition)
+    return batch_of(rows, partition)
+
+
+def put_prompts(*uids: str, partition: str = TRAINING, status: str = "finished") -> None:
+    tags = [{"is_prompt": True, "status": status, "global_steps": 1} for _ in uids]
+    tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=tags)
+
+
+def rollouts(uid: str, count: int, index: int = 0, **more: Any) -> list[Row]:
+    """Return rollouts of one prompt, no two of the same length; the first two succeeded."""
+    return [
+        fresh_row(uid, session, response=2 + session, score=float(session < 2), index=index, seed=index, **more)
+        for session in range(count)
+    ]
+
+
+def rate(batch: KVBatchMeta, value: float = -0.5) -> None:
+    """Write what a pass of the policy gives, for padding rows too."""
+    for name, start in (("old_log_probs", value), ("entropy", 1.0)):
+        columns = [start - torch.arange(tag["response_len"]) / 100 for tag in batch.tags]
+        write_column(batch.keys, TRAINING, name, columns)
+
+
+def column(batch: KVBatchMeta, name: str) -> dict[str, Tensor]:
+    return {row.key: row.columns[name] for row in read_rows(batch, [name])}
+
+
+class Dataset:
+    """Four tasks."""
+
+    def __len__(self) -> int:
+        return len(TASKS)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"data_source": "sums", "index": position, "raw_prompt": [{"content": f"task {position}"}]}
+
+
+MakeSession = Callable[..., ReplaySession]
+
+
+@pytest.fixture
+def make_session(tmp_path: Path) -> Iterator[MakeSession]:
+    made = []
+
+    def make(run: str = "run-a", on_resume: OnResume = "exact", **options: Any) -> ReplaySession:
+        values: dict[str, Any] = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0} | options
+        block = ReplayBlock(
+            experience_replay=ExperienceReplayConfig(**values),
+            recording=RecordingConfig(path=str(tmp_path / run / "rollouts")),
+            outcome=OutcomeRule(),
+            on_resume=on_resume,
+            folder=tmp_path,
+            n_rollout=N,
+        )
+        made.append(ReplaySession(block, TaskTable(Dataset()), fingerprint="tokens", run=run, checkpoints=tmp_path))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()
+
+
+def fill(session: ReplaySession) -> None:
+    """Do the first step of a training: every task has n rollouts, two of which succeed and enter the pool."""
+    rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
+    joined = session.join(put(rows))
+    rate(joined, value=-2.0)
+    session.scored(joined, 1)
+    tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
+
+
+def planned(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
+    """Return the histories of the next step by task."""
+    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
+    assert sorted(found) == TASKS
+    assert all(found.values()), "the pool has histories of every task"
+    return found
+
+
+def sessions(batch: KVBatchMeta) -> Counter[str]:
+    """Return the number of sessions of each uid."""
+    return Counter(session.split("_")[0] for session in {key.rpartition("_")[0] for key in batch.keys})
+
+
+# ---- a column that one row lacks ----
+
+
+def test_the_plane_drops_a_column_that_one_row_lacks() -> None:
+    """If this fails, verl's data plane has learned to say so, and read_rows may become simpler."""
+    with_bonus = fresh_row("a", 0)
+    with_bonus = Row(with_bonus.key, with_bonus.tag, {**with_bonus.columns, "bonus": torch.ones(4)})
+    batch = put([with_bonus, fresh_row("a", 1)])
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=TRAINING, select_fields=["responses", "bonus"])
+    assert set(data.keys()) == {"responses"}
+
+
+def test_reading_rows_names_the_column_that_one_lacks() -> None:
+    first, second = (fresh_row("a", session, response=2 + session) for session in (0, 1))
+    more = Row(first.key, first.tag, {**first.columns, "bonus": torch.ones(2), "malus": torch.ones(2)})
+    batch = put([more, second])
+    with pytest.raises(ConfigurationError, match=r"no column bonus, malus for these 2 rows.*drops it for all"):
+        read_rows(batch, ["responses", "bonus", "malus"])
+    rows = read_rows(batch, ["responses"], welcome=["bonus"])
+    assert [row.columns.keys() for row in rows] == [{"responses"}] * 2
+    write_column([second.key], TRAINING, "bonus", [torch.zeros(3)])
+    assert {key: value.tolist() for key, value in column(batch, "bonus").items()} == {"a_0_0": [1, 1], "a_1_0": [0] * 3}
+
+
+def test_rows_come_in_the_order_of_the_batch() -> None:
+    rows = rollouts("a", N) + rollouts("b", N)
+    put(rows)
+    batch = batch_of(rows[::-1])
+    found = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
+    for row, wanted in zip(found, rows[::-1], strict=True):
+        assert (row.key, row.tag) == (wanted.key, wanted.tag)
+        assert torch.equal(row.columns["responses"], wanted.columns["responses"])
+        for name in ("uid", "index", "raw_prompt"):
+            assert row.columns[name] == wanted.columns[name]
+        assert row.columns["extra_fields"]["min_global_steps"] == 4
+    assert read_rows(batch_of([]), ["uid"]) == []
+
+
+def test_a_row_that_nobody_marked_stops_the_step(make_session: MakeSession) -> None:
+    session = make_session()
+    joined = session.join(put(rollouts("a", 3)))
+    late = fresh_row("a", 3)
+    put([late])
+    batch = KVBatchMeta(partition_id=TRAINING, keys=[*joined.keys, late.key], tags=[*joined.tags, dict(late.tag)])
+    rate(batch)
+    with pytest.raises(ConfigurationError, match=rf"no column {EXP_MASK} for these 4 rows"):
+        session.scored(batch, 1)
+
+
+# ---- a uid with an underscore ----
+
+
+def sampler_of_verl() -> ReplayBuffer:
+    return ReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        poll_interval=0.05,
+    )
+
+
+def test_verl_loses_the_group_of_a_uid_with_an_underscore_and_we_refuse_it(make_session: MakeSession) -> None:
+    put(rollouts("good", 2) + rollouts("b_d", 2))
+    put_prompts("good", "b_d")
+    batch, _ = sampler_of_verl().sample(global_steps=1, partition_id=TRAINING, batch_size=2)
+    assert sorted(batch.keys) == ["good_0_0", "good_1_0"]
+    with pytest.raises(ConfigurationError, match=r"'b_d_0_0'.*uid must have no '_'"):
+        make_session().join(batch_of(rollouts("good", 2) + rollouts("b_d", 2)))
+
+
+# ---- more rows than n ----
+
+
+def test_verl_fills_up_what_stands_on_top_of_n() -> None:
+    """The trap: four rows more than four prompts of four make twelve rows of padding, and a second optimizer step."""
+    batch = put([row for index in range(4) for row in rollouts(f"u{index}", N + 1, index)])
+    filled = upsample_batch_to_divisible_size(batch, 4 * N, EOS)
+    assert (len(batch), len(filled)) == (20, 32)
+    assert sum(tag.get("is_padding", False) for tag in filled.tags) == 12
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_joined_batch_keeps_its_size(k: int, make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=k)
+    fill(session)
+    histories = planned(session)
+    uids = {f"u{index}": histories[task] for index, task in enumerate(TASKS)}
+    session.expect(uids)
+    fresh = [row for index, (uid, held) in enumerate(uids.items()) for row in rollouts(uid, N - len(held), index)]
+    joined = session.join(put(fresh))
+    assert len(joined) == 4 * N
+    assert sessions(joined) == dict.fromkeys(uids, N)
+    assert joined.keys[: len(fresh)] == [row.key for row in fresh]
+    assert upsample_batch_to_divisible_size(joined, 4 * N, EOS) is joined
+
+
+def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=2)
+    fill(session)
+    held = planned(session)["sums:0"]
+    assert len(held) == 2
+    many = [*rollouts("many", 3)[:2], fresh_row("many", 2), fresh_row("many", 2, output=1, seed=5)]
+    rows = {
+        "full": rollouts("full", N),
+        "roomy": rollouts("roomy", 2),
+        "tight": rollouts("tight", 3),
+        "many": many,  # four rows, but three sessions
+        "alone": rollouts("alone", 3),
+    }
+    session.expect(dict.fromkeys(("full", "roomy", "tight", "many", "absent"), held))
+    joined = session.join(put([row for group in rows.values() for row in group]))
+    assert sessions(joined) == {"full": N, "roomy": N, "tight": N, "many": N, "alone": 3}
+    replayed = [key for key in joined.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
+    assert sorted(replayed) == ["many_1000_0", "roomy_1000_0", "roomy_1001_0", "tight_1000_0"]
+
+
+# ---- the rows that were joined ----
+
+
+def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    (history,) = planned(session)["sums:2"]
+    session.expect({"u": (history,)})
+    fresh = rollouts("u", 3, index=2)
+    joined = session.join(put(fresh))
+    data = tq.kv_batch_get(keys=joined.keys, partition_id=TRAINING)
+    assert set(data.keys()) == {*fresh[0].columns, EXP_MASK}, "no column was lost"
+    masks = column(joined, EXP_MASK)
+    assert not any(masks[row.key].any() for row in fresh)
+    assert {key: len(mask) for key, mask in masks.items()} == {
+        key: tag["response_len"] for key, tag in zip(joined.keys, joined.tags, strict=True)
+    }
+    assert history.response_mask is not None
+    assert torch.equal(masks["u_1000_0"], history.response_mask.long())
+    back = read_whole_row("u_1000_0", joined.tags[-1], TRAINING)
+    assert history.input_ids is not None
+    assert torch.equal(back.columns["input_ids"], history.input_ids.long())
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, make_session: MakeSession) -> None:
+    session = make_session(exp_is_correct=correct)
+    fill(session)
+    histories = planned(session)
+    session.expect({f"u{index}": histories[task] for index, task in enumerate(TASKS)})
+    joined = session.join(put([row for index in range(4) for row in rollouts(f"u{index}", N - 1, index)]))
+    rate(joined)
+    before = column(joined, "old_log_probs")
+    figures = session.scored(joined, 2)
+    after = column(joined, "old_log_probs")
+    assert after.keys() == before.keys()
+    for key, current in before.items():
+        uid, number, _ = key.split("_")
+        expected = current
+        if int(number) >= FIRST_REPLAYED_SESSION and correct:
+            (history,) = histories[TASKS[int(uid[1:])]]
+            assert history.old_log_probs is not None
+            assert history.response_mask is not None
+            expected = torch.where(history.response_mask.bool(), history.old_log_probs, current)
+            assert not torch.equal(expected, current)
+        assert torch.equal(after[key], expected), key
+    assert figures["recording/rollouts"] == 12
+    assert figures["experience_replay/replayed_rows"] == 4
+    assert figures["experience_replay/rows"] == 16
+
+
+# ---- validation ----
+
+
+def test_validation_goes_through_untouched(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    session.expect({"v": planned(session)["sums:0"]})
+    sampler = ReplaySampler(sampler_of_verl(), session.join)
+    for partition in ("val", TRAINING):
+        put(rollouts("v", 3), partition)
+        put_prompts("v", partition=partition)
+    validated, _ = sampler.sample(1, "val", 1)
+    assert sorted(validated.keys) == ["v_0_0", "v_1_0", "v_2_0"]
+    assert EXP_MASK not in set(tq.kv_batch_get(keys=validated.keys, partition_id="val").keys())
+    trained, _ = sampler.sample(1, TRAINING, 1)
+    assert sorted(trained.keys) == ["v_0_0", "v_1000_0", "v_1_0", "v_2_0"]
+
+
+def test_a_sampler_is_otherwise_what_it_was() -> None:
+    sampler = ReplaySampler(sampler_of_verl(), lambda batch: batch)
+    assert sampler.poll_interval == 0.05
+    assert copy.copy(sampler).trainer_mode == "sync"
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = sampler.no_such_thing
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("first", ["fresh", "replayed"])
+def test_padding_is_neither_recorded_nor_replaced(first: str, make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    session.expect({"u": planned(session)["sums:0"]})
+    joined = session.join(put(rollouts("u", 2)))  # one rollout failed
+    if first == "replayed":  # verl balances rows over ranks, and padding copies whichever comes first
+        joined = KVBatchMeta(partition_id=TRAINING, keys=joined.keys[::-1], tags=joined.tags[::-1])
+    filled = upsample_batch_to_divisible_size(joined, N, EOS)
+    padding = filled.keys[len(joined) :]
+    assert (len(joined), len(padding)) == (3, 1)
+    copied = column(filled, EXP_MASK)[padding[0]]
+    assert torch.equal(copied, column(joined, EXP_MASK)[joined.keys[0]])
+    assert bool(copied.any()) == (first == "replayed")
+    rate(filled)
+    before = column(filled, "old_log_probs")[padding[0]]
+    figures = session.scored(filled, 2)
+    assert figures["recording/rollouts"] == 2
+    assert figures["experience_replay/rows"] == 3
+    assert torch.equal(column(filled, "old_log_probs")[padding[0]], before)
+
+
+# ---- one session key for two rows ----
+
+
+def test_a_replayed_row_never_takes_the_session_of_a_rollout(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    held = planned(session)["sums:0"]
+    session.expect({"u": held})
+    joined = session.join(put(rollouts("u", 2)))
+    assert len(joined.keys) == len({key.rpartition("_")[0] for key in joined.keys}) == 3
+    with pytest.raises(ConfigurationError, match="sessions from 1000 on"):
+        session.join(joined)
+
+
+def test_a_sampler_that_uses_the_sessions_of_replay_is_stopped(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    session.expect({"u": planned(session)["sums:0"]})
+    with pytest.raises(ConfigurationError, match=r"row 'u_1000_0': sessions from 1000 on are those of replayed rows"):
+        session.join(put([fresh_row("u", 0), fresh_row("u", FIRST_REPLAYED_SESSION)]))
+
+
+# ---- prompts under way ----
+
+
+def test_histories_of_dropped_prompts_are_forgotten(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    held = planned(session)
+    put_prompts("alive", "dropped", status="running")
+    session.expect({"alive": held["sums:0"], "dropped": held["sums:1"]})
+    tq.kv_clear(keys=["dropped"], partition_id=TRAINING)
+    assert prompts_under_way(TRAINING) == {"alive"}
+    session.expect({"next": held["sums:2"]})
+    joined = session.join(put([fresh_row(uid, 0) for uid in ("alive", "dropped", "next")]))
+    assert sessions(joined) == {"alive": 2, "dropped": 1, "next": 2}
+
+
+def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tmp_path: Path) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    (history,) = planned(session)["sums:1"]
+    session.expect({"u": (history,)})
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    session.close()
+
+    resumed = make_session(run="run-b", **pool)
+    resumed.resume(folder, 1)
+    joined = resumed.join(put(rollouts("u", 2, index=1)))
+    assert joined.keys[-1] == "u_1000_0"
+    assert history.input_ids is not None
+    assert torch.equal(column(joined, "input_ids")["u_1000_0"], history.input_ids.long())
+
+
+@pytest.mark.parametrize(("on_resume", "trajectories"), [("exact", 8), ("keep", 16)])
+def test_rollouts_recorded_after_the_checkpoint(
+    on_resume: OnResume, trajectories: int, make_session: MakeSession, tmp_path: Path
+) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    session.plan(TASKS, 0.5, 2)
+    rows = [
+        fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
+        for index in range(len(TASKS))
+        for number in range(N)
+    ]
+    joined = session.join(put(rows))
+    rate(joined)
+    assert session.scored(joined, 2)["experience_replay/pool_trajectories"] == 16
+    session.close()
+
+    resumed = make_session(on_resume=on_resume, **pool)
+    resumed.resume(folder, 1)
+    again = put(rollouts("third", N, index=0))
+    joined = resumed.join(again)
+    rate(joined)
+    # The rollouts of the third group are those of the first once more: nothing new for the pool.
+    assert resumed.scored(joined, 2)["experience_replay/pool_trajectories"] == trajectories
+
+
+def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> None:
+    session = make_session(enable=False)
+    batch = put(rollouts("u", N))
+    assert session.join(batch) is batch
+    rate(batch)
+    assert session.scored(batch, 1)["recording/rollouts"] == N
+    assert not session.replays

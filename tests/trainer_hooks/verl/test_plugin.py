@@ -1,0 +1,178 @@
+"""How verl finds the plugin, and which verl the plugin accepts. Every question is put to a process of its own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from trainer_hooks.verl.versions import SUPPORTED, check_verl
+from trajstore.errors import ConfigurationError, MissingDependencyError
+
+MODES = {"sync_replay", "colocate_async_replay", "separate_async_replay"}
+
+# Collects what is logged, imports verl and nothing else, then tells what is registered.
+LOOK = """
+import importlib.metadata, json, logging, os, sys
+
+logged = []
+class Collector(logging.Handler):
+    def emit(self, record):
+        logged.append([record.name, record.levelname, record.getMessage()])
+logging.getLogger().addHandler(Collector())
+if fake := os.environ.get("FAKE_VERL"):
+    real = importlib.metadata.version
+    importlib.metadata.version = lambda name: fake if name == "verl" else real(name)
+import verl
+ours = sorted(name for name in sys.modules if name.startswith("trainer_hooks.verl."))
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.v1 import get_trainer_cls
+
+def known(mode):
+    try:
+        return get_trainer_cls(mode).__name__
+    except Exception as error:
+        return None
+
+def refusal():
+    try:
+        get_trainer_cls("separate_async_replay")(config=None)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+modes = {mode: known(mode) for mode in (*MODES, "sync")}
+print("RESULT " + json.dumps({
+    "ours": ours,
+    "modes": modes,
+    "losses": sorted(POLICY_LOSS_REGISTRY),
+    "refusal": refusal() if modes["separate_async_replay"] else None,
+    "logged": [one for one in logged if one[0].startswith("trainer_hooks")],
+}))
+""".replace("MODES", repr(sorted(MODES)))
+
+PROCESSES: dict[str, dict[str, str]] = {
+    "entry point": {},
+    "external module": {
+        "VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin",
+        "VERL_USE_EXTERNAL_PLUGINS": "none",
+    },
+    "neither": {"VERL_USE_EXTERNAL_PLUGINS": "none"},
+    "another verl": {"FAKE_VERL": "0.10.3"},
+}
+
+
+@pytest.fixture(scope="module")
+def seen(project_root: Path) -> Mapping[str, dict[str, Any]]:
+    """What each process told; they run side by side, as most of their time goes into imports."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", LOOK],
+            env=clean | more,
+            cwd=project_root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, more in PROCESSES.items()
+    }
+    results = {}
+    for name, process in running.items():
+        out, err = process.communicate(timeout=150)
+        assert process.returncode == 0, err
+        (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
+        results[name] = json.loads(line.removeprefix("RESULT "))
+    return results
+
+
+def is_installed_with_its_entry_point() -> bool:
+    found = importlib.metadata.entry_points(group="verl.plugins")
+    return any(one.value == "trainer_hooks.verl.plugin" for one in found)
+
+
+def check_registered(result: Mapping[str, Any]) -> None:
+    assert "het" in result["losses"]
+    assert all(result["modes"][mode] for mode in MODES)
+    assert result["logged"] == []
+
+
+def test_importing_verl_registers_the_plugin(seen: Mapping[str, dict[str, Any]]) -> None:
+    if not is_installed_with_its_entry_point():
+        pytest.skip("needs trajstore to be installed with its entry points (pip install -e .)")
+    check_registered(seen["entry point"])
+
+
+def test_naming_the_module_registers_the_plugin(seen: Mapping[str, dict[str, Any]]) -> None:
+    check_registered(seen["external module"])
+
+
+def test_without_the_plugin_verl_knows_nothing_of_it(seen: Mapping[str, dict[str, Any]]) -> None:
+    result = seen["neither"]
+    assert result["ours"] == []
+    assert "het" not in result["losses"]
+    assert result["modes"]["sync"]
+    assert not any(result["modes"][mode] for mode in MODES)
+
+
+def test_another_verl_gets_one_warning_and_no_trainer(seen: Mapping[str, dict[str, Any]]) -> None:
+    if not is_installed_with_its_entry_point():
+        pytest.skip("needs trajstore to be installed with its entry points (pip install -e .)")
+    result = seen["another verl"]
+    ((name, level, message),) = result["logged"]
+    assert (name, level) == ("trainer_hooks.verl.plugin", "WARNING")
+    assert "0.10.3" in message
+    assert SUPPORTED in message
+    assert "het" not in result["losses"]
+    assert not any(result["modes"][mode] for mode in MODES)
+    assert result["modes"]["sync"], "verl itself goes on"
+    assert "trainer_hooks.verl.trainer" not in result["ours"]
+
+
+def test_separate_async_replay_says_why_it_does_not_exist(seen: Mapping[str, dict[str, Any]]) -> None:
+    kind, message = seen["external module"]["refusal"]
+    assert kind == "ConfigurationError"
+    assert "separate_async_replay does not exist" in message
+    assert "sync_replay or colocate_async_replay" in message
+
+
+# ---- versions ----
+
+
+@pytest.mark.parametrize("version", ["0.9.1", "0.9.2", "0.9.10", "0.9.2.dev3", "0.9.1.post1"])
+def test_versions_that_it_was_written_for(version: str) -> None:
+    check_verl(version)
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.10.0", "0.10.0.dev0", "0.10.0rc1", "0.8", "0.9.1.dev0", "1.0"])
+def test_other_versions_are_refused_by_both_names(version: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_verl(version)
+    assert f"verl {version} is installed" in str(caught.value)
+    assert SUPPORTED in str(caught.value)
+
+
+def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("trainer_hooks.verl.versions.version", absent)
+    with pytest.raises(MissingDependencyError, match=r"trajstore\[verl\]"):
+        check_verl()
+
+
+def test_the_package_alone_loads_nothing(project_root: Path) -> None:
+    code = "import sys, trainer_hooks.verl; print(sorted({'verl', 'torch', 'ray'} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project_root, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,287 @@
+"""A row of verl's data plane becomes a trajectory, goes through a store, and comes back as a row of another group."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from tests.trainer_hooks.verl.builders import fresh_row, rated
+from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.rows import (
+    FIRST_REPLAYED_SESSION,
+    Row,
+    plain,
+    recorded_log_probs,
+    replayed_row,
+    session_of,
+    single_outputs,
+    task_id_of,
+    trajectory_of,
+)
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+RULE = OutcomeRule()
+
+
+def recorded(row: Row, outcome: OutcomeRule = RULE) -> AgentTrajectory:
+    return trajectory_of(row, outcome, step=5, run="run-a", fingerprint="tokens")
+
+
+def through_a_store(trajectories: list[AgentTrajectory], folder: Path) -> list[AgentTrajectory]:
+    """Return the trajectories as another process would find them."""
+    ids: list[int] = []
+    found: list[AnyTrajectory] = []
+    for opened in ("to write", "to read"):
+        with TrajectoryReplayBuffer(
+            auto_save=True, auto_save_path=folder, trajectory_format="pt", enable_cache=False
+        ) as buffer:
+            if opened == "to write":
+                ids = buffer.add_trajectories(trajectories)
+            else:
+                found = [buffer.get(number) for number in ids]
+    agents = [one for one in found if isinstance(one, AgentTrajectory)]
+    assert len(agents) == len(found) == len(trajectories)
+    return agents
+
+
+def with_scores(row: Row, scores: Tensor) -> Row:
+    return Row(row.key, row.tag, {**row.columns, "rm_scores": scores})
+
+
+# ---- there and back ----
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**31), log_probs=st.booleans())
+def test_a_row_comes_back_as_it_was(
+    data: st.DataObject, seed: int, log_probs: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    lengths = data.draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=4))
+    made = []
+    for session, (prompt, response) in enumerate(lengths):
+        row = rated(fresh_row("old", session, prompt=prompt, response=response, seed=seed, log_probs=log_probs), seed)
+        dense = data.draw(st.sampled_from(["last", "every", "none"]))
+        scores = {"last": row.columns["rm_scores"], "every": torch.rand(response), "none": torch.zeros(response)}
+        tag = {**row.tag, "min_global_steps": data.draw(st.integers(0, 9)), "max_global_steps": 9}
+        made.append(with_scores(Row(row.key, tag, row.columns), scores[dense]))
+
+    held = through_a_store([recorded(row) for row in made], tmp_path_factory.mktemp("store"))
+
+    template = fresh_row("new", response=2, seed=seed + 1, log_probs=log_probs)
+    for number, (row, trajectory) in enumerate(zip(made, held, strict=True)):
+        back = replayed_row(template, trajectory, number, own_group=False)
+        assert back.columns.keys() == template.columns.keys()
+        same = ["prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask", "rm_scores"]
+        for name in [*same, *(["rollout_log_probs"] if log_probs else [])]:
+            assert back.columns[name].dtype == row.columns[name].dtype, name
+            assert torch.equal(back.columns[name], row.columns[name]), name
+        lengths_of = {name: row.tag[name] for name in ("prompt_len", "response_len", "seq_len")}
+        versions = {name: row.tag[name] for name in ("min_global_steps", "max_global_steps")}
+        assert back.tag == {**template.tag, **lengths_of, **versions}
+        assert versions.items() <= back.columns["extra_fields"].items()
+        values, known = recorded_log_probs(trajectory, len(row.columns["responses"]))
+        assert known.all()
+        assert torch.equal(values, row.columns["old_log_probs"])
+
+
+def test_what_a_trajectory_says_of_its_row(tmp_path: Path) -> None:
+    row = rated(fresh_row("u1", 3, index=17, score=0.75))
+    (held,) = through_a_store([recorded(row)], tmp_path)
+    assert held.task_id == task_id_of("sums", 17) == "sums:17"
+    assert (held.data_id, held.rollout_id, held.policy_version) == ("sums", "u1_3_0", 5)
+    assert held.tokenizer_fingerprint == "tokens"
+    assert held.reward is not None
+    assert held.reward.outcome == 0.75
+    assert held.reward.metadata == {"score": 0.75, "extra": {"acc": 0.75}}
+    assert held.metadata == {
+        "run": "run-a",
+        "step": 5,
+        "uid": "u1",
+        "min_global_steps": 4,
+        "max_global_steps": 5,
+        "token_scores": [[3, 0.75]],
+    }
+    assert held.loss_mask is not None
+    assert held.loss_mask.tolist() == [0, 0, 0, *row.columns["response_mask"].tolist()]
+    assert held.entropys is not None
+    assert torch.equal(held.entropys, row.columns["entropy"])
+
+
+def test_a_row_without_the_columns_that_are_only_welcome() -> None:
+    row = rated(fresh_row("u1", log_probs=False))
+    columns = {name: value for name, value in row.columns.items() if name not in ("entropy", "extra_fields")}
+    made = recorded(Row(row.key, {}, columns))
+    assert made.entropys is None
+    assert made.rollout_log_probs is None
+    assert made.reward is not None
+    assert made.reward.metadata == {"score": 1.0, "extra": {}}
+    assert made.metadata["min_global_steps"] is None
+
+
+def test_the_rule_of_outcomes_may_name_a_figure_of_the_reward() -> None:
+    row = rated(fresh_row("u1", score=0.5))
+    made = recorded(row, OutcomeRule(key="acc", success=2.0))
+    assert made.reward is not None
+    assert made.reward.outcome == 0.25
+    with pytest.raises(InvalidTrajectoryError, match=r"outcome\.key.*'f1'.*gave: acc"):
+        recorded(row, OutcomeRule(key="f1"))
+
+
+# ---- the replayed row ----
+
+
+def test_a_replayed_row_belongs_to_the_template_s_prompt() -> None:
+    history = recorded(rated(fresh_row("old", index=3, seed=9)))
+    template = fresh_row("new", 2, index=3)
+    for number in (0, 1, 7):
+        back = replayed_row(template, history, number, own_group=False)
+        session = FIRST_REPLAYED_SESSION + number
+        assert back.key == f"new_{session}_0"
+        assert back.columns["session_id"] == session
+        assert back.columns["uid"] == "new"
+        for name in ("index", "data_source", "raw_prompt", "reward_model", "global_steps", "multi_modal_inputs"):
+            assert back.columns[name] == template.columns[name], name
+
+
+def test_a_group_of_its_own() -> None:
+    history = recorded(rated(fresh_row("old")))
+    template = fresh_row("new")
+    rows = [replayed_row(template, history, number, own_group=True) for number in range(3)]
+    assert [row.columns["uid"] for row in rows] == ["new-replayed-0", "new-replayed-1", "new-replayed-2"]
+    assert [row.key.split("_")[0] for row in rows] == ["new"] * 3, "clearing the prompt must clear these rows too"
+    assert not any("_" in row.columns["uid"] for row in rows)
+
+
+def test_columns_that_only_some_rows_have() -> None:
+    history = recorded(rated(fresh_row("old", response=5)))
+    template = fresh_row("new")
+    more = Row(template.key, template.tag, {**template.columns, "attention_mask": torch.ones(7), "tools_kwargs": {}})
+    back = replayed_row(more, history, 0, own_group=False)
+    assert back.columns["attention_mask"].tolist() == [1] * 8
+    assert back.columns["tools_kwargs"] == {}
+    assert back.columns.keys() == more.columns.keys()
+
+
+def test_log_probs_of_the_engine_that_were_not_recorded() -> None:
+    history = recorded(rated(fresh_row("old", log_probs=False)))
+    back = replayed_row(fresh_row("new"), history, 0, own_group=False)
+    assert history.old_log_probs is not None
+    assert torch.equal(back.columns["rollout_log_probs"], history.old_log_probs)
+
+
+@pytest.mark.parametrize(("version", "expected"), [(None, 0), (6, 5)])
+def test_versions_that_were_not_recorded_are_those_of_the_step(version: int | None, expected: int) -> None:
+    made = recorded(rated(Row("old_0_0", {}, fresh_row("old").columns)))
+    history = dataclasses.replace(made, policy_version=version)
+    tag = replayed_row(fresh_row("new"), history, 0, own_group=False).tag
+    assert (tag["min_global_steps"], tag["max_global_steps"]) == (expected, expected)
+    assert type(tag["min_global_steps"]) is int
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("routed_experts", torch.zeros(7, 2, 2)),
+        ("teacher_ids", torch.zeros(7, 4)),
+        ("teacher_logprobs", torch.zeros(7, 4)),
+        ("multi_modal_inputs", {"pixel_values": torch.zeros(3)}),
+    ],
+)
+def test_columns_that_no_history_has_are_refused(name: str, value: Any) -> None:
+    history = recorded(rated(fresh_row("old")))
+    template = fresh_row("new")
+    with pytest.raises(ConfigurationError, match=rf"{name}.*experience_replay\.enable=false"):
+        replayed_row(Row(template.key, template.tag, {**template.columns, name: value}), history, 0, own_group=False)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "response_start", "response_mask", "old_log_probs"])
+def test_a_history_without_its_tokens_is_refused(name: str) -> None:
+    history = recorded(rated(fresh_row("old")))
+    setattr(history, name, None)
+    with pytest.raises(InvalidTrajectoryError, match="'old_0_0'"):
+        replayed_row(fresh_row("new"), history, 0, own_group=False)
+
+
+# ---- recorded log-probs ----
+
+
+def test_recorded_log_probs_are_known_where_they_are_numbers() -> None:
+    history = AgentTrajectory(old_log_probs=torch.tensor([-1.0, float("nan"), -2.0, float("-inf")]))
+    values, known = recorded_log_probs(history, 5)
+    assert values.tolist() == [-1.0, 0.0, -2.0, 0.0, 0.0]
+    assert known.tolist() == [True, False, True, False, False]
+    values, known = recorded_log_probs(history, 1)
+    assert (values.tolist(), known.tolist()) == ([-1.0], [True])
+    values, known = recorded_log_probs(AgentTrajectory(), 2)
+    assert (values.tolist(), known.tolist()) == ([0.0, 0.0], [False, False])
+
+
+# ---- keys ----
+
+
+def test_session_of() -> None:
+    assert session_of("0f3a-77_12_3") == "0f3a-77_12"
+
+
+@pytest.mark.parametrize("key", ["a_b_0_0", "a_0", "a", "a_x_0", "a_0_x", "a_-1_0", "a_0_", "a_1.5_0", ""])
+def test_other_keys_are_refused(key: str) -> None:
+    with pytest.raises(ConfigurationError, match="uid must have no '_'"):
+        session_of(key)
+
+
+def test_single_outputs() -> None:
+    keys = ["a_0_0", "a_1_0", "a_1_1", "b_1_0", "a_10_0"]
+    assert single_outputs(keys) == [True, False, False, True, True]
+    assert single_outputs([]) == []
+
+
+# ---- values ----
+
+
+def test_plain() -> None:
+    value = {
+        1: np.float32(0.5),
+        "flag": np.bool_(True),
+        "whole": np.int64(3),
+        "list": (1, [np.array([1, 2]), torch.tensor([[1.5]])]),
+        "scalar": torch.tensor(2),
+        "zero-dim": np.array(4.5),
+        "nan": float("nan"),
+        "inf": np.float64("inf"),
+        "none": None,
+        "object": Path("a"),
+    }
+    result = plain(value)
+    assert result == {
+        "1": 0.5,
+        "flag": True,
+        "whole": 3,
+        "list": [1, [[1, 2], [[1.5]]]],
+        "scalar": 2,
+        "zero-dim": 4.5,
+        "nan": "nan",
+        "inf": "inf",
+        "none": None,
+        "object": "a",
+    }
+    assert type(result["flag"]) is bool
+    assert type(result["whole"]) is int
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, np.nan]), torch.tensor([[float("inf")]])])
+def test_plain_arrays_have_no_value_that_json_lacks(value: Any) -> None:
+    flat = np.asarray(plain(value), dtype=object).ravel().tolist()
+    assert all(isinstance(one, str) or np.isfinite(one) for one in flat)
