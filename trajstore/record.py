@@ -8,7 +8,7 @@ are not tensors travel in one more column, ``_document``: the bytes of a JSON ob
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from math import prod
 from typing import Any, Literal, overload
@@ -28,6 +28,9 @@ DOCUMENT = "_document"
 
 _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
 _RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
+_DOCUMENT_FIELDS = tuple(
+    field.name for field in fields(AgentTrajectory) if field.name not in (*_TOKEN_COLUMNS, *_RESPONSE_COLUMNS)
+)
 
 
 _DTYPE_NAMES = (
@@ -391,11 +394,10 @@ def _record_of_agent(trajectory: AgentTrajectory) -> Record:
                 f"must have L - response_start = {tokens - start}"
             )
     document: dict[str, Any] = {}
-    for item in fields(trajectory):
-        value = getattr(trajectory, item.name)
-        if item.name in _TOKEN_COLUMNS or item.name in _RESPONSE_COLUMNS or value is None:
-            continue
-        document[item.name] = asdict(value) if isinstance(value, Reward) else value
+    for name in _DOCUMENT_FIELDS:
+        value = getattr(trajectory, name)
+        if value is not None:
+            document[name] = vars(value) if isinstance(value, Reward) else value
     size = _document_column(document, columns, tensors)
     version = trajectory.policy_version
     return Record(

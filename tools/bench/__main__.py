@@ -1,6 +1,7 @@
 """Run benchmarks: ``python -m tools.bench [t1 t2 ...] [--json] [--repeats 7] [--scale 1.0] [--folder DIR]``.
 
-Prints one JSON line per figure, and a table in the end. Needs up to 4 GB of disk and a few minutes for all.
+Prints one JSON line per figure, and a table in the end. Needs up to 4 GB of disk and a few minutes
+for all, t16 (verl) eight more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tools.bench import (
     t09_checkpoint,
     t14_memory,
     t15_start,
+    t16_verl,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -54,6 +56,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t12": partial(script, "t12_loss"),
     "t14": t14_memory.figures,
     "t15": t15_start.figures,
+    "t16": t16_verl.figures,
 }
 
 
