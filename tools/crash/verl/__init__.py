@@ -1,0 +1,1 @@
+"""Kills the driver of a real verl training, over and over. See ``docs/crash-testing.md``."""

@@ -1,0 +1,128 @@
+"""Kill, look, restart, compare: the parent's side."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.crash.verl.checks import Expected, Promises, check_resumed, look
+from tools.crash.verl.layout import journal_path
+from tools.crash.verl.moments import MOMENTS, JournalReader, Moment, wait_for
+from tools.crash.verl.processes import Driver
+from trajstore.errors import TrajstoreError
+
+
+@dataclass
+class Result:
+    """What a campaign found.
+
+    Attributes:
+        kills: drivers killed.
+        problems: what was wrong, each with the number of the driver.
+        phases: kills by the last phase that the driver had noted.
+        between: kills that fell between our cut and verl's checkpoint.
+        rollouts: different rollouts whose commit was acknowledged, all of them checked after every later kill.
+        checked: comparisons of an acknowledged rollout with the store, all kills together.
+        resumed: steps at which drivers resumed.
+        steps: trained by all drivers together.
+        survivors: processes outside the driver's group that had to be ended after the kill, all kills together.
+        seconds: how long it took.
+    """
+
+    kills: int = 0
+    problems: list[str] = field(default_factory=list)
+    phases: Counter[str] = field(default_factory=Counter)
+    between: int = 0
+    rollouts: int = 0
+    checked: int = 0
+    resumed: list[int] = field(default_factory=list)
+    steps: int = 0
+    survivors: int = 0
+    seconds: float = 0.0
+
+
+def run_campaign(
+    folder: Path,
+    kills: int,
+    seed: int,
+    progress: Callable[[Result], None] | None = None,
+    moments: Sequence[Moment] = MOMENTS,
+) -> Result:
+    """Kill ``kills`` drivers of one training, and let one more resume; return what was found.
+
+    It ends early when a driver does not get to its moment, for then training does not go on, and when what a kill
+    left cannot be read.
+
+    Args:
+        folder: an empty folder; stores, checkpoints, journals and logs are left in it.
+        kills: how many.
+        seed: of the moments (the machine's timing adds its own chance).
+        progress: told after each kill.
+        moments: in this order, over and over.
+    """
+    chance = random.Random(seed)
+    result, promises = Result(), Promises()
+    expected: Expected | None = None
+    start = time.monotonic()
+    for life in range(kills + 1):
+
+        def tell(text: str, life: int = life) -> None:
+            result.problems.append(f"driver {life}: {text}")
+
+        last = life == kills
+        journal = JournalReader(journal_path(folder, life))
+        driver = Driver(folder, life)
+        try:
+            obstacle = wait_for(None if last else moments[life % len(moments)], driver, journal, chance)
+        finally:
+            result.survivors += driver.kill()
+        journal.refresh()
+        if obstacle is not None:
+            tell(obstacle)
+        loaded = _take(journal.entries, promises, result, tell)
+        if loaded is None:
+            break
+        if expected is not None:
+            check_resumed(loaded, expected, tell)
+        try:
+            found = look(folder, promises, loaded["run"], tell)
+        except (TrajstoreError, OSError, ValueError) as error:
+            tell(f"what is left cannot be read: {type(error).__name__}: {error}")
+            break
+        expected = found.expected
+        result.checked += found.rollouts
+        result.rollouts = len(promises.rollouts)
+        if not last:
+            result.kills += 1
+            result.between += found.between
+            result.phases[journal.phase] += 1
+        result.seconds = time.monotonic() - start
+        if progress is not None:
+            progress(result)
+        if obstacle is not None:
+            break
+    return result
+
+
+def _take(
+    entries: Sequence[dict[str, Any]], promises: Promises, result: Result, tell: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Take in a driver's journal; return how it resumed, None if it did not get so far."""
+    loaded: dict[str, Any] | None = None
+    trained = []
+    for entry in entries:
+        promises.take(entry, tell)
+        if entry["event"] == "loaded":
+            loaded = entry
+            result.resumed.append(entry["step"])
+        elif entry["event"] == "phase" and entry["name"] == "trained":
+            trained.append(entry["step"])
+    result.steps += len(trained)
+    if loaded is not None and trained[:1] != [loaded["step"] + 1]:
+        tell(f"resumed at step {loaded['step']} and trained {trained}: training does not go on")
+    return loaded

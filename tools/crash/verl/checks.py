@@ -1,0 +1,221 @@
+"""What must be found after a kill, and after the restart: stores, cuts, checkpoints against the journals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+
+from tools.crash.verl.digest import digest
+from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
+from trainer_hooks.config import ExperienceReplayConfig
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.errors import TrajstoreError
+from trajstore.experience.journal import Recovered, recover
+from trajstore.experience.store import PoolStore
+from trajstore.verify import verify
+
+Tell = Callable[[str], None]
+Held = dict[str, list[list[str]]]
+"""``{task: [[rollout_id, digest], ...]}``, oldest first."""
+
+
+@dataclass
+class Promises:
+    """What all drivers so far were promised.
+
+    Attributes:
+        rollouts: rollout id and digest by trajectory id, whose commit was acknowledged.
+        pool: the pool's trajectories by task when it was last known to be committed.
+    """
+
+    rollouts: dict[int, list[str]] = field(default_factory=dict)
+    pool: dict[str, list[int]] = field(default_factory=dict)
+
+    def take(self, entry: Mapping[str, Any], tell: Tell) -> None:
+        """Take in one line of a driver's journal."""
+        if entry["event"] == "acknowledged":
+            for number, content in entry["rollouts"].items():
+                if self.rollouts.setdefault(int(number), content) != content:
+                    tell(f"id {number} was given to {self.rollouts[int(number)]} and to {content}")
+        elif entry["event"] == "pooled":
+            self.pool = entry["entries"]
+        elif entry["event"] == "loaded":
+            self.pool = entry["pool"]["entries"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the next driver must resume with.
+
+    Attributes:
+        step: of the checkpoint that verl's tracker names; 0 = none.
+        pool: the pool's state, as far as it is known.
+        held: the pool's trajectories.
+    """
+
+    step: int
+    pool: Mapping[str, Any]
+    held: Held
+
+
+@dataclass
+class Found:
+    """What a look at the folder found.
+
+    Attributes:
+        expected: of the next driver.
+        rollouts: that were compared with what was acknowledged.
+        between: whether the crash fell between our cut and verl's checkpoint.
+    """
+
+    expected: Expected
+    rollouts: int
+    between: bool
+
+
+class _Reader:
+    """The records of a store whose writer is dead. Nothing is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._buffer = TrajectoryReplayBuffer(sample_window_size=0)
+        self._buffer.load_checkpoint(path)
+
+    def ids(self) -> list[int]:
+        numbers: list[int] = self._buffer.trajectory_ids.tolist()
+        return numbers
+
+    def get(self, number: int) -> AgentTrajectory:
+        found = self._buffer.get(number)
+        if not isinstance(found, AgentTrajectory):
+            raise TypeError(f"trajectory {number} is a {type(found).__name__}")
+        return found
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+def look(folder: Path, promises: Promises, run: str, tell: Tell) -> Found:
+    """Check everything that a killed driver left; return what the next one must find.
+
+    Args:
+        folder: the campaign's.
+        promises: of this driver and all before.
+        run: how the killed driver called itself in its cuts.
+        tell: gets each problem.
+    """
+    for path in (rollouts_path(folder), pool_path(folder)):
+        for trouble in verify(path).problems:
+            tell(f"{path.name}: {trouble.file}: {trouble.message}")
+    rollouts, pool = _Reader(rollouts_path(folder)), _Reader(pool_path(folder))
+    try:
+        present = {number: rollouts.get(number) for number in rollouts.ids()}
+        digests = _check_rollouts(present, promises, tell)
+        recovered = _check_pool(pool, promises, digests, tell)
+        cuts = {step: cut for step, cut in _cuts(folder) if _check_cut(step, cut, present, pool, tell)}
+        step = step_named_by_tracker(folder)
+        between = any(cut["run"] == run and later > (step or 0) for later, cut in cuts.items())
+        if step is None:
+            expected = Expected(0, _state(recovered), _held(pool, _ids(recovered)))
+        elif step not in cuts:
+            tell(f"the checkpoint of step {step} has no sound cut of ours")
+            expected = Expected(step, {}, {})
+        else:
+            expected = Expected(step, cuts[step]["pool"], _held(pool, cuts[step]["pool"]["entries"]))
+        return Found(expected, len(promises.rollouts), between)
+    finally:
+        rollouts.close()
+        pool.close()
+
+
+def check_resumed(loaded: Mapping[str, Any], expected: Expected, tell: Tell) -> None:
+    """Compare what a driver resumed with: its step, every part of the pool's state, and the pool's trajectories."""
+    if loaded["step"] != expected.step:
+        tell(f"resumed at step {loaded['step']}, verl's tracker says {expected.step}")
+    for name, wanted in expected.pool.items():
+        found = loaded["pool"][name]
+        if name == "refused":  # a reason that never occurred may be there with 0
+            found, wanted = ({why: count for why, count in one.items() if count} for one in (found, wanted))
+        if found != wanted:
+            tell(f"resumed at step {loaded['step']}: {name} of the pool is {found}, must be {wanted}")
+    if loaded["held"] != expected.held:
+        tell(f"resumed at step {loaded['step']}: the pool holds {loaded['held']}, must hold {expected.held}")
+
+
+def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, tell: Tell) -> dict[str, str]:
+    """Return the digest of every rollout that is there, by rollout id."""
+    contents = {number: [one.rollout_id, digest(one)] for number, one in present.items()}
+    for number, wanted in promises.rollouts.items():
+        if number not in contents:
+            tell(f"rollout {number} ({wanted[0]}) was acknowledged and is lost")
+        elif contents[number] != wanted:
+            tell(f"rollout {number} is {contents[number]}, {wanted} was acknowledged")
+    return {content[0]: content[1] for content in contents.values()}
+
+
+def _check_pool(pool: _Reader, promises: Promises, digests: Mapping[str, str], tell: Tell) -> Recovered:
+    """Recover the pool as a driver would; what was acknowledged is in it, or left it by the pool's own rules."""
+    rules = ExperienceReplayConfig.from_mapping({"enable": True}, n_rollout=GROUP).pool_rules(GROUP)
+    recovered = recover(cast(PoolStore, pool), rules)
+    ids = _ids(recovered)
+    for task, numbers in promises.pool.items():
+        now = ids.get(task, [])
+        full = len(now) == rules.max_trajectories_per_task
+        for number in set(numbers) - set(now):
+            if not full and task not in recovered.state.skip:
+                tell(f"trajectory {number} of task {task} was in the pool, committed, and is lost")
+    for numbers in ids.values():
+        for number in numbers:
+            one = pool.get(number)
+            # Its rollout may be absent: the two stores commit each at their own time.
+            if digests.get(one.rollout_id, value := digest(one)) != value:
+                tell(f"the pool's trajectory {number} is not the rollout {one.rollout_id} that was recorded")
+    return recovered
+
+
+def _cuts(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return our cuts with the steps of the checkpoints that they lie in, complete ones or not."""
+    steps = sorted(int(path.name.rpartition("_")[2]) for path in (folder / CHECKPOINTS).glob("global_step_*"))
+    return [(step, orjson.loads(path.read_bytes())) for step in steps if (path := cut_path(folder, step)).exists()]
+
+
+def _check_cut(
+    step: int, cut: Mapping[str, Any], present: Mapping[int, AgentTrajectory], pool: _Reader, tell: Tell
+) -> bool:
+    """Return whether a cut is of its step, and both stores have what it names."""
+    problems = []
+    if (cut["step"], cut["pool"]["global_steps"]) != (step, step):
+        problems.append(f"says step {cut['step']}, its pool step {cut['pool']['global_steps']}")
+    newest = present.get(cut["rollouts"])
+    if newest is None:
+        problems.append(f"names rollout {cut['rollouts']}, which is not there")
+    elif (newest.metadata["step"], newest.metadata["run"]) != (step, cut["run"]):
+        problems.append(f"names a rollout of step {newest.metadata['step']} of run {newest.metadata['run']}")
+    for task, numbers in cut["pool"]["entries"].items():
+        for number in numbers:
+            try:
+                pool.get(number)
+            except TrajstoreError as error:
+                problems.append(f"names trajectory {number} of task {task}: {error}")
+    for problem in problems:
+        tell(f"the cut of step {step} {problem}")
+    return not problems
+
+
+def _ids(recovered: Recovered) -> dict[str, list[int]]:
+    entries = recovered.state.entries.items()
+    return {task: [entry.trajectory_id for entry in held] for task, held in entries}
+
+
+def _state(recovered: Recovered) -> dict[str, Any]:
+    """Return what is known of the state of a pool that is used as it lies in its store."""
+    buckets = {str(difficulty): tasks for difficulty, tasks in recovered.state.buckets.to_dict().items()}
+    return {"difficulty2task_dict": buckets, "skip_uid_set": list(recovered.state.skip), "entries": _ids(recovered)}
+
+
+def _held(pool: _Reader, entries: Mapping[str, list[int]]) -> Held:
+    found = {task: [pool.get(number) for number in numbers] for task, numbers in entries.items()}
+    return {task: [[one.rollout_id, digest(one)] for one in held] for task, held in found.items()}

@@ -1,0 +1,147 @@
+"""The driver that is killed: a real training, with notes of what it does and of what it was promised.
+
+The trainer is observed, not changed: methods of this one object are wrapped in ones that write a line and call
+the original.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tests.verl_plugin.assets import Assets, make_assets
+from tests.verl_plugin.harness import VerlSession, make_config
+from tests.verl_plugin.runs import REPLAY
+from tools.crash.journal import Journal
+from tools.crash.verl.digest import digest
+from tools.crash.verl.layout import ASSETS, SAVE_EVERY, journal_path
+from trajstore import AgentTrajectory
+
+NEVER = 1_000_000
+"""Steps and epochs of a training that ends by being killed."""
+OVERRIDES = (
+    *REPLAY,
+    f"trainer.total_training_steps={NEVER}",
+    f"trainer.total_epochs={NEVER}",
+    f"trainer.save_freq={SAVE_EVERY}",
+    "trainer.resume_mode=auto",
+)
+_LOOK_EVERY = 0.005  # seconds
+
+
+def main(folder: Path, life: int) -> None:
+    """Train in ``folder`` until killed."""
+    assets = _assets(folder / ASSETS)
+    session = VerlSession.start()
+    journal = Journal(journal_path(folder, life))
+    session.run(make_config(assets, folder, OVERRIDES), prepare=partial(observe, journal=journal))
+
+
+def _assets(folder: Path) -> Assets:
+    if not folder.exists():
+        return make_assets(folder)
+    return Assets(folder / "model", folder / "train.parquet", folder / "val.parquet", folder / "reward.py")
+
+
+def observe(trainer: Any, journal: Journal) -> None:
+    """Let a trainer that was not initialised yet write into a journal.
+
+    ``loaded``: where it resumed. ``phase``: what begins, or is done, in which step. ``acknowledged``: rollouts whose
+    commit the store reported. ``pooled``: what the pool held when everything up to there was committed.
+    """
+
+    def phase(name: str) -> None:
+        journal.note("phase", name=name, step=trainer.global_steps)
+
+    def loaded() -> None:
+        session = trainer._session
+        acknowledgements = _Acknowledgements(session, journal)
+        journal.note("loaded", step=trainer.global_steps, run=session._run, **_pool(session._hook.manager))
+        _wrap(session, "save", after=partial(phase, "cut"))
+        threading.Thread(target=acknowledgements.run, daemon=True).start()
+
+    _wrap(trainer, "_load_checkpoint", after=loaded)
+    _wrap(trainer, "on_sample_begin", before=partial(phase, "generation"))
+    _wrap(trainer, "_compute_old_log_prob", before=partial(phase, "scoring"))
+    _wrap(trainer, "_update_actor", before=partial(phase, "update"))
+    _wrap(trainer, "_save_checkpoint", before=partial(phase, "saving"), after=partial(phase, "saved"))
+    _wrap(trainer, "on_step_end", before=partial(phase, "trained"))
+
+
+def _wrap(
+    thing: Any, name: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> None:
+    """Call ``before`` and ``after`` around a method of one object."""
+    original = getattr(thing, name)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if before is not None:
+            before()
+        result = original(*arguments, **named)
+        if after is not None:
+            after()
+        return result
+
+    setattr(thing, name, wrapped)
+
+
+def _pool(manager: Any) -> dict[str, Any]:
+    """Return the state of the pool as JSON has it, and what its trajectories are."""
+    state = orjson.loads(orjson.dumps(manager.state_dict(), option=orjson.OPT_NON_STR_KEYS))
+    held = {task: [[one.rollout_id, digest(one)] for one in all_] for task, all_ in manager.task2trajectories.items()}
+    return {"pool": state, "held": held}
+
+
+class _Acknowledgements:
+    """Watches the watermarks of both stores, and notes what they have passed."""
+
+    def __init__(self, session: Any, journal: Journal) -> None:
+        self._journal = journal
+        self._hook = session._hook
+        self._rollouts = session._recorder.buffer
+        self._pool = session._hook._store._buffer
+        self._lock = threading.Lock()
+        self._taken: dict[int, list[str]] = {}
+        self._states: list[tuple[int, dict[str, list[int]]]] = []
+        self._record = session._recorder.record
+        session._recorder.record = self._note_taken
+        _wrap(session._hook, "rollouts_done", after=self._note_state)
+
+    def _note_taken(self, trajectories: Sequence[AgentTrajectory]) -> dict[str, float]:
+        first = self._rollouts.trajectory_counter
+        taken = {number: [one.rollout_id, digest(one)] for number, one in enumerate(trajectories, first)}
+        figures: dict[str, float] = self._record(trajectories)
+        with self._lock:
+            self._taken |= taken
+        return figures
+
+    def _note_state(self) -> None:
+        entries = self._hook.manager._state.entries
+        ids = {task: [entry.trajectory_id for entry in held] for task, held in entries.items()}
+        with self._lock:
+            self._states.append((self._pool.trajectory_counter - 1, ids))
+
+    def run(self) -> None:
+        """Look until the process ends."""
+        while True:
+            rollouts, pool = self._rollouts.committed, self._pool.committed
+            with self._lock:
+                durable = {str(number): self._taken.pop(number) for number in sorted(self._taken) if number <= rollouts}
+                states = [ids for newest, ids in self._states if newest <= pool]
+                self._states = [one for one in self._states if one[0] > pool]
+            if durable:
+                self._journal.note("acknowledged", rollouts=durable)
+            if states:
+                self._journal.note("pooled", entries=states[-1])
+            time.sleep(_LOOK_EVERY)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

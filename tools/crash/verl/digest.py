@@ -1,0 +1,29 @@
+"""What identifies a rollout bit by bit, in the driver that makes it and on the disk that has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import orjson
+import torch
+
+from trajstore import AgentTrajectory
+
+_POOL_SETS = ("entropy", "metadata")
+"""Fields that the pool fills in or marks; all others are the same wherever a rollout is kept."""
+
+
+def digest(trajectory: AgentTrajectory) -> str:
+    """Return 32 hex digits over tokens, masks, log-probs, entropies (with their dtypes), reward, ids and versions."""
+    sha = hashlib.sha256()
+    for field in dataclasses.fields(trajectory):
+        if field.name in _POOL_SETS:
+            continue
+        value = getattr(trajectory, field.name)
+        if isinstance(value, torch.Tensor):
+            sha.update(f"{field.name} {value.dtype} {tuple(value.shape)} ".encode())
+            sha.update(value.detach().cpu().contiguous().numpy().tobytes())
+        else:
+            sha.update(field.name.encode() + b" " + orjson.dumps(value, option=orjson.OPT_SORT_KEYS) + b" ")
+    return sha.hexdigest()[:32]

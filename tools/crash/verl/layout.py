@@ -1,0 +1,40 @@
+"""Where things lie in a campaign's folder, and how often the training saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ASSETS = "assets"
+CHECKPOINTS = "checkpoints"
+SAVE_EVERY = 2
+"""Steps from one checkpoint to the next."""
+GROUP = 4
+"""Rollouts that a task has in a batch."""
+
+
+def journal_path(folder: Path, life: int) -> Path:
+    """Return the journal of a driver."""
+    return folder / f"journal_{life:03d}"
+
+
+def rollouts_path(folder: Path) -> Path:
+    """Return the store of all rollouts."""
+    return folder / CHECKPOINTS / "trajstore" / "rollouts"
+
+
+def pool_path(folder: Path) -> Path:
+    """Return the store of the experience pool."""
+    return folder / CHECKPOINTS / "trajstore" / "pool"
+
+
+def step_named_by_tracker(folder: Path) -> int | None:
+    """Return the step of verl's newest complete checkpoint; None if it has none yet."""
+    try:
+        return int((folder / CHECKPOINTS / "latest_checkpointed_iteration.txt").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def cut_path(folder: Path, step: int) -> Path:
+    """Return our file in verl's checkpoint of a step."""
+    return folder / CHECKPOINTS / f"global_step_{step}" / "trajstore.json"
