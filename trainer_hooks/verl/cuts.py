@@ -19,6 +19,8 @@ from trajstore.formats.base import EncodedFile
 from trajstore.local import LocalDirectory
 
 CUT_FILE = "trajstore.json"
+MODEL_FOLDER = "actor"
+"""Folder in a checkpoint in which verl saves the policy."""
 
 _VERSION = 1
 _FOLDER = re.compile(r"global_step_(\d+)")
@@ -96,6 +98,14 @@ def cuts_below(root: str | Path) -> Iterator[tuple[Path, Cut]]:
         cut = read_cut(path)
         if cut is not None:
             yield path, cut
+
+
+def restorable_cuts(root: str | Path) -> list[Cut]:
+    """Return the cuts of the checkpoints that verl can load: those whose model is there.
+
+    Of a checkpoint that ``max_actor_ckpt_to_keep`` has removed, or that a crash interrupted, only other files are.
+    """
+    return [cut for folder, cut in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
 
 
 def find_cut(folder: Path, step: int) -> Cut | None:

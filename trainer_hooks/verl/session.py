@@ -20,7 +20,7 @@ from transfer_queue import KVBatchMeta
 from trainer_hooks.hook import PlannedTask, ReplayHook
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock
-from trainer_hooks.verl.cuts import Cut, cuts_below, find_cut, write_cut
+from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
 from trainer_hooks.verl.recorder import RolloutRecorder
 from trainer_hooks.verl.rows import (
@@ -247,10 +247,10 @@ class ReplaySession:
         write_cut(folder, Cut(step, self._run, rollouts, rollouts_store, pool, expected))
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store what the checkpoints that exist now can go back to, and nothing else."""
+        """Keep in the pool's store what the checkpoints that verl can load now go back to, and nothing else."""
         manager = self._hook.manager
         if manager is not None:
-            manager.hold([cut.pool for _, cut in cuts_below(self._checkpoints) if cut.pool is not None])
+            manager.hold([cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None])
 
     def resume(self, folder: Path, step: int) -> None:
         """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.

@@ -23,7 +23,17 @@ from omegaconf import OmegaConf
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from tests.verl_plugin.assets import make_tokenizer
-from trainer_hooks.verl.cuts import CUT_FILE, Cut, checkpoint_folder, cuts_below, find_cut, read_cut, write_cut
+from trainer_hooks.verl.cuts import (
+    CUT_FILE,
+    MODEL_FOLDER,
+    Cut,
+    checkpoint_folder,
+    cuts_below,
+    find_cut,
+    read_cut,
+    restorable_cuts,
+    write_cut,
+)
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
 
@@ -78,6 +88,7 @@ DAMAGED = {
     "no step": orjson.dumps({name: value for name, value in DOCUMENT.items() if name != "step"}),
     "no version": orjson.dumps({name: value for name, value in DOCUMENT.items() if name != "version"}),
     "a step that is none": orjson.dumps(DOCUMENT | {"step": "seven"}),
+    "a pool that is none": orjson.dumps(DOCUMENT | {"pool": 5}),
     "expected histories that are none": orjson.dumps(DOCUMENT | {"expected": 5}),
 }
 
@@ -127,6 +138,13 @@ def test_a_checkpoint_s_own_cut_counts_wherever_the_checkpoint_lies(tmp_path: Pa
     moved = tmp_path / "kept" / "best"
     write_cut(moved, CUT)
     assert find_cut(moved, 7) == CUT
+
+
+def test_checkpoints_without_a_model_cannot_be_restored(tmp_path: Path) -> None:
+    write(tmp_path, 3, 6, 9)
+    for step in (6, 9):
+        (checkpoint_folder(tmp_path, step) / MODEL_FOLDER).mkdir()
+    assert [cut.step for cut in restorable_cuts(tmp_path)] == [6, 9]
 
 
 # ---- cuts: crashes ----
