@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors, writer
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.catalog import Catalog
 from trajstore.local import LocalDirectory
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -23,13 +23,12 @@ READERS = 4
 def write(path: Path, started: Event, stop: Event, fmt: str) -> None:
     """Add and evict, with snapshots in between, until told to stop."""
     torch.set_num_threads(1)
-    writer.SNAPSHOT_AFTER_BYTES = 1 << 15
     with TrajectoryReplayBuffer(
         auto_save=True,
         auto_save_path=path,
         trajectory_format=fmt,
         retention=Retention(max_trajectories=30),
-        writer=WriterOptions(commit_interval=0.005, shard_bytes=1 << 16),
+        writer=WriterOptions(commit_interval=0.005, shard_bytes=1 << 16, snapshot_bytes=1 << 15),
     ) as buffer:
         key = 0
         while not stop.is_set():
@@ -105,13 +104,16 @@ def test_readers_follow_for_a_minute(tmp_path: Path) -> None:
     follow_for(tmp_path / "store", 60.0, "pt")
 
 
-def test_sampling_while_another_thread_refreshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SNAPSHOT_AFTER_BYTES", 1 << 13)
+def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
     path = tmp_path / "store"
     problems: list[BaseException] = []
     done = threading.Event()
     with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=path, retention=Retention(max_trajectories=10), cache_size=1
+        auto_save=True,
+        auto_save_path=path,
+        retention=Retention(max_trajectories=10),
+        cache_size=1,
+        writer=WriterOptions(snapshot_bytes=1 << 13),
     ) as source:
         source.add_trajectories([witness(key) for key in range(10)])
         source.flush()
@@ -154,13 +156,13 @@ def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
         source.add_trajectories([witness(0)])
         source.flush()
         assert source._writer is not None
-        interruptions = [source._writer.snapshot]
+        interruptions = [source._writer.log.snapshot]
         catalog = Catalog.open(Interrupted(tmp_path))
         assert interruptions == []
         assert catalog.index["trajectory_id"].tolist() == [0]
         source.add_trajectories([witness(1)])
         source.flush()
-        interruptions.append(source._writer.snapshot)
+        interruptions.append(source._writer.log.snapshot)
         assert catalog.refresh()
         assert catalog.index["trajectory_id"].tolist() == [0, 1]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.index import COLUMNS, TrajectoryIndex, columns_of
+from trajstore.index import COLUMNS, TrajectoryIndex, columns_of, starts_of
 from trajstore.packing import StringTable, pack, unpack
 from trajstore.record import record_of
 from trajstore.testing.witness import witness
@@ -77,7 +77,8 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         record = record_of(witness(number))
-        index.append(columns_of([record], [number], number.to_bytes(16, "big"), index.weights, 0))
+        columns = columns_of([record], [number], number.to_bytes(16, "big"), index.weights, 0)
+        index.append(columns | starts_of([record.extent], record.schema.kind))
     return index
 
 

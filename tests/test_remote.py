@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from trajstore.buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
-from trajstore.formats.base import EncodedFile
+from trajstore.formats.base import EncodedFile, ShardContent
 from trajstore.local import LOCK_NAME, holder_document
 from trajstore.objects import ObjectStore
 from trajstore.read_cache import GRACE_SECONDS
@@ -154,7 +154,9 @@ def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str
     from trajstore.record import record_of
 
     rewards = torch.arange(24.0).reshape(4, 2, 3)
-    encoded = ZarrFormat(codec="zstd").encode("shard_00000001", [record_of(Trajectory(rewards=rewards))])
+    encoded = ZarrFormat(codec="zstd").encode(
+        "shard_00000001", ShardContent.of([record_of(Trajectory(rewards=rewards))])
+    )
     open_directory(s3_url, **s3_options).publish(encoded.files)
     group = zarr.open_group(f"{s3_url}/shards/shard_00000001.zarr", mode="r", storage_options=s3_options)
     assert group["rewards"][:].tolist() == rewards.reshape(8, 3).tolist()

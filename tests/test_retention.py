@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex, columns_of
+from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex, columns_of, starts_of
 from trajstore.record import record_of
 from trajstore.testing.witness import check_trajectory, witness
 
@@ -24,7 +24,9 @@ def step(steps: int, version: int | None) -> Trajectory:
 def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number, (steps, version) in enumerate(sizes):
-        index.append(columns_of([record_of(step(steps, version))], [number], bytes(16), index.weights, 0))
+        record = record_of(step(steps, version))
+        columns = columns_of([record], [number], bytes(16), index.weights, 0)
+        index.append(columns | starts_of([record.extent], record.schema.kind))
     return index
 
 
@@ -102,7 +104,7 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
         fewest: list[int] = []
 
         def watch(files: object) -> None:
-            fewest.append(buffer._writer.catalog.index["trajectory_id"].size)  # type: ignore[union-attr]
+            fewest.append(buffer._writer.log.catalog.index["trajectory_id"].size)  # type: ignore[union-attr]
             publish(files)  # type: ignore[arg-type]
 
         buffer._writer.directory.publish = watch  # type: ignore[method-assign]

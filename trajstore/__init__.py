@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trajstore.builder import EmbodiedRolloutResult
     from trajstore.retention import Retention
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
-    from trajstore.writer import WriterOptions
+    from trajstore.write_queue import WriterOptions
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _MODULES = {
     "Reward": "trajectory",
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "buffer",
-    "WriterOptions": "writer",
+    "WriterOptions": "write_queue",
 }
 
 

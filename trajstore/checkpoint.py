@@ -28,7 +28,7 @@ from trajstore.errors import (
     StoreWriteError,
     listed,
 )
-from trajstore.formats.base import EncodedFile, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.formats.base import EncodedFile, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.index import TrajectoryIndex
 from trajstore.local import LocalDirectory, sync_folder
 from trajstore.manifest import manifest_of
@@ -180,9 +180,10 @@ def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory
     for group in _loose_groups(cut, loose):
         records = [record for _, record in group]
         name = shard_name(len(catalog.shards))
-        encoded = trajectory_format.encode(name, records)
+        content = ShardContent.of(records)
+        encoded = trajectory_format.encode(name, content)
         target.publish(encoded.files)
-        row = catalog.shards.add(len(catalog.shards), manifest_of(encoded, trajectory_format.name, name, records))
+        row = catalog.shards.add(len(catalog.shards), manifest_of(encoded, trajectory_format.name, name, content))
         _place(starts, [at for at, _ in group], records)
         rows[[at for at, _ in group]] = row
     columns = cut.index.take(np.arange(cut.index.first, cut.index.end))

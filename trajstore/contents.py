@@ -156,7 +156,7 @@ class Contents:
         with self.lock:
             for at in range(len(records)):
                 item = owned[at]
-                slot = self.residency.add_memory(item.record.schema, item.addresses, item.block)
+                slot = self.residency.add_memory(item.record.schema, item.addresses, item.memory)
                 self._held[ids[at]] = _Held(slot, item.nbytes, None, pending, item.record)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)

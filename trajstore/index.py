@@ -276,42 +276,47 @@ def check_columns(columns: Mapping[str, npt.NDArray[Any]], shards: int, weights:
             raise CorruptStoreError(f"index column {name} holds a value out of range")
 
 
+_NUMBERS = (
+    *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
+    *("max_episode_length", "version_low", "version_high"),
+)
+
+
 def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, IntArray]:
     """Return the first rows, within their shard, of all its trajectories in order."""
-    rows = {
-        "start_samples": [extent.rows(Axis.SAMPLES) for extent in extents],
-        "start_extra": [extent.rows(Axis.FIRST_EXTRA if kind == "step" else Axis.RESPONSE) for extent in extents],
-        "start_document": [extent.document for extent in extents],
-    }
-    return {name: np.cumsum([0, *counts[:-1]], dtype=np.int64) for name, counts in rows.items()}
+    more = Axis.FIRST_EXTRA if kind == "step" else Axis.RESPONSE
+    rows = np.array([(e.rows(Axis.SAMPLES), e.rows(more), e.document) for e in extents], np.int64)
+    starts = np.cumsum(rows, axis=0) - rows
+    return {name: starts[:, at] for at, name in enumerate(("start_samples", "start_extra", "start_document"))}
 
 
 def columns_of(
     records: Sequence[Record], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of new records.
+    """Return the index columns of new records, those of :func:`starts_of` aside.
 
     Args:
-        records: the trajectories, all of one kind.
+        records: the trajectories.
         ids: their trajectory ids.
         uuids: 16 bytes for each.
         weights: table that takes their ``model_weights_id``.
         shard: row of the shard table in which they lie, one after the other.
     """
-    versions = [record.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION) for record in records]
-    columns: dict[str, npt.NDArray[Any]] = {
+    numbers = np.array(
+        [
+            (
+                *(record.num_samples, record.extent.steps, record.extent.batch, record.extent.extra),
+                *(record.extent.document, record.nbytes, record.max_episode_length),
+                *(record.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION)),
+            )
+            for record in records
+        ],
+        np.int64,
+    )
+    return {
         "trajectory_id": np.array(ids, np.int64),
-        "num_samples": np.array([record.num_samples for record in records], np.int64),
-        "steps": np.array([record.extent.steps for record in records], np.int32),
-        "batch": np.array([record.extent.batch for record in records], np.int32),
-        "extra": np.array([record.extent.extra for record in records], np.int32),
-        "document": np.array([record.extent.document for record in records], np.int32),
-        "nbytes": np.array([record.nbytes for record in records], np.int64),
-        "max_episode_length": np.array([record.max_episode_length for record in records], np.int64),
-        "version_low": np.array([low for low, _ in versions], np.int64),
-        "version_high": np.array([high for _, high in versions], np.int64),
+        **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
         "weights": np.array([weights.add(record.model_weights_id) for record in records], np.int32),
         "uuid": np.frombuffer(uuids, "V16"),
         "shard": np.full(len(records), shard, np.int32),
     }
-    return columns | starts_of([record.extent for record in records], records[0].schema.kind)

@@ -10,26 +10,24 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 
-from trajstore.formats.base import Buffer, EncodedFile, EncodedShard, ShardManifest, StoredFile, shard_rows
-from trajstore.record import Record
+from trajstore.formats.base import Buffer, EncodedFile, EncodedShard, ShardContent, ShardManifest, StoredFile
 
 ENVELOPE = "envelope"
 """How the part of a file that is outside mapped columns is called in descriptions of damage."""
 
 
-def manifest_of(encoded: EncodedShard, format_name: str, name: str, records: Sequence[Record]) -> ShardManifest:
+def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: ShardContent) -> ShardManifest:
     """Return the manifest of a shard that was just encoded.
 
     The checksums of mapped columns are the format's, those of envelopes are taken from the encoded pieces.
 
     Args:
-        encoded: what the format made of ``records``.
+        encoded: what the format made of ``content``.
         format_name: name of the format.
         name: the shard's name, as given to the format.
-        records: the shard's trajectories, in order; all of one schema.
+        content: the shard's trajectories.
     """
-    schema = records[0].schema
-    rows = shard_rows(schema, [record.extent for record in records])
+    schema, rows = content.schema, content.rows
     lengths = [count * width for count, width in zip(rows, schema.row_nbytes, strict=True)]
     regions: list[list[tuple[int, int]]] = [[] for _ in encoded.files]
     for column, place in enumerate(encoded.places):

@@ -14,9 +14,11 @@ from math import prod
 from typing import Any, Literal, overload
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore.arena import Lease
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory, get_model_weights_id
@@ -90,6 +92,14 @@ class Schema:
         """Bytes of one row, per column."""
         return tuple(column.row_nbytes for column in self.columns)
 
+    @cached_property
+    def axis_nbytes(self) -> tuple[tuple[Axis, int], ...]:
+        """Bytes of one row of all columns on an axis, per axis that has any."""
+        total: dict[Axis, int] = {}
+        for column, width in zip(self.columns, self.row_nbytes, strict=True):
+            total[column.axis] = total.get(column.axis, 0) + width
+        return tuple(total.items())
+
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON values."""
         return {"kind": self.kind, "columns": [[c.name, c.dtype, list(c.row_shape), int(c.axis)] for c in self.columns]}
@@ -149,22 +159,22 @@ class BlockTensors(Sequence[torch.Tensor]):
     Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
     """
 
-    __slots__ = ("_block", "_extent", "_offsets", "_schema")
+    __slots__ = ("_addresses", "_extent", "_lease", "_schema")
 
-    def __init__(self, schema: Schema, extent: Extent, block: memoryview, offsets: Sequence[int]) -> None:
+    def __init__(self, schema: Schema, extent: Extent, lease: Lease, addresses: npt.NDArray[np.int64]) -> None:
         self._schema = schema
         self._extent = extent
-        self._block = block
-        self._offsets = offsets
+        self._lease = lease
+        self._addresses = addresses
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._addresses)
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
-        start = self._offsets[column]
+        start = int(self._addresses[column]) - self._lease.address
         rows = self._extent.rows(self._schema.columns[column].axis)
-        return self._block[start : start + rows * self._schema.row_nbytes[column]]
+        return self._lease.data[start : start + rows * self._schema.row_nbytes[column]]
 
     @overload
     def __getitem__(self, at: int) -> torch.Tensor: ...
@@ -198,11 +208,23 @@ class Record:
     versions: tuple[int, int] | None
     """Lowest and highest policy version; ``None`` if unknown."""
 
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Record:
+        """Return the same trajectory with its columns elsewhere."""
+        return Record(
+            self.schema,
+            self.extent,
+            tensors,
+            self.num_samples,
+            self.max_episode_length,
+            self.model_weights_id,
+            self.versions,
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        rows, widths = self.extent.rows, self.schema.row_nbytes
-        return sum(rows(column.axis) * width for column, width in zip(self.schema.columns, widths, strict=True))
+        rows = self.extent.rows
+        return sum([rows(axis) * width for axis, width in self.schema.axis_nbytes])
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
@@ -247,8 +269,24 @@ def record_of(trajectory: AnyTrajectory) -> Record:
     return _record_of_step(trajectory)
 
 
+@cache
+def _plain_dtypes() -> frozenset[torch.dtype]:
+    """Return the dtypes of tensors that are neither quantized nor, perhaps, to be conjugated."""
+    return frozenset(dtype for dtype in dtypes().values() if not dtype.is_complex)
+
+
 def _as_tensor(name: str, value: Any) -> torch.Tensor:
     """Return ``value`` as a contiguous CPU tensor; numpy arrays are taken too."""
+    if (  # what nearly every tensor is, told in a third of the time
+        type(value) is torch.Tensor
+        and value.dtype in _plain_dtypes()
+        and value.is_cpu
+        and not value.requires_grad
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not value.is_neg()
+    ):
+        return value
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.ascontiguousarray(value))
     if not isinstance(value, torch.Tensor):
@@ -366,49 +404,62 @@ def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
 
 
 def _record_of_agent(trajectory: AgentTrajectory) -> Record:
+    values = vars(trajectory)
     columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]] = []
     tensors: list[torch.Tensor] = []
-    lengths: dict[Axis, tuple[int, str]] = {}
-    for names, axis in ((_TOKEN_COLUMNS, Axis.SAMPLES), (_RESPONSE_COLUMNS, Axis.RESPONSE)):
-        for name in names:
-            value = getattr(trajectory, name)
-            if value is None:
-                continue
-            tensor = _as_tensor(name, value)
-            if tensor.dim() != 1:
-                raise InvalidTrajectoryError(f"field {name}: shape {list(tensor.shape)}, must have one dimension")
-            length, first = lengths.setdefault(axis, (tensor.shape[0], name))
-            if length != tensor.shape[0]:
-                raise InvalidTrajectoryError(f"field {name}: has {tensor.shape[0]} entries, but {first} has {length}")
-            columns.append((name, tensor.dtype, (), axis))
-            tensors.append(tensor)
-    tokens = lengths.get(Axis.SAMPLES, (0, ""))[0]
-    response = lengths.get(Axis.RESPONSE, (0, ""))[0]
+    tokens = _agent_columns(values, _TOKEN_COLUMNS, Axis.SAMPLES, columns, tensors)
+    response_first = len(columns)
+    response = _agent_columns(values, _RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
     start = trajectory.response_start
-    if start is not None and Axis.SAMPLES in lengths:
+    if start is not None and tokens is not None:
         if not 0 <= start <= tokens:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
-        if Axis.RESPONSE in lengths and tokens - start != response:
+        if response is not None and tokens - start != response:
             raise InvalidTrajectoryError(
-                f"field {lengths[Axis.RESPONSE][1]}: has {response} entries, "
+                f"field {columns[response_first][0]}: has {response} entries, "
                 f"must have L - response_start = {tokens - start}"
             )
-    document: dict[str, Any] = {}
-    for name in _DOCUMENT_FIELDS:
-        value = getattr(trajectory, name)
-        if value is not None:
-            document[name] = vars(value) if isinstance(value, Reward) else value
+    document = {name: values[name] for name in _DOCUMENT_FIELDS if values[name] is not None}
+    if isinstance(trajectory.reward, Reward):
+        document["reward"] = vars(trajectory.reward)
     size = _document_column(document, columns, tensors)
     version = trajectory.policy_version
     return Record(
         _intern("agent", columns),
-        Extent(tokens, 1, response, size),
+        Extent(tokens or 0, 1, response or 0, size),
         tuple(tensors),
         num_samples=1,
         max_episode_length=0,
         model_weights_id=str(trajectory.metadata.get("model_weights_id", "")),
         versions=None if version is None else (int(version), int(version)),
     )
+
+
+def _agent_columns(
+    values: Mapping[str, Any],
+    names: Sequence[str],
+    axis: Axis,
+    columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]],
+    tensors: list[torch.Tensor],
+) -> int | None:
+    """Append those of the columns that are known, and return their length; None if none is."""
+    length: int | None = None
+    first = ""
+    for name in names:
+        value = values[name]
+        if value is None:
+            continue
+        tensor = _as_tensor(name, value)
+        if tensor.dim() != 1:
+            raise InvalidTrajectoryError(f"field {name}: shape {list(tensor.shape)}, must have one dimension")
+        size = tensor.shape[0]  # its len goes through Python
+        if length is None:
+            length, first = size, name
+        elif length != size:
+            raise InvalidTrajectoryError(f"field {name}: has {size} entries, but {first} has {length}")
+        columns.append((name, tensor.dtype, (), axis))
+        tensors.append(tensor)
+    return length
 
 
 def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:

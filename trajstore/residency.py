@@ -36,7 +36,7 @@ class MappedShard:
     """
 
     schema: Schema
-    addresses: Sequence[int]
+    addresses: Sequence[int] | npt.NDArray[np.int64]
     keep: Any
     maps: int = 1
     """How many maps of files this holds."""
@@ -124,7 +124,7 @@ class Residency:
         self._source[slot], self._row[slot], self.signature[slot] = source, row, -1
         return slot
 
-    def add_memory(self, schema: Schema, addresses: Sequence[int], keep: Any) -> int:
+    def add_memory(self, schema: Schema, addresses: Sequence[int] | npt.NDArray[np.int64], keep: Any) -> int:
         """Return a slot for a trajectory in memory that ``keep`` holds."""
         slot = self._new_slot()
         self._source[slot], self.signature[slot] = MEMORY, -1

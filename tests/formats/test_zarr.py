@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
 from trajstore.fields import Axis
-from trajstore.formats.base import Buffer, TrajectoryFormat
+from trajstore.formats.base import Buffer, ShardContent, TrajectoryFormat
 from trajstore.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.local import LocalDirectory
 from trajstore.record import Record, Schema, raw_bytes, record_of
@@ -52,7 +52,7 @@ def step(rewards: torch.Tensor) -> Record:
 def test_any_zarr_reader_finds_everything_on_disk(tmp_path: Path, config: str, case: str) -> None:
     records = SHARDS[case]()
     shard = store_shard(FORMATS[config], records)
-    LocalDirectory(tmp_path).publish(FORMATS[config].encode(SHARD, records).files)
+    LocalDirectory(tmp_path).publish(FORMATS[config].encode(SHARD, ShardContent.of(records)).files)
     group = zarr.open_group(tmp_path / ROOT, mode="r", zarr_format=3)
     assert Schema.from_json(group.attrs["schema"]) == shard.manifest.schema
     assert group.attrs["trajectories"] == [[e.steps, e.batch, e.extra, e.document] for e in (r.extent for r in records)]
@@ -271,7 +271,7 @@ def test_without_zarr_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     shard = store_shard(ZarrFormat(), [step(torch.zeros(2, 1, 1))])
     monkeypatch.setitem(sys.modules, "zarr", None)
     for call in (
-        lambda: ZarrFormat().encode(SHARD, shard.records),
+        lambda: ZarrFormat().encode(SHARD, ShardContent.of(shard.records)),
         lambda: ZarrFormat().open(shard.fetch, shard.manifest),
     ):
         with pytest.raises(MissingDependencyError, match=r"trajstore\[zarr\]"):

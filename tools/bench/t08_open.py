@@ -26,13 +26,13 @@ from tools.bench.workloads import small_trajectory
 from trajstore import TrajectoryReplayBuffer
 from trajstore.catalog import INDEX_NAME, Catalog
 from trajstore.formats import get_format
-from trajstore.formats.base import ShardManifest
-from trajstore.index import columns_of
+from trajstore.formats.base import ShardContent, ShardManifest
+from trajstore.index import columns_of, starts_of
 from trajstore.manifest import manifest_of
 from trajstore.record import record_of
 from trajstore.shards import shard_name
 from trajstore.storage import open_directory
-from trajstore.writer import random_uuids
+from trajstore.write_queue import random_uuids
 
 RANKS = 8
 
@@ -88,14 +88,16 @@ def _write_store(folder: Path, total: int, packed: int) -> None:
     catalog = Catalog.create(directory)
     record = record_of(small_trajectory(torch.Generator().manual_seed(0), 0))
     records = [record] * packed
-    encoded = get_format("pt").encode(shard_name(0), records)
-    manifest = manifest_of(encoded, "pt", shard_name(0), records)
+    content = ShardContent.of(records)
+    encoded = get_format("pt").encode(shard_name(0), content)
+    manifest = manifest_of(encoded, "pt", shard_name(0), content)
     shards = -(-total // packed)
     for number in range(shards):
         name = shard_name(number)
         catalog.shards.add(number, _renamed(manifest, name))
         (folder / "shards" / f"{name}.pt").touch()
     columns = columns_of(records, range(packed), random_uuids(packed), catalog.index.weights, 0)
+    columns |= starts_of([record.extent for record in records], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}
     repeated["trajectory_id"] = np.arange(total)
     repeated["shard"] = (np.arange(total) // packed).astype(np.int32)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from tools.crash.journal import KEEP, Journal
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, writer
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 FORMATS = ("pt", "zarr", "pt", "pkl")
@@ -18,7 +18,6 @@ _KEYS_PER_ROUND = 1 << 20
 def torture(folder: str, round_number: int, seed: int) -> None:
     """Use the store in ``folder`` until killed."""
     torch.set_num_threads(1)
-    writer.SNAPSHOT_AFTER_BYTES = 1 << 15  # snapshots are rare otherwise, and dying in one is of interest
     child = _Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"))
     child.open()
     while True:
@@ -42,7 +41,8 @@ class _Child:
             trajectory_format=FORMATS[self.round % len(FORMATS)],
             sample_window_size=0,
             retention=Retention(max_trajectories=KEEP),
-            writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16),
+            # Snapshots are rare otherwise, and dying in one is of interest.
+            writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16, snapshot_bytes=1 << 15),
         )
         self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self._ids()}
 

@@ -12,6 +12,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -21,13 +22,38 @@ from trajstore.record import Extent, Record, Schema
 Buffer = bytes | bytearray | memoryview
 """Anything contiguous that can be written."""
 
-_JOIN_BELOW = 64 << 10
-
 Fetch = Callable[[str], Buffer]
 """Returns the bytes of one file of a shard, by the file's name in the manifest.
 
 Raises ``CorruptStoreError`` naming the file when it is absent or has another size than the manifest says.
 """
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """What a shard shall hold: trajectories of one schema, column by column.
+
+    Attributes:
+        schema: their columns.
+        extents: of each trajectory, in order; at least one.
+        pieces: per column, the raw rows of all trajectories in order, as buffers that follow each other.
+    """
+
+    schema: Schema
+    extents: Sequence[Extent]
+    pieces: Sequence[Sequence[Buffer]]
+
+    @staticmethod
+    def of(records: Sequence[Record]) -> ShardContent:
+        """Return the content of records, which are not copied."""
+        schema = records[0].schema
+        pieces = [[record.column_bytes(column) for record in records] for column in range(len(schema.columns))]
+        return ShardContent(schema, [record.extent for record in records], pieces)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Total rows per column."""
+        return tuple(sum([extent.rows(column.axis) for extent in self.extents]) for column in self.schema.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +137,12 @@ class TrajectoryFormat(ABC):
     """What ``trajectory_format`` says."""
 
     @abstractmethod
-    def encode(self, name: str, records: Sequence[Record]) -> EncodedShard:
-        """Return the files of a shard called ``name``. All records have the same schema; at least one."""
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        """Return the files of a shard called ``name``. Their pieces may alias those of the content."""
 
     @abstractmethod
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         """Return a reader of a stored shard."""
-
-
-def shard_rows(schema: Schema, extents: Sequence[Extent]) -> tuple[int, ...]:
-    """Return, per column, the total rows of a shard of trajectories with these extents."""
-    return tuple(sum(extent.rows(column.axis) for extent in extents) for column in schema.columns)
-
-
-def column_pieces(records: Sequence[Record], column: int) -> list[memoryview]:
-    """Return a column's raw rows of all records, in order. Small ones are joined: a piece costs more than its bytes."""
-    pieces = [record.column_bytes(column) for record in records]
-    if len(pieces) > 1 and sum(piece.nbytes for piece in pieces) < len(pieces) * _JOIN_BELOW:
-        return [memoryview(b"".join(pieces))]
-    return pieces
 
 
 def crc32_of(pieces: Sequence[Buffer]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,16 +13,14 @@ from trajstore.formats.base import (
     EncodedFile,
     EncodedShard,
     Fetch,
+    ShardContent,
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    column_pieces,
     rows_from_bytes,
-    shard_rows,
 )
 from trajstore.formats.pt import SHARD_LAYOUT, SHARD_VERSION
 from trajstore.formats.safe_pickle import safe_loads
-from trajstore.record import Record
 
 _PROTOCOL = 5
 
@@ -34,27 +31,26 @@ class PklFormat(TrajectoryFormat):
 
     name: ClassVar[str] = "pkl"
 
-    def encode(self, name: str, records: Sequence[Record]) -> EncodedShard:
-        schema = records[0].schema
-        extents = [record.extent for record in records]
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        schema = content.schema
         columns = {
             column.name: {
                 "dtype": column.dtype,
                 "row_shape": list(column.row_shape),
                 "rows": rows,
-                "data": b"".join(column_pieces(records, i)),
+                "data": b"".join(pieces),
             }
-            for i, (column, rows) in enumerate(zip(schema.columns, shard_rows(schema, extents), strict=True))
+            for column, pieces, rows in zip(schema.columns, content.pieces, content.rows, strict=True)
         }
-        content = {
+        document = {
             "layout": SHARD_LAYOUT,
             "version": SHARD_VERSION,
             "kind": schema.kind,
             "columns": columns,
-            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in extents],
+            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in content.extents],
         }
         unmapped = (None,) * len(schema.columns)
-        data = pickle.dumps(content, protocol=_PROTOCOL)
+        data = pickle.dumps(document, protocol=_PROTOCOL)
         return EncodedShard((EncodedFile(f"shards/{name}.pkl", [data]),), unmapped, unmapped)
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:

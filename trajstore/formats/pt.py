@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,15 +14,13 @@ from trajstore.formats.base import (
     EncodedFile,
     EncodedShard,
     Fetch,
+    ShardContent,
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    column_pieces,
     crc32_of,
-    shard_rows,
 )
 from trajstore.formats.torch_zip import TensorSlot, write_torch_zip
-from trajstore.record import Record
 
 SHARD_LAYOUT = "trajstore.shard"
 SHARD_VERSION = 1
@@ -38,23 +35,20 @@ class PtFormat(TrajectoryFormat):
 
     name: ClassVar[str] = "pt"
 
-    def encode(self, name: str, records: Sequence[Record]) -> EncodedShard:
-        schema = records[0].schema
-        extents = [record.extent for record in records]
-        rows = shard_rows(schema, extents)
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        schema = content.schema
         slots = {}
-        for i, column in enumerate(schema.columns):
-            pieces = column_pieces(records, i)
-            shape = (rows[i], *column.row_shape)
+        for column, pieces, rows in zip(schema.columns, content.pieces, content.rows, strict=True):
+            shape = (rows, *column.row_shape)
             slots[column.name] = TensorSlot(pieces, column.torch_dtype, shape, crc32_of(pieces))
-        content = {
+        document = {
             "layout": SHARD_LAYOUT,
             "version": SHARD_VERSION,
             "kind": schema.kind,
             "columns": slots,
-            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in extents],
+            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in content.extents],
         }
-        written, offsets = write_torch_zip(content)
+        written, offsets = write_torch_zip(document)
         return EncodedShard(
             files=(EncodedFile(f"shards/{name}.pt", written),),
             places=tuple(ColumnPlace(0, offset) for offset in offsets),

@@ -34,16 +34,15 @@ from trajstore.formats.base import (
     EncodedFile,
     EncodedShard,
     Fetch,
+    ShardContent,
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    column_pieces,
     crc32_of,
     rows_from_bytes,
-    shard_rows,
 )
 from trajstore.manifest import check_file
-from trajstore.record import ColumnSpec, Record, Schema
+from trajstore.record import ColumnSpec, Schema
 
 if TYPE_CHECKING:
     import zarr
@@ -95,17 +94,16 @@ class ZarrFormat(TrajectoryFormat):
         if self.shard_chunks < 1:
             raise ConfigurationError(f"zarr shard_chunks {self.shard_chunks}: must be at least 1")
 
-    def encode(self, name: str, records: Sequence[Record]) -> EncodedShard:
-        schema = records[0].schema
-        rows = shard_rows(schema, [record.extent for record in records])
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        schema, rows = content.schema, content.rows
         folder = f"shards/{name}.zarr"
-        files = [EncodedFile(f"{folder}/{_METADATA}", [_group_metadata(schema, records)])]
+        files = [EncodedFile(f"{folder}/{_METADATA}", [_group_metadata(content)])]
         mapped: dict[int, ColumnPlace] = {}
         crcs: dict[int, int] = {}
         empty: list[int] = []
         for column, (spec, count) in enumerate(zip(schema.columns, rows, strict=True)):
             node = f"{folder}/{node_name(spec.name)}"
-            pieces = column_pieces(records, column)
+            pieces = content.pieces[column]
             if count * spec.row_nbytes == 0:
                 files.append(EncodedFile(f"{node}/{_METADATA}", [_whole_metadata(self, spec, count)]))
                 empty.append(column)
@@ -178,17 +176,17 @@ def _compressors(shard_format: ZarrFormat) -> Any:
     return None
 
 
-def _group_metadata(schema: Schema, records: Sequence[Record]) -> bytes:
+def _group_metadata(content: ShardContent) -> bytes:
     zarr = _import_zarr()
-    content: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     attributes = {
         "layout": SHARD_LAYOUT,
         "version": SHARD_VERSION,
-        "schema": schema.to_json(),
-        "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in (record.extent for record in records)],
+        "schema": content.schema.to_json(),
+        "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in content.extents],
     }
-    zarr.create_group(zarr.storage.MemoryStore(content), zarr_format=3, attributes=attributes)
-    return bytes(content[_METADATA].to_bytes())
+    zarr.create_group(zarr.storage.MemoryStore(written), zarr_format=3, attributes=attributes)
+    return bytes(written[_METADATA].to_bytes())
 
 
 def _create_array(

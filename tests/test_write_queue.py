@@ -1,0 +1,173 @@
+"""The writer's queue: how groups are cut, in which order they are committed, and what a failure leaves."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.arena import Arena
+from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
+from trajstore.pending import OwnedRecord, own
+from trajstore.record import record_of
+from trajstore.trajectory import Trajectory
+from trajstore.write_queue import Group, WriteQueue, WriterOptions, random_uuids
+
+
+def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedRecord:
+    return own([record_of(Trajectory(rewards=torch.zeros(steps, 1, 1, dtype=dtype)))], Arena(0))[0]
+
+
+def queue(**options: object) -> WriteQueue:
+    return WriteQueue("store", WriterOptions(commit_interval=0.0, **options), 0, 0, lambda: None)  # type: ignore[arg-type]
+
+
+def add(target: WriteQueue, items: list[OwnedRecord]) -> list[int]:
+    target.reserve(sum(item.nbytes for item in items))
+    ids, uuids = target.take_ids(len(items))
+    target.submit(items, ids, uuids)
+    return ids
+
+
+def drain(target: WriteQueue) -> list[Group]:
+    target.close()
+    groups = []
+    while (group := target.next_group()) is not None:
+        groups.append(group)
+    return groups
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    calls=st.lists(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6), max_size=8),
+    limit=st.integers(1, 600),
+)
+def test_groups_are_of_one_schema_and_size_and_leave_nothing_out(
+    calls: list[list[tuple[int, bool]]], limit: int
+) -> None:
+    target = queue(shard_bytes=limit)
+    items = [[owned(steps, torch.float64 if wide else torch.float32) for steps, wide in call] for call in calls]
+    ids = [number for call in items for number in add(target, call)]
+    groups = drain(target)
+    assert [number for group in groups for number in group.ids] == ids
+    assert [item for group in groups for item in group.owned] == [item for call in items for item in call]
+    uuids = [group.uuids[at : at + 16] for group in groups for at in range(0, len(group.uuids), 16)]
+    assert len(set(uuids)) == len(uuids) == len(ids)
+    for number, group in enumerate(groups):
+        assert (group.ticket, group.shard) == (number, number)
+        assert len({id(item.record.schema) for item in group.owned}) == 1
+        assert group.nbytes == sum(item.nbytes for item in group.owned)
+        assert group.nbytes <= limit or len(group.owned) == 1
+    for one, other in pairwise(groups):  # none could have been longer
+        same = one.owned[0].record.schema is other.owned[0].record.schema
+        assert not same or one.nbytes + other.owned[0].nbytes > limit
+
+
+def three_groups() -> tuple[WriteQueue, list[Group]]:
+    target = queue(shard_bytes=1)
+    for _ in range(3):
+        add(target, [owned(4)])
+    groups = [group for _ in range(3) if (group := target.next_group()) is not None]
+    return target, groups
+
+
+def test_commits_wait_for_the_ones_before_them() -> None:
+    target, (first, second, third) = three_groups()
+    target.published(third)
+    target.published(second)
+    assert target.take_ready() == []
+    target.published(first)
+    assert target.take_ready() == [first, second, third]
+    target.finish([first, second, third])
+    assert target.committed == 2
+    assert target.pending_bytes == 0
+    assert target.take_ready() == []
+
+
+def test_a_failure_beside_a_commit_does_not_take_what_is_being_committed() -> None:
+    target, (first, second, third) = three_groups()
+    target.published(first)
+    target.published(third)
+    committing = target.take_ready()
+    assert committing == [first]
+    target.fail([second], StoreWriteError("no space"))  # in another thread, before the commit is done
+    target.finish(committing)
+    assert target.committed == 0
+    with pytest.raises(StoreWriteError, match="no space"):
+        target.wait(1)
+    target.begin_flush()
+    assert [target.next_group(), target.next_group()] == [second, third]
+    target.published(third)
+    target.published(second)
+    assert target.take_ready() == [second, third]
+
+
+def test_a_commit_that_failed_is_tried_again_with_what_waited_for_it() -> None:
+    target, (first, second, third) = three_groups()
+    for group in (first, second, third):
+        target.published(group)
+    target.fail(target.take_ready(), StoreWriteError("no space"))
+    with pytest.raises(StoreWriteError, match="no space"):
+        target.reserve(1)
+    assert target.begin_flush() == 2
+    assert [target.next_group() for _ in range(3)] == [first, second, third]
+    assert target.pending_bytes == sum(group.nbytes for group in (first, second, third))
+
+
+def test_a_flush_during_the_failing_write_means_try_again() -> None:
+    target, (first, second, third) = three_groups()
+    target.begin_flush()
+    target.fail([first], StoreWriteError("old news"))
+    target.reserve(0)  # nothing is raised
+    assert target.next_group() is first
+    target.fail([first], StoreWriteError("new"))
+    with pytest.raises(StoreWriteError, match="new"):
+        target.wait(0)
+    assert {second.ticket, third.ticket} == {1, 2}
+
+
+def test_room() -> None:
+    target = queue(max_pending_bytes=128, on_full="raise")
+    target.reserve(1000)  # alone, even more than the limit goes in
+    with pytest.raises(PendingFullError, match="max_pending_bytes = 128"):
+        target.reserve(1)
+    target.unreserve(1000)
+    target.reserve(64)
+    target.reserve(64)
+    target.close()
+    with pytest.raises(StoreClosedError):
+        target.reserve(1)
+
+
+def test_an_adder_waits_for_room() -> None:
+    target = queue(max_pending_bytes=128)
+    ids = add(target, [owned(4)])
+    target.reserve(64)
+    entered = threading.Thread(target=target.reserve, args=(64,))
+    entered.start()
+    group = target.next_group()
+    assert group is not None
+    assert group.ids == ids
+    assert entered.is_alive()
+    target.published(group)
+    target.finish(target.take_ready())
+    entered.join(10)
+    assert not entered.is_alive()
+
+
+def test_ids_of_ranks_keep_apart() -> None:
+    target = queue()
+    assert target.take_ids(3)[0] == [0, 1, 2]
+    assert target.reserve_ids(1, 4) == 5
+    assert target.take_ids(2)[0] == [5, 9]
+    assert target.take_ids(1)[0] == [13]
+
+
+def test_uuids_are_version_4_and_different() -> None:
+    data = random_uuids(1000)
+    assert len({data[at : at + 16] for at in range(0, len(data), 16)}) == 1000
+    assert {(data[at + 6] >> 4, data[at + 8] >> 6) for at in range(0, len(data), 16)} == {(4, 2)}

@@ -1,0 +1,303 @@
+"""The durable account of a store: every change to its log, index, pins and files passes through here.
+
+Only for the holder of the writer's lock. What a crash leaves at each point is written in docs/design/store.md.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trajstore.catalog import PINS_FOLDER, Catalog
+from trajstore.commits import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
+from trajstore.errors import StoreClosedError, StoreWriteError
+from trajstore.formats.base import ShardManifest
+from trajstore.index import columns_of, starts_of
+from trajstore.maintenance import check_unused, collect_garbage, remove_leftovers, remove_segments
+from trajstore.record import Record
+from trajstore.storage import Directory
+
+
+@dataclass(frozen=True, slots=True)
+class NewShard:
+    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs."""
+
+    number: int
+    manifest: ShardManifest
+    records: Sequence[Record]
+    ids: Sequence[int]
+    uuids: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One committed shard, as told to the listener."""
+
+    ids: tuple[int, ...]
+    row: int
+    columns: Mapping[str, Any]
+
+
+class CommitListener(Protocol):
+    """What a writer tells; called with the log's lock held, so it must not call the writer back."""
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Return what else ``metadata.json`` shall say (seed, ...)."""
+
+    def committed(self, commits: Sequence[Commit]) -> None:
+        """These shards are durable."""
+
+    def to_evict(self) -> Sequence[int]:
+        """Return the ids that retention wants gone now."""
+
+    def evicted(self, ids: Sequence[int]) -> None:
+        """These trajectories are durably out of the store."""
+
+
+class CommitLog:
+    """Appends commits and evictions to the log, and writes the index whole now and then.
+
+    Args:
+        directory: where; created if absent, continued if it holds a store.
+        format_name: what ``metadata.json`` says of the format of new shards.
+        snapshot_bytes: a snapshot is due when the log has grown by this, or by twice the last snapshot if that is more.
+        listener: told of each commit and eviction.
+
+    Raises:
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
+    """
+
+    def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
+        self.directory = directory
+        self.lock = threading.Lock()
+        """Held for every change; :meth:`record` and :meth:`keep_house` leave it to the caller, the rest take it."""
+        self.unsettled = False
+        """Whether half a record may stand in the log, or housekeeping failed."""
+        self._format_name = format_name
+        self._snapshot_bytes = snapshot_bytes
+        self._listener = listener
+        self._holds = 0
+        self._pid = os.getpid()
+        self._closed = False
+        self.catalog = self._open()
+        self._segment = segment_name(self.catalog.generation + 1)
+        self._told_schemas = set(range(len(self.catalog.shards.schemas)))
+
+    def _open(self) -> Catalog:
+        directory = self.directory
+        if not Catalog.exists(directory):
+            directory.create()
+            check_unused(directory)
+            catalog = Catalog.create(directory)
+            self._write_snapshot(catalog)
+            return catalog
+        catalog = Catalog.open(directory)
+        remove_leftovers(directory, catalog)
+        if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+            # Start on a clean segment: a torn last record is left behind with its segment.
+            segments = directory.names(LOG_FOLDER)
+            self._write_snapshot(catalog)
+            directory.remove(segments)
+        return catalog
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock for a change that the writer's user asked for."""
+        check_process(self._pid, self.directory.url)  # first: in a forked child the lock may never come free
+        with self.lock:
+            if self._closed:
+                raise StoreClosedError(f"{self.directory.url}: the writer was closed")
+            yield
+
+    def close(self) -> None:
+        """Refuse every further change from outside."""
+        with self.lock:
+            self._closed = True
+
+    # -- commits ----------------------------------------------------------------------------------
+
+    def record(self, shards: Sequence[NewShard]) -> None:
+        """Append shards to the log in one go, take them into the catalog, and tell the listener.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing of it happened.
+        """
+        catalog = self.catalog
+        lines = []
+        told: set[int] = set()
+        for offset, shard in enumerate(shards):
+            schema = catalog.shards.number_of_schema(shard.manifest.schema)
+            new = [] if schema in self._told_schemas or schema in told else [shard.manifest.schema.to_json()]
+            told.add(schema)
+            lines.append(
+                encode_line(
+                    {
+                        "generation": catalog.generation + 1 + offset,
+                        "operation": "add",
+                        "number": shard.number,
+                        "schemas": new,
+                        "shard": manifest_to_json(shard.manifest, schema),
+                        "entries": _entries_json(shard),
+                    }
+                )
+            )
+        self._append(b"".join(lines))
+        self._told_schemas |= told
+        commits = []
+        for shard in shards:
+            records = shard.records
+            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, len(catalog.shards))
+            columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
+            row = catalog.add(shard.number, shard.manifest, columns)
+            catalog.generation += 1
+            commits.append(Commit(tuple(shard.ids), row, columns))
+        self._listener.committed(commits)
+
+    def keep_house(self) -> None:
+        """Evict what retention wants gone, and write the index if the log has grown much.
+
+        Raises:
+            StoreWriteError: it could not be written; nothing of it happened.
+        """
+        self.unsettled = True
+        try:
+            self.directory.settle()
+        except OSError as error:
+            raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
+        self._evict(self._listener.to_evict())
+        if self.catalog.log_bytes > max(self._snapshot_bytes, 2 * self.catalog.snapshot_bytes):
+            self._take_snapshot()
+        self.unsettled = False
+
+    def _append(self, data: bytes) -> None:
+        try:
+            self.directory.append(self._segment, data)
+        except OSError as error:
+            self.unsettled = True
+            raise StoreWriteError(
+                f"{error}: the commit log could not be written; free space and flush() again"
+            ) from error
+        self.catalog.log_bytes += len(data)
+        if not self.directory.can_append:
+            self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
+
+    # -- eviction and pins ------------------------------------------------------------------------
+
+    def evict(self, ids: Sequence[int]) -> None:
+        """Take committed trajectories out of the store, durably; their files go when nobody needs them.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was evicted.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            self._evict(ids)
+
+    def _evict(self, ids: Sequence[int]) -> None:
+        if not ids:
+            return
+        catalog = self.catalog
+        ranges = ranges_of(sorted(ids))
+        self._append(encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges}))
+        catalog.evict([(low, high) for low, high in ranges])
+        catalog.generation += 1
+        self._listener.evicted(ids)
+        self._collect_garbage(catalog)
+
+    def pin(self, name: str, **state: Any) -> int:
+        """Keep what is committed now readable under a name, and return its generation.
+
+        Raises:
+            StoreWriteError: it could not be written.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            try:
+                self.directory.publish([self.catalog.pin_file(name, **state)])
+            except OSError as error:
+                raise StoreWriteError(f"{error}: nothing was pinned") from error
+            self.catalog.load_pins()
+            return self.catalog.generation
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin; evicted trajectories that only it named are deleted.
+
+        Raises:
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            self.directory.remove([f"{PINS_FOLDER}/{name}.json"])
+            self.catalog.load_pins()
+            self._collect_garbage(self.catalog)
+
+    @contextmanager
+    def keeping_files(self) -> Iterator[None]:
+        """Delete no shard meanwhile, whatever is evicted; the next eviction or snapshot makes up for it."""
+        with self.lock:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._holds -= 1
+
+    def _collect_garbage(self, catalog: Catalog) -> None:
+        if not self._holds:
+            collect_garbage(self.directory, catalog)
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def snapshot(self) -> None:
+        """Write the index whole and begin a new log segment, if anything was committed since the last time.
+
+        Raises:
+            StoreWriteError: it could not be written; the log still has everything.
+        """
+        with self.lock:
+            if self.catalog.generation > self.catalog.snapshot_generation:
+                self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        self._write_snapshot(self.catalog)
+        self._segment = segment_name(self.catalog.generation + 1)
+
+    def _write_snapshot(self, catalog: Catalog) -> None:
+        try:
+            index = catalog.snapshot_file()
+            self.directory.publish([index])
+            metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
+            self.directory.publish([metadata])
+        except OSError as error:
+            raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
+        catalog.snapshot_generation = catalog.generation
+        catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
+        catalog.log_bytes = 0
+        self._collect_garbage(catalog)
+        remove_segments(self.directory, catalog)
+
+
+def check_process(pid: int, url: str) -> None:
+    """Refuse to go on in a forked child.
+
+    Raises:
+        StoreClosedError: this is not the process ``pid``.
+    """
+    if os.getpid() != pid:
+        raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")
+
+
+def _entries_json(shard: NewShard) -> dict[str, Any]:
+    records = shard.records
+    return {
+        "ids": ranges_of(shard.ids),
+        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in records],
+        "max_episode_length": [record.max_episode_length for record in records],
+        "versions": [record.versions for record in records],
+        "weights": [record.model_weights_id for record in records],
+        "uuids": shard.uuids.hex(),
+    }

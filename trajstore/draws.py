@@ -1,0 +1,112 @@
+"""Random draws: the window of the newest trajectories, and which of its samples a generator gives. No I/O."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.errors import EmptyBufferError
+from trajstore.index import TrajectoryIndex
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The newest trajectories of an index, oldest first.
+
+    Attributes:
+        first: position of the oldest.
+        end: position after the newest.
+        samples: T·B summed over them.
+    """
+
+    first: int
+    end: int
+    samples: int
+
+    @staticmethod
+    def newest(index: TrajectoryIndex, size: int) -> Window:
+        """Return the ``size`` newest trajectories, or as many as there are; 0 = all."""
+        first = index.end - (min(len(index), size) if size > 0 else len(index))
+        return Window(first, index.end, index.samples_before(index.end) - index.samples_before(first))
+
+
+class Draws:
+    """The generator of a buffer; the same seed and the same windows give the same draws as RLinf's buffer.
+
+    Args:
+        seed: of the generator; None takes one from the system.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self.seed = seed
+        self._generator = _seeded(seed)
+        self._clamp_told = False
+
+    def samples(self, window: Window, count: int) -> npt.NDArray[np.int64]:
+        """Draw samples uniformly, with replacement; each is its number from the first sample of the window.
+
+        More than the window has is cut to what it has, which is told once.
+
+        Raises:
+            EmptyBufferError: the window is empty.
+        """
+        total = window.samples
+        if total == 0:
+            raise EmptyBufferError("cannot sample from an empty buffer")
+        if count > total and not self._clamp_told:
+            self._clamp_told = True
+            logger.warning("sample(%d): the window has %d samples only, so that many are drawn", count, total)
+        drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self._generator).numpy()
+        return drawn
+
+    def trajectories(self, window: Window, count: int) -> list[int]:
+        """Draw trajectories uniformly, none twice, and return their positions; all if ``count`` is larger.
+
+        Raises:
+            EmptyBufferError: the window is empty.
+        """
+        length = window.end - window.first
+        if length == 0:
+            raise EmptyBufferError("cannot sample from an empty buffer")
+        drawn = torch.randperm(length, generator=self._generator)[:count]
+        return [window.first + at for at in drawn.tolist()]
+
+    def take_up(self, seed: int | None, rng_state: torch.Tensor | None) -> None:
+        """Go on as a checkpoint says; what it does not tell stays, but a seed without a state begins anew."""
+        if seed is not None:
+            self.seed = seed
+        if rng_state is not None:
+            self._generator.set_state(rng_state)
+        elif seed is not None:
+            self._generator = _seeded(seed)
+
+    @property
+    def rng_state(self) -> torch.Tensor:
+        """State of the generator, as torch gives it: uint8, ``[bytes]``."""
+        return self._generator.get_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
+        return {"seed": self.seed, "rng_state": self.rng_state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the draws where :meth:`state_dict` left them."""
+        self.seed = state["seed"]
+        self._generator.set_state(state["rng_state"])
+
+
+def _seeded(seed: int | None) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator

@@ -1,0 +1,174 @@
+"""What a buffer shows: contents that a load replaces as a whole, and the announcements that keep their files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajstore.cache import TrajectoryCache
+from trajstore.catalog import Catalog
+from trajstore.checkpoint import Loaded, load_sources
+from trajstore.contents import Contents
+from trajstore.retention import Retention
+from trajstore.sources import StoreSource
+from trajstore.storage import ReaderPin
+
+_MAP_LIMIT = 16384
+
+OWN_SOURCE = 0
+"""Number of the buffer's own store among the sources of the contents: it is attached first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
+
+    Attributes:
+        path: directory or URL.
+        share: (local_rank, world_size), or None to load everything.
+        strict: refuse an index that names absent files.
+        pin: name of a checkpoint inside the store.
+    """
+
+    path: str | Path
+    share: tuple[int, int] | None
+    strict: bool
+    pin: str | None
+
+    @property
+    def stride(self) -> int:
+        """By how much the ids of one rank's additions grow, so that they stay unique over ranks."""
+        return 1 if self.share is None else self.share[1]
+
+    def first_id(self, next_id: int) -> int:
+        """Return the lowest id of this rank that is at least ``next_id``."""
+        return next_id if self.share is None else next_id + (self.share[0] - next_id) % self.share[1]
+
+
+class View:
+    """The contents of a buffer, from its own store and from what was loaded.
+
+    Args:
+        cache_bounds: most trajectories and most bytes that the cache keeps; None = no cache.
+        retention: limits; what lies beyond them is to leave.
+        storage_options: for opening what is loaded.
+    """
+
+    def __init__(
+        self,
+        cache_bounds: tuple[int | None, int | None] | None,
+        retention: Retention,
+        storage_options: Mapping[str, Any],
+    ) -> None:
+        self.retention = retention
+        self.own_first = 0
+        """Ids from here on are of the buffer's own additions; lower ones were loaded."""
+        self._cache_bounds = cache_bounds
+        self._storage_options = storage_options
+        self._own: Catalog | None = None
+        self._pins: list[ReaderPin] = []
+        self._request: LoadRequest | None = None
+        self.contents = self._empty()
+
+    def _empty(self) -> Contents:
+        cache = None if self._cache_bounds is None else TrajectoryCache(*self._cache_bounds)
+        contents = Contents(cache, _MAP_LIMIT)
+        if self._own is not None:
+            contents.attach(StoreSource(self._own))
+        return contents
+
+    @contextmanager
+    def current(self) -> Iterator[Contents]:
+        """Lock the contents; those that were replaced while waiting for their lock may lack files by now."""
+        while True:
+            contents = self.contents
+            with contents.lock:
+                if contents is self.contents:
+                    yield contents
+                    return
+
+    def show_own(self, catalog: Catalog) -> None:
+        """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
+        self._own = catalog
+        with self.contents.lock:
+            self.contents.attach(StoreSource(catalog))
+            self.contents.show(OWN_SOURCE, catalog.index.slice(0, len(catalog.index)))
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def open(self, request: LoadRequest) -> tuple[Contents, Loaded]:
+        """Return the contents that a request asks for; they are not shown yet.
+
+        Raises:
+            StoreNotFoundError: there is nothing that can be loaded.
+            IncompleteCheckpointError: files are absent (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
+        """
+        loaded = load_sources(
+            request.path,
+            storage_options=self._storage_options,
+            share=request.share,
+            strict=request.strict,
+            pin=request.pin,
+        )
+        contents = self._empty()
+        for source, part in loaded.parts:
+            contents.show(contents.attach(source), part)
+        return contents, loaded
+
+    def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:
+        """Show these contents instead of the present ones, while nothing is being added."""
+        with self.contents.lock:
+            self.contents = contents
+            old, self._pins = self._pins, loaded.pins
+        self._request = request
+        for pin in old:
+            pin.release()
+
+    def request_if_changed(self) -> LoadRequest | None:
+        """Return what to load again; None if nothing was loaded, or no writer has committed to it since."""
+        if self._request is None or all(not source.changed() for source in self.contents.sources):
+            return None
+        return self._request
+
+    @property
+    def generations(self) -> list[int]:
+        """Number of commits that are seen, of each directory."""
+        return [source.generation for source in self.contents.sources]
+
+    def release(self) -> None:
+        """Announce no reader any more; files of loaded directories may go."""
+        for pin in self._pins:
+            pin.release()
+        self._pins = []
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Show these trajectories no longer; unknown ids are passed over."""
+        with self.contents.lock:
+            found = [self.contents.index.find(number) for number in ids]
+            self.contents.drop(np.array([position for position in found if position is not None], np.intp))
+
+    def expire(self, committed: int) -> list[int]:
+        """Forget what retention wants gone and is not the store's own; return the rest, for the store to delete.
+
+        Only trajectories up to the id ``committed`` count: a crash must not take the newer ones and find the
+        older ones gone already.
+        """
+        if self.retention == Retention():
+            return []
+        with self.contents.lock:
+            index = self.contents.index
+            safe = int(np.searchsorted(index["trajectory_id"], committed, side="right"))
+            positions = index.first + self.retention.to_evict(index.slice(0, safe))
+            ids = index.arrays["trajectory_id"][positions].tolist()
+            loaded = [number for number in ids if number < self.own_first]
+            if loaded:
+                self.forget(loaded)
+            return [number for number in ids if number >= self.own_first and not self.contents.is_pending(number)]
