@@ -13,7 +13,7 @@ import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.fields import join_name, walk
-from trajstore.record import dtypes
+from trajstore.schema import dtypes
 from trajstore.testing.witness import check_batch, check_trajectory, difference, rows_of, witness
 
 FORMATS = ("pt", "zarr", "pkl")

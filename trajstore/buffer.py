@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 
 from trajstore.arena import Arena
-from trajstore.checkpoint import CheckpointState, Layout, Loaded, save_checkpoint
+from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.draws import Draws, Window
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.fields import nest
 from trajstore.formats import get_format
 from trajstore.listener import ViewListener, WeakListener, close_quietly
+from trajstore.loading import Loaded
 from trajstore.pending import groups, own
 from trajstore.record import Record, record_of
 from trajstore.retention import Retention

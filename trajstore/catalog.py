@@ -28,7 +28,7 @@ from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsupportedV
 from trajstore.fields import Axis
 from trajstore.formats.base import EncodedFile, ShardManifest
 from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex, check_columns, starts_of
-from trajstore.record import Extent, Schema
+from trajstore.schema import Extent, Schema
 from trajstore.shards import ShardTable
 from trajstore.storage import Directory, check_name
 

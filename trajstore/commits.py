@@ -19,7 +19,7 @@ import orjson
 
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.record import Schema
+from trajstore.schema import Schema
 from trajstore.storage import check_name
 
 LOG_FOLDER = "log"

@@ -26,8 +26,9 @@ from trajstore.fields import Axis
 from trajstore.gather import Located, allocate, gather, locate
 from trajstore.index import TrajectoryIndex, columns_of
 from trajstore.pending import OwnedRecord
-from trajstore.record import ColumnSpec, Extent, Record, Schema, trajectory_of
+from trajstore.record import Record, trajectory_of
 from trajstore.residency import Residency
+from trajstore.schema import ColumnSpec, Extent, Schema
 from trajstore.sources import Source
 from trajstore.trajectory import AnyTrajectory
 

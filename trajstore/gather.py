@@ -17,7 +17,7 @@ import torch
 
 from trajstore.errors import ConfigurationError
 from trajstore.index import TrajectoryIndex
-from trajstore.record import ColumnSpec
+from trajstore.schema import ColumnSpec
 
 _SPLIT_BYTES = 4 << 20
 """A batch below this is copied by the calling thread: handing over half of it would cost more."""

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.fields import Axis
 from trajstore.packing import StringTable, pack, unpack
-from trajstore.record import Extent, Kind, Record
+from trajstore.record import Record
+from trajstore.schema import Extent, Kind
 
 IntArray = npt.NDArray[np.int64]
 

@@ -19,7 +19,7 @@ from trajstore.fields import Axis
 from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex
 from trajstore.maintenance import SHARDS_FOLDER
 from trajstore.places import Place, file_sizes, find_place
-from trajstore.record import DOCUMENT
+from trajstore.schema import DOCUMENT
 from trajstore.shard_access import ShardAccess
 from trajstore.statistics import (
     RewardStatistics,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
-from math import prod
-from typing import Any, Literal, overload
+from functools import cache
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,136 +20,14 @@ import torch
 from trajstore.arena import Lease
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
+from trajstore.schema import DOCUMENT, Extent, Schema, dtypes, intern_schema
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory, get_model_weights_id
-
-Kind = Literal["step", "agent"]
-
-DOCUMENT = "_document"
-"""Name of the column that holds a trajectory's JSON document, as bytes."""
 
 _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
 _RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
 _DOCUMENT_FIELDS = tuple(
     field.name for field in fields(AgentTrajectory) if field.name not in (*_TOKEN_COLUMNS, *_RESPONSE_COLUMNS)
 )
-
-
-_DTYPE_NAMES = (
-    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
-    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-
-
-@cache
-def dtypes() -> Mapping[str, torch.dtype]:
-    """Return every dtype that can be stored, by its name without ``torch.``."""
-    return {name: getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name)}
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnSpec:
-    """One column: its dotted name, dtype (without ``torch.``), shape of one row, and axis."""
-
-    name: str
-    dtype: str
-    row_shape: tuple[int, ...]
-    axis: Axis = Axis.SAMPLES
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch knows it.
-
-        Raises:
-            CorruptStoreError: no such dtype.
-        """
-        try:
-            return dtypes()[self.dtype]
-        except KeyError:
-            raise CorruptStoreError(f"column {self.name}: unknown dtype {self.dtype!r}") from None
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one row."""
-        return prod(self.row_shape) * self.torch_dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Schema:
-    """The columns of a trajectory, in storage order, and its kind."""
-
-    kind: Kind
-    columns: tuple[ColumnSpec, ...]
-
-    @cached_property
-    def row_nbytes(self) -> tuple[int, ...]:
-        """Bytes of one row, per column."""
-        return tuple(column.row_nbytes for column in self.columns)
-
-    @cached_property
-    def axis_nbytes(self) -> tuple[tuple[Axis, int], ...]:
-        """Bytes of one row of all columns on an axis, per axis that has any."""
-        total: dict[Axis, int] = {}
-        for column, width in zip(self.columns, self.row_nbytes, strict=True):
-            total[column.axis] = total.get(column.axis, 0) + width
-        return tuple(total.items())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the schema as JSON values."""
-        return {"kind": self.kind, "columns": [[c.name, c.dtype, list(c.row_shape), int(c.axis)] for c in self.columns]}
-
-    @staticmethod
-    def from_json(value: Any) -> Schema:
-        """Return the schema that :meth:`to_json` described.
-
-        Raises:
-            CorruptStoreError: ``value`` does not describe a schema.
-        """
-        try:
-            kind = value["kind"]
-            if kind not in ("step", "agent"):
-                raise ValueError(f"kind {kind!r}")
-            columns = []
-            for name, dtype, row_shape, axis in value["columns"]:
-                shape = tuple(int(n) for n in row_shape)
-                if not isinstance(name, str) or any(n < 0 for n in shape) or dtype not in dtypes():
-                    raise ValueError(f"column {name!r}")
-                columns.append(ColumnSpec(name, dtype, shape, Axis(axis)))
-            return Schema(kind, tuple(columns))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"not a trajectory schema: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How many rows a trajectory has on each axis.
-
-    Attributes:
-        steps: T of a step trajectory, L of an agent trajectory.
-        batch: B of a step trajectory, 1 for an agent trajectory.
-        extra: E of a step trajectory (0 without extra rows), R of an agent trajectory.
-        document: bytes of the JSON document.
-    """
-
-    steps: int
-    batch: int
-    extra: int = 0
-    document: int = 0
-
-    def rows(self, axis: Axis) -> int:
-        """Return the number of rows on ``axis``."""
-        if axis is Axis.SAMPLES:
-            return self.steps * self.batch
-        if axis is Axis.RESPONSE:
-            return self.extra
-        if axis is Axis.DOCUMENT:
-            return self.document
-        return (self.steps + self.extra) * self.batch
 
 
 class BlockTensors(Sequence[torch.Tensor]):
@@ -231,22 +108,6 @@ class Record:
         if isinstance(self.tensors, BlockTensors):
             return self.tensors.column_bytes(column)
         return raw_bytes(self.tensors[column])
-
-
-_schemas: dict[tuple[Any, ...], Schema] = {}
-
-
-def _intern(kind: Kind, columns: Sequence[tuple[str, torch.dtype, tuple[int, ...], Axis]]) -> Schema:
-    """Return the one Schema object for these columns, so that equal schemas are identical in a process."""
-    key = (kind, *columns)
-    schema = _schemas.get(key)
-    if schema is None:
-        specs = tuple(ColumnSpec(name, _dtype_name(dtype), shape, axis) for name, dtype, shape, axis in columns)
-        for spec, (name, dtype, _, _) in zip(specs, columns, strict=True):
-            if spec.dtype not in dtypes():
-                raise InvalidTrajectoryError(f"field {name}: dtype {dtype} cannot be stored")
-        schema = _schemas.setdefault(key, Schema(kind, specs))
-    return schema
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -379,7 +240,7 @@ def _record_of_step(trajectory: Any) -> Record:
         versions if versions is not None else torch.zeros(1, dtype=torch.float32)
     )
     return Record(
-        _intern("step", columns),
+        intern_schema("step", columns),
         Extent(steps, batch, extra, size),
         tuple(tensors),
         num_samples=steps * batch,
@@ -425,7 +286,7 @@ def _record_of_agent(trajectory: AgentTrajectory) -> Record:
     size = _document_column(document, columns, tensors)
     version = trajectory.policy_version
     return Record(
-        _intern("agent", columns),
+        intern_schema("agent", columns),
         Extent(tokens or 0, 1, response or 0, size),
         tuple(tensors),
         num_samples=1,

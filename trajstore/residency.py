@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import Buffer
-from trajstore.record import ColumnSpec, Schema
+from trajstore.schema import ColumnSpec, Schema
 
 MEMORY = -1
 """Source number of slots in memory."""

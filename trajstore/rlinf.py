@@ -18,7 +18,8 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTraje
 from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of, join_name, nest, walk
 from trajstore.formats.base import EncodedFile
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, write_torch_zip
-from trajstore.record import DOCUMENT, ColumnSpec, Extent, Record, Schema, dtypes, raw_bytes, trajectory_of
+from trajstore.record import Record, raw_bytes, trajectory_of
+from trajstore.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
 from trajstore.storage import check_name
 from trajstore.trajectory import Trajectory
 

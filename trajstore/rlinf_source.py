@@ -22,7 +22,7 @@ from trajstore.formats.base import EncodedFile, ShardManifest, ShardReader, Stor
 from trajstore.formats.safe_pickle import safe_loads
 from trajstore.formats.torch_zip import TensorPlace, locate
 from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
-from trajstore.record import Extent, Record, version_range
+from trajstore.record import Record, version_range
 from trajstore.residency import MappedShard, address_of, map_file
 from trajstore.rlinf import (
     INDEX_NAMES,
@@ -36,6 +36,7 @@ from trajstore.rlinf import (
     parse_index,
     parse_metadata,
 )
+from trajstore.schema import Extent
 from trajstore.sources import Source
 from trajstore.storage import Directory
 

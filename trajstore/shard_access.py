@@ -14,7 +14,8 @@ from trajstore.fields import Axis
 from trajstore.formats import get_format
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader, rows_from_bytes
 from trajstore.index import TrajectoryIndex
-from trajstore.record import Schema, trajectory_of
+from trajstore.record import trajectory_of
+from trajstore.schema import Schema
 from trajstore.storage import Directory
 from trajstore.trajectory import AnyTrajectory
 

@@ -18,7 +18,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.fields import Axis
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
 from trajstore.packing import pack, unpack
-from trajstore.record import Schema
+from trajstore.schema import Schema
 from trajstore.storage import check_name
 
 ABSENT = -1

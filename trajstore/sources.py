@@ -14,8 +14,8 @@ from trajstore.errors import CorruptStoreError
 from trajstore.formats import get_format
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader
 from trajstore.index import TrajectoryIndex
-from trajstore.record import Extent
 from trajstore.residency import MappedShard, address_of, map_file
+from trajstore.schema import Extent
 from trajstore.storage import Directory
 
 

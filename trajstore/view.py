@@ -12,8 +12,8 @@ import numpy as np
 
 from trajstore.cache import TrajectoryCache
 from trajstore.catalog import Catalog
-from trajstore.checkpoint import Loaded, load_sources
 from trajstore.contents import Contents
+from trajstore.loading import Loaded, load_sources
 from trajstore.retention import Retention
 from trajstore.sources import StoreSource
 from trajstore.storage import ReaderPin

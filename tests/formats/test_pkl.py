@@ -12,7 +12,7 @@ from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.pkl import PklFormat
 from trajstore.formats.pt import PtFormat
-from trajstore.record import Schema
+from trajstore.schema import Schema
 from trajstore.testing.formats import FormatConformance
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from trajstore.errors import CorruptStoreError, StoreError, UnsafeContentError
 from trajstore.formats.safe_pickle import safe_loads
 from trajstore.formats.safe_values import MAX_DEPTH, StorageType
-from trajstore.record import dtypes
+from trajstore.schema import dtypes
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 

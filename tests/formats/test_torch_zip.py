@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, UnsafeContentError
 from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, locate, write_torch_zip
-from trajstore.record import dtypes, raw_bytes
+from trajstore.record import raw_bytes
+from trajstore.schema import dtypes
 from trajstore.testing.formats import random_tensor, same_bytes
 
 

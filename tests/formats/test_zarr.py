@@ -22,7 +22,8 @@ from trajstore.fields import Axis
 from trajstore.formats.base import Buffer, ShardContent, TrajectoryFormat
 from trajstore.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.local import LocalDirectory
-from trajstore.record import Record, Schema, raw_bytes, record_of
+from trajstore.record import Record, raw_bytes, record_of
+from trajstore.schema import Schema
 from trajstore.testing.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from trajstore.trajectory import Trajectory
 

@@ -30,7 +30,7 @@ from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, Store
 from trajstore.formats.base import EncodedFile
 from trajstore.formats.safe_pickle import safe_loads
 from trajstore.local import LocalDirectory, sync_folder
-from trajstore.record import dtypes
+from trajstore.schema import dtypes
 from trajstore.trajectory import AgentTrajectory, Reward
 
 BUCKETS_FILE = "difficulty2task_dict.json"

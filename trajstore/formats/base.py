@@ -17,7 +17,8 @@ from typing import ClassVar
 
 import torch
 
-from trajstore.record import Extent, Record, Schema
+from trajstore.record import Record
+from trajstore.schema import Extent, Schema
 
 Buffer = bytes | bytearray | memoryview
 """Anything contiguous that can be written."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.record import dtypes
+from trajstore.schema import dtypes
 
 MAX_DEPTH = 200
 """Containers within containers that a pickle may have."""

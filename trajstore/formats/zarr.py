@@ -42,7 +42,7 @@ from trajstore.formats.base import (
     rows_from_bytes,
 )
 from trajstore.manifest import check_file
-from trajstore.record import ColumnSpec, Schema
+from trajstore.schema import ColumnSpec, Schema
 
 if TYPE_CHECKING:
     import zarr

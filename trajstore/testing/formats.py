@@ -17,7 +17,8 @@ from trajstore.commits import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import Buffer, EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
 from trajstore.manifest import ENVELOPE, check_file, column_region, manifest_of
-from trajstore.record import Record, dtypes, raw_bytes, record_of
+from trajstore.record import Record, raw_bytes, record_of
+from trajstore.schema import dtypes
 from trajstore.storage import check_name
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
 
