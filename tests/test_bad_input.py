@@ -15,8 +15,9 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.catalog import INDEX_NAME, METADATA_NAME, metadata_json, seal, unseal
+from trajstore.catalog import INDEX_NAME, METADATA_NAME
 from trajstore.commits import encode_line
+from trajstore.sealed import metadata_json, seal, unseal
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 from trajstore.verify import verify
 
@@ -205,6 +206,17 @@ def test_records_that_say_nothing_sensible(store: Path, operation: dict[str, Any
     generation = unseal("snapshot", (store / INDEX_NAME).read_bytes(), "")["generation"] + 1
     segment.write_bytes(encode_line({"generation": generation, **operation}))
     with pytest.raises(errors.CorruptStoreError, match=segment.name):
+        read(store)
+
+
+@pytest.mark.parametrize("ids", [[[4, 1 << 60]], [[4, 4]], [[4, 6]], []])
+def test_records_with_more_or_fewer_ids_than_trajectories(store: Path, ids: list[list[int]]) -> None:
+    (segment,) = (store / "log").iterdir()
+    record = orjson.loads(segment.read_bytes().splitlines()[-1].split(b" ", 1)[1])
+    assert record["entries"]["ids"] == [[4, 5]]
+    record["entries"]["ids"] = ids
+    segment.write_bytes(encode_line(record))
+    with pytest.raises(errors.CorruptStoreError, match="2 trajectories"):
         read(store)
 
 

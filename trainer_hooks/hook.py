@@ -28,11 +28,12 @@ from torch import Tensor
 
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids
+from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures
 from trainer_hooks.masks import compute_response_mask, replace_recorded_old_log_probs
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn, mean_entropy
+from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.pool import task_id_of
 from trajstore.trajectory import AgentTrajectory
@@ -268,13 +269,7 @@ class ReplayHook(Generic[Task]):
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):
-            rows = _fresh_rows(batch, fresh)
-            log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
-            mask = batch.tensors["response_mask"].cpu()
-            done = [
-                _completed(trajectory, log_probs[row], entropy[row], mask[row], replay.manager.global_steps)
-                for trajectory, row in zip(fresh, rows, strict=True)
-            ]
+            done = completed_rollouts(batch, fresh, old_log_probs, entropys, replay.manager.global_steps)
         extras = batch.non_tensors["extras"]
         return self.rollouts_done(
             done,
@@ -390,39 +385,3 @@ def _column(trajectory: AgentTrajectory, name: str, value: Tensor | None) -> Ten
     if value is None:
         raise InvalidTrajectoryError(f"field {name}: rollout {trajectory.rollout_id!r} has none")
     return value
-
-
-def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:
-    """Return the batch's row of each rollout, by task and rollout id."""
-    rows: dict[tuple[str, str], int] = {}
-    names = zip(
-        batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], batch.non_tensors["extras"], strict=True
-    )
-    for row, (task, rollout, extras) in enumerate(names):
-        if extras["is_experience_replay"]:
-            continue
-        if (task, rollout) in rows:
-            raise InvalidTrajectoryError(
-                f"field rollout_id: {rollout!r} twice among the fresh rows of task {task!r}; give each rollout its own"
-            )
-        rows[task, rollout] = row
-    try:
-        return [rows[one.task_id, one.rollout_id] for one in fresh]
-    except KeyError as error:
-        raise InvalidTrajectoryError(f"rollout {error} is not among the fresh rows of the batch") from None
-
-
-def _completed(
-    trajectory: AgentTrajectory, log_probs: Tensor, entropys: Tensor, response_mask: Tensor, version: int
-) -> AgentTrajectory:
-    """Return a rollout with what the policy's pass over the batch says of it, cut to its own length."""
-    length = trajectory.input_ids.numel() if trajectory.input_ids is not None else 0
-    response = length - (trajectory.response_start or 0)
-    return dataclasses.replace(
-        trajectory,
-        old_log_probs=log_probs[:response].clone(),
-        entropys=entropys[:response].clone(),
-        response_mask=response_mask[:response].clone(),
-        entropy=mean_entropy(entropys[:response], response_mask[:response]),
-        policy_version=version,
-    )

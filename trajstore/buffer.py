@@ -1,8 +1,7 @@
-"""The replay buffer: a facade over view, writer, checkpoints and draws."""
+"""The replay buffer: a facade over intake, writer, view, draws and checkpoints."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,21 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arena import Arena
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.draws import Draws, Window
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.fields import nest
 from trajstore.formats import get_format
+from trajstore.intake import Intake, MemoryIntake, StoreIntake
 from trajstore.listener import ViewListener, WeakListener, close_quietly
 from trajstore.loading import Loaded
-from trajstore.pending import groups, own
-from trajstore.record import Record, record_of
+from trajstore.record import record_of
 from trajstore.retention import Retention
 from trajstore.storage import open_directory
 from trajstore.trajectory import AnyTrajectory
 from trajstore.view import LoadRequest, View
-from trajstore.write_queue import WriteQueue, WriterOptions, random_uuids
+from trajstore.write_queue import WriterOptions
 from trajstore.writer import StoreWriter
 
 
@@ -37,8 +35,9 @@ class TrajectoryReplayBuffer:
 
     With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; what was
     flushed survives a crash, and a buffer made on a directory that holds a store continues it. With
-    ``auto_save=False`` the newest ``sample_window_size`` trajectories are kept in memory. The first seven
-    arguments, their defaults, and the samples drawn for a seed are those of RLinf's buffer.
+    ``auto_save=False`` the newest ``sample_window_size`` trajectories are kept in memory; older ones are
+    counted, as RLinf does, but never drawn. The first seven arguments, their defaults, and the samples drawn
+    for a seed are those of RLinf's buffer.
 
     Args:
         seed: seed of the generator that draws samples; None draws one from the system.
@@ -49,8 +48,8 @@ class TrajectoryReplayBuffer:
         auto_save: write trajectories to ``auto_save_path``.
         auto_save_path: directory or fsspec URL (``s3://bucket/run``).
         trajectory_format: ``"pt"``, ``"pkl"`` or ``"zarr"``.
-        cache_bytes: bytes that the cache keeps; None = no bound but ``cache_size``.
-        retention: limits; the oldest trajectories beyond them are deleted from disk.
+        cache_bytes: bytes that the cache keeps (``auto_save=False``: that stay in memory); None = no bound.
+        retention: limits; the oldest trajectories beyond them are deleted.
         writer: threads and memory of the writer.
         format_options: options of the format (zarr: codec, chunking).
         storage_options: passed on to the fsspec file system.
@@ -89,28 +88,22 @@ class TrajectoryReplayBuffer:
         self._format = get_format(trajectory_format, **(format_options or {}))
         self._storage_options = dict(storage_options or {})
         self._draws = Draws(seed)
-        self._arena = Arena(0)
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = (sample_window_size if sample_window_size > 0 else None), cache_bytes
         self._view = View(bounds, retention or Retention(), self._storage_options)
-        self._counter = 0
-        self._next_memory_id = 0
-        self._memory_stride = 1
-        self._adding = threading.Lock()
         self._writer: StoreWriter | None = None
-        if auto_save:
-            self._open_writer(writer or WriterOptions(), on_commit)
+        self._intake = self._open(writer or WriterOptions(), on_commit) if auto_save else MemoryIntake(self._view)
 
-    def _open_writer(self, options: WriterOptions, on_commit: Callable[[Sequence[int]], None] | None) -> None:
-        self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
+    def _open(self, options: WriterOptions, on_commit: Callable[[Sequence[int]], None] | None) -> Intake:
         directory = open_directory(str(self.auto_save_path), **self._storage_options)
         self._listener = ViewListener(self._view, self._draws, on_commit)
         told = WeakListener(self._listener)
         self._writer = StoreWriter(directory, self._format, options, told)
         self._finalizer = weakref.finalize(self, close_quietly, self._writer)
-        self._view.show_own(self._writer.log.catalog)
-        self._counter = self._writer.log.catalog.next_id
+        catalog = self._writer.log.catalog
+        self._view.show_own(catalog)
+        return StoreIntake(self._view, self._writer.queue, options, catalog.next_id)
 
     # -- adding -----------------------------------------------------------------------------------
 
@@ -126,34 +119,7 @@ class TrajectoryReplayBuffer:
             PendingFullError: no room for more waiting writes (``on_full="raise"``).
         """
         records = [record_of(trajectory) for trajectory in trajectories]
-        if not records:
-            return []
-        if self._writer is None:
-            owned = own(records, self._arena)
-            with self._adding:
-                ids = [self._next_memory_id + i * self._memory_stride for i in range(len(owned))]
-                self._next_memory_id = ids[-1] + self._memory_stride
-                self._counter = ids[-1] + 1
-                self._view.contents.add(owned, ids, random_uuids(len(owned)), pending=False)
-            return ids
-        ids = []
-        for group, nbytes in groups(records, self._writer.options.shard_bytes):
-            ids += self._submit(self._writer.queue, group, nbytes)
-        return ids
-
-    def _submit(self, queue: WriteQueue, records: Sequence[Record], nbytes: int) -> list[int]:
-        queue.reserve(nbytes)
-        try:
-            owned = own(records, self._arena)
-        except BaseException:
-            queue.unreserve(nbytes)
-            raise
-        with self._adding:
-            ids, uuids = queue.take_ids(len(owned))
-            self._view.contents.add(owned, ids, uuids, pending=True)
-            queue.submit(owned, ids, uuids)
-            self._counter = ids[-1] + 1
-        return ids
+        return self._intake.add(records) if records else []
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.
@@ -229,7 +195,7 @@ class TrajectoryReplayBuffer:
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
         with self._view.current() as contents:
-            window = Window.newest(contents.index, self.sample_window_size)
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone)
             drawn = self._draws.samples(window, num_chunks)
             prepared = contents.prepare(drawn, window.first, window.end, columns)
         return nest(contents.read(prepared, out))
@@ -241,7 +207,7 @@ class TrajectoryReplayBuffer:
             EmptyBufferError: there is nothing to sample from.
         """
         with self._view.current() as contents:
-            window = Window.newest(contents.index, self.sample_window_size)
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
     def get(self, trajectory_id: int) -> AnyTrajectory:
@@ -294,7 +260,7 @@ class TrajectoryReplayBuffer:
     @property
     def trajectory_counter(self) -> int:
         """One more than the newest id."""
-        return self._counter
+        return self._intake.counter
 
     def is_ready(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories."""
@@ -352,7 +318,7 @@ class TrajectoryReplayBuffer:
         with self._view.current() as contents:
             state = CheckpointState(
                 trajectory_format=self.trajectory_format,
-                trajectory_counter=self._counter,
+                trajectory_counter=self._intake.counter,
                 seed=self.seed,
                 rng_state=self._draws.rng_state,
             )
@@ -429,13 +395,9 @@ class TrajectoryReplayBuffer:
 
     def _load(self, request: LoadRequest) -> Loaded:
         contents, loaded = self._view.open(request)
-        with self._adding:
+        with self._intake.lock:
             self._view.replace(request, contents, loaded)
-        self._counter = loaded.counter
-        first = request.first_id(loaded.next_id)
-        self._next_memory_id, self._memory_stride = max(first, self._next_memory_id), request.stride
-        if self._writer is not None:
-            self._view.own_first = self._writer.queue.reserve_ids(first, request.stride)
+            self._intake.go_on(loaded.counter, request.first_id(loaded.next_id), request.stride)
         return loaded
 
     # -- the end ----------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ snapshot is replaced by rename, the log only grows, and what both say overlaps w
 
 from __future__ import annotations
 
-import logging
 import uuid
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,83 +18,26 @@ from trajstore.commits import (
     LOG_FOLDER,
     LogTail,
     decode_lines,
+    entries_from_json,
     iterate_ranges,
     manifest_from_json,
+    natural,
     segment_generation,
 )
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsupportedVersionError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.fields import Axis
 from trajstore.formats.base import EncodedFile, ShardManifest
-from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex, check_columns, starts_of
-from trajstore.schema import Extent, Schema
+from trajstore.index import TrajectoryIndex, check_columns
+from trajstore.pins import Pins
+from trajstore.schema import Schema
+from trajstore.sealed import LAYOUT, LAYOUT_VERSION, metadata_json, parse_metadata, seal, unseal
 from trajstore.shards import ShardTable
-from trajstore.storage import Directory, check_name
+from trajstore.storage import Directory
 
-logger = logging.getLogger(__name__)
-
-LAYOUT = "trajstore"
-LAYOUT_VERSION = 1
 METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
-PINS_FOLDER = "pins"
 
 _ATTEMPTS = 20  # a reader that lost a race with a snapshot loads again
-
-
-def seal(name: str, body: bytes) -> bytes:
-    """Return a JSON file ``{"crc32": ..., name: body}`` whose checksum covers ``body``."""
-    return b'{"crc32":"%08x","%b":' % (zlib.crc32(body), name.encode()) + body + b"}"
-
-
-def unseal(name: str, data: bytes, source: str) -> Any:
-    """Return the parsed body of a sealed file.
-
-    Raises:
-        CorruptStoreError: it is no such file, or its checksum does not fit.
-    """
-    head = len(seal(name, b"")) - 1
-    if data[:10] != b'{"crc32":"' or data[18:head] != b'","%b":' % name.encode() or data[-1:] != b"}":
-        raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
-    body = memoryview(data)[head:-1]
-    if data[10:18] != b"%08x" % zlib.crc32(body):
-        raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise CorruptStoreError(f"{source}: {error}") from error
-
-
-def metadata_json(values: Mapping[str, Any]) -> bytes:
-    """Return ``metadata.json``: flat values, readable by any program, with a checksum of them."""
-    body = dict(values)
-    checksum = zlib.crc32(orjson.dumps(body, option=orjson.OPT_SORT_KEYS))
-    return orjson.dumps({**body, "crc32": f"{checksum:08x}"}, option=orjson.OPT_INDENT_2)
-
-
-def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
-    """Return the values of a ``metadata.json`` written by trajstore.
-
-    Raises:
-        CorruptStoreError: it is damaged.
-        UnsupportedVersionError: a newer trajstore wrote it.
-    """
-    try:
-        values = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
-    if not isinstance(values, dict):
-        raise CorruptStoreError(f"{source}: not a JSON object")
-    if values.get("layout") != LAYOUT:
-        raise CorruptStoreError(f"{source}: not the metadata of a trajstore directory")
-    version = values.get("layout_version")
-    if not isinstance(version, int) or version > LAYOUT_VERSION:
-        raise UnsupportedVersionError(
-            f"{source}: written with layout version {version}, this trajstore reads up to {LAYOUT_VERSION}; upgrade it"
-        )
-    checksum = values.pop("crc32", None)
-    if checksum != f"{zlib.crc32(orjson.dumps(values, option=orjson.OPT_SORT_KEYS)):08x}":
-        raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
-    return values
 
 
 class Catalog:
@@ -106,6 +47,7 @@ class Catalog:
         directory: where the files are.
         shards: all shards that live or pinned trajectories need.
         index: the live trajectories, oldest first.
+        pins: the checkpoints inside the store.
         pinned: evicted trajectories that a checkpoint inside the store still names.
         generation: number of commits applied.
         next_id: the next trajectory id; never goes back.
@@ -115,6 +57,7 @@ class Catalog:
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
+        self.pins = Pins(directory)
         self.shards = ShardTable()
         self.index = TrajectoryIndex()
         self.pinned = TrajectoryIndex()
@@ -130,7 +73,6 @@ class Catalog:
         self.segment_torn = 0
         self._schemas: list[Schema] = []
         self._gone = np.zeros(0, np.bool_)
-        self._pins: dict[str, list[tuple[int, int]]] = {}
 
     @staticmethod
     def exists(directory: Directory) -> bool:
@@ -223,9 +165,9 @@ class Catalog:
         self.snapshot_bytes = len(data)
         del data
         try:
-            self.generation = self.snapshot_generation = _natural(value["generation"])
-            self.next_id = _natural(value["next_id"])
-            self.next_shard = _natural(value["next_shard"])
+            self.generation = self.snapshot_generation = natural(value["generation"])
+            self.next_id = natural(value["next_id"])
+            self.next_shard = natural(value["next_shard"])
             self.store_id = str(value["store_id"])
             self.shards = ShardTable.from_json(value.pop("shards"))
             self.index = TrajectoryIndex.from_json(value.pop("live"), len(self.shards))
@@ -300,27 +242,11 @@ class Catalog:
 
     def load_pins(self) -> None:
         """Read which ids the checkpoints inside the store name; entries that none names any more are forgotten."""
-        pins: dict[str, list[tuple[int, int]]] = {}
-        for name in self.directory.names(PINS_FOLDER):
-            if not name.endswith(".json"):
-                continue
-            try:
-                value = unseal("pin", self.directory.read(name), f"{self.directory.url}/{name}")
-            except FileNotFoundError:
-                continue
-            pins[name.removeprefix(PINS_FOLDER + "/").removesuffix(".json")] = list(iterate_ranges(value["ids"]))
-        self._pins = pins
+        self.pins.load()
         # Also right after loading: the snapshot may be from before the last pin was let go.
-        unpinned = np.flatnonzero(~self._is_pinned(self.pinned["trajectory_id"]))
+        unpinned = np.flatnonzero(~self.pins.name(self.pinned["trajectory_id"]))
         if len(unpinned):
             self.pinned.drop(self.pinned.first + unpinned)
-
-    def _is_pinned(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        pinned = np.zeros(len(ids), np.bool_)
-        for ranges in self._pins.values():
-            for low, high in ranges:
-                pinned |= (ids >= low) & (ids <= high)
-        return pinned
 
     # -- applying ---------------------------------------------------------------------------------
 
@@ -335,40 +261,18 @@ class Catalog:
             for item in record["schemas"]:
                 self._schemas.append(Schema.from_json(item))
             manifest = manifest_from_json(record["shard"], self._schemas)
-            self.add(_natural(record["number"]), manifest, self._entries(record["entries"], manifest))
+            self.add(natural(record["number"]), manifest, self._entries(record["entries"], manifest))
         elif operation == "evict":
             self.evict(list(iterate_ranges(record["ids"])))
         else:
             raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
         self.generation = record["generation"]
 
-    def _entries(self, value: Mapping[str, Any], manifest: ShardManifest) -> dict[str, Any]:
-        ids = [number for first, last in iterate_ranges(value["ids"]) for number in range(first, last + 1)][: 1 << 31]
-        extents = [Extent(*(_natural(n) for n in item)) for item in value["extents"]]
-        count = len(ids)
-        kind = manifest.schema.kind
-        for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
-            if sum(extent.rows(column.axis) for extent in extents) != rows:
-                raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
-        uuids = bytes.fromhex(value["uuids"])
-        columns: dict[str, npt.NDArray[Any]] = {
-            "trajectory_id": np.array(ids, np.int64),
-            "num_samples": np.array([e.steps * e.batch if kind == "step" else 1 for e in extents], np.int64),
-            "steps": np.array([e.steps for e in extents], np.int32),
-            "batch": np.array([e.batch for e in extents], np.int32),
-            "extra": np.array([e.extra for e in extents], np.int32),
-            "document": np.array([e.document for e in extents], np.int32),
-            "nbytes": np.array([_nbytes(manifest.schema, e) for e in extents], np.int64),
-            "max_episode_length": np.array(value["max_episode_length"], np.int64),
-            "version_low": np.array([UNKNOWN_VERSION if v is None else v[0] for v in value["versions"]], np.int64),
-            "version_high": np.array([UNKNOWN_VERSION if v is None else v[1] for v in value["versions"]], np.int64),
-            "weights": np.array([self.index.weights.add(str(text)) for text in value["weights"]], np.int32),
-            "uuid": np.frombuffer(uuids, "V16"),
-            "shard": np.full(count, len(self.shards), np.int32),
-        }
-        columns |= starts_of(extents, kind)
+    def _entries(self, value: Any, manifest: ShardManifest) -> dict[str, Any]:
+        columns = entries_from_json(value, manifest, self.index.weights, len(self.shards))
         check_columns(columns, len(self.shards) + 1, len(self.index.weights))
-        if count and int(columns["trajectory_id"][0]) < self.next_id:
+        ids = columns["trajectory_id"]
+        if len(ids) and int(ids[0]) < self.next_id:
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before")
         return columns
 
@@ -385,7 +289,7 @@ class Catalog:
         positions = self.index.positions_in(ranges)
         if not len(positions):
             return
-        kept = self._is_pinned(self.index.arrays["trajectory_id"][positions])
+        kept = self.pins.name(self.index.arrays["trajectory_id"][positions])
         if kept.any():
             columns = self.index.take(positions[kept])
             columns["weights"] = self.pinned.weights.extend(self.index.weights, columns["weights"].tolist())
@@ -398,30 +302,16 @@ class Catalog:
         Raises:
             StoreNotFoundError: there is no such checkpoint.
         """
-        if name not in self._pins:
-            raise StoreNotFoundError(f"{self.directory.url}: no pin is called {name!r}; there are {sorted(self._pins)}")
+        ranges = self.pins.ranges(name)
         index = TrajectoryIndex()
         for part in (self.pinned, self.index):
-            positions = part.positions_in(self._pins[name])
+            positions = part.positions_in(ranges)
             columns = part.take(positions)
             columns["weights"] = index.weights.extend(part.weights, columns["weights"].tolist())
             index.append(columns)
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))
         return index
-
-    def pin_state(self, name: str) -> dict[str, Any]:
-        """Return what was saved with a pin.
-
-        Raises:
-            StoreNotFoundError: there is no such checkpoint.
-        """
-        file = check_name(f"{PINS_FOLDER}/{name}.json")
-        try:
-            state = unseal("pin", self.directory.read(file), f"{self.directory.url}/{file}")
-        except FileNotFoundError as error:
-            raise StoreNotFoundError(f"{self.directory.url}: no pin is called {name!r}") from error
-        return dict(state)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -454,23 +344,6 @@ class Catalog:
         }
         return EncodedFile(METADATA_NAME, [metadata_json({**state, **values})])
 
-    def pin_file(self, name: str, **state: Any) -> EncodedFile:
-        """Return the file that pins the live trajectories of this generation under a name."""
-        ids = self.index["trajectory_id"]
-        breaks = np.flatnonzero(np.diff(ids) != 1)
-        lows, highs = (
-            ids[np.append(0, breaks + 1)] if len(ids) else ids,
-            ids[np.append(breaks, len(ids) - 1)] if len(ids) else ids,
-        )
-        body = orjson.dumps(
-            {
-                **state,
-                "generation": self.generation,
-                "ids": [[int(a), int(b)] for a, b in zip(lows, highs, strict=True)],
-            }
-        )
-        return EncodedFile(check_name(f"{PINS_FOLDER}/{name}.json"), [seal("pin", body)])
-
     def needed_shards(self) -> npt.NDArray[np.bool_]:
         """Return, per shard, whether a live or pinned trajectory lies in it."""
         needed = np.zeros(len(self.shards), np.bool_)
@@ -485,15 +358,3 @@ class Catalog:
         gone = ~self.needed_shards()
         self._gone = gone
         return np.flatnonzero(gone & ~known)
-
-
-def _nbytes(schema: Schema, extent: Extent) -> int:
-    return sum(
-        extent.rows(column.axis) * width for column, width in zip(schema.columns, schema.row_nbytes, strict=True)
-    )
-
-
-def _natural(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a natural number")
-    return value

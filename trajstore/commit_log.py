@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trajstore.catalog import PINS_FOLDER, Catalog
-from trajstore.commits import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
+from trajstore.catalog import Catalog
+from trajstore.commits import LOG_FOLDER, encode_line, entries_to_json, manifest_to_json, ranges_of, segment_name
 from trajstore.errors import StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.index import columns_of, starts_of
 from trajstore.maintenance import check_unused, collect_garbage, remove_leftovers, remove_segments
+from trajstore.pins import pin_file, pin_name
 from trajstore.record import Record
 from trajstore.storage import Directory
 
@@ -142,7 +143,7 @@ class CommitLog:
                         "number": shard.number,
                         "schemas": new,
                         "shard": manifest_to_json(shard.manifest, schema),
-                        "entries": _entries_json(shard),
+                        "entries": entries_to_json(shard.records, shard.ids, shard.uuids),
                     }
                 )
             )
@@ -218,7 +219,9 @@ class CommitLog:
         """
         with self._changing():
             try:
-                self.directory.publish([self.catalog.pin_file(name, **state)])
+                self.directory.publish(
+                    [pin_file(name, self.catalog.index["trajectory_id"], self.catalog.generation, **state)]
+                )
             except OSError as error:
                 raise StoreWriteError(f"{error}: nothing was pinned") from error
             self.catalog.load_pins()
@@ -231,7 +234,7 @@ class CommitLog:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self._changing():
-            self.directory.remove([f"{PINS_FOLDER}/{name}.json"])
+            self.directory.remove([pin_name(name)])
             self.catalog.load_pins()
             self._collect_garbage(self.catalog)
 
@@ -289,15 +292,3 @@ def check_process(pid: int, url: str) -> None:
     """
     if os.getpid() != pid:
         raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")
-
-
-def _entries_json(shard: NewShard) -> dict[str, Any]:
-    records = shard.records
-    return {
-        "ids": ranges_of(shard.ids),
-        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in records],
-        "max_episode_length": [record.max_episode_length for record in records],
-        "versions": [record.versions for record in records],
-        "weights": [record.model_weights_id for record in records],
-        "uuids": shard.uuids.hex(),
-    }

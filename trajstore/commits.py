@@ -11,15 +11,20 @@ last segment may be torn (a crash in the append); any other bad line is damage.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.schema import Schema
+from trajstore.index import UNKNOWN_VERSION, starts_of
+from trajstore.packing import StringTable
+from trajstore.record import Record
+from trajstore.schema import Extent, Schema
 from trajstore.storage import check_name
 
 LOG_FOLDER = "log"
@@ -115,14 +120,14 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         UnsafeContentError: a file name leaves the directory.
     """
     try:
-        schema = schemas[_natural(value["schema"])]
+        schema = schemas[natural(value["schema"])]
         columns = len(schema.columns)
-        files = tuple(StoredFile(check_name(name), _natural(size), _natural(crc)) for name, size, crc in value["files"])
+        files = tuple(StoredFile(check_name(name), natural(size), natural(crc)) for name, size, crc in value["files"])
         places = tuple(
-            None if place is None else ColumnPlace(_natural(place[0]), _natural(place[1])) for place in value["places"]
+            None if place is None else ColumnPlace(natural(place[0]), natural(place[1])) for place in value["places"]
         )
-        crcs = tuple(None if crc is None else _natural(crc) for crc in value["column_crc32"])
-        rows = tuple(_natural(count) for count in value["rows"])
+        crcs = tuple(None if crc is None else natural(crc) for crc in value["column_crc32"])
+        rows = tuple(natural(count) for count in value["rows"])
         if not len(places) == len(crcs) == len(rows) == columns:
             raise ValueError("columns")
         for place, count, width in zip(places, rows, schema.row_nbytes, strict=True):
@@ -135,10 +140,76 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         raise CorruptStoreError(f"not a shard's description: {error}") from error
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
+    """Return a value that was read, if it is a whole number and not negative.
+
+    Raises:
+        ValueError: it is not.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{value!r} is not a natural number")
     return value
+
+
+def entries_to_json(records: Sequence[Record], ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
+    """Return what a record says of the trajectories of a shard, as JSON values.
+
+    Args:
+        records: the trajectories.
+        ids: their ids, ascending.
+        uuids: 16 bytes for each.
+    """
+    return {
+        "ids": ranges_of(ids),
+        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in records],
+        "max_episode_length": [record.max_episode_length for record in records],
+        "versions": [record.versions for record in records],
+        "weights": [record.model_weights_id for record in records],
+        "uuids": uuids.hex(),
+    }
+
+
+def entries_from_json(
+    value: Mapping[str, Any], manifest: ShardManifest, weights: StringTable, shard: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the index columns of the trajectories that a record says are in a shard.
+
+    Args:
+        value: the record's ``entries``.
+        manifest: the shard's.
+        weights: table that takes their ``model_weights_id``.
+        shard: the shard's row.
+
+    Raises:
+        CorruptStoreError: the trajectories do not add up to the shard's rows, or their ids are no ranges.
+        KeyError, TypeError, ValueError: values are absent or of the wrong kind.
+    """
+    ranges = list(iterate_ranges(value["ids"]))
+    extents = [Extent(*(natural(n) for n in item)) for item in value["extents"]]
+    count = len(extents)
+    if sum(last - first + 1 for first, last in ranges) != count:
+        raise CorruptStoreError(f"{count} trajectories, but the ids {value['ids']}")
+    ids = [number for first, last in ranges for number in range(first, last + 1)]
+    kind = manifest.schema.kind
+    for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
+        if sum(extent.rows(column.axis) for extent in extents) != rows:
+            raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
+    columns: dict[str, npt.NDArray[Any]] = {
+        "trajectory_id": np.array(ids, np.int64),
+        "num_samples": np.array([e.steps * e.batch if kind == "step" else 1 for e in extents], np.int64),
+        "steps": np.array([e.steps for e in extents], np.int32),
+        "batch": np.array([e.batch for e in extents], np.int32),
+        "extra": np.array([e.extra for e in extents], np.int32),
+        "document": np.array([e.document for e in extents], np.int32),
+        "nbytes": np.array([manifest.schema.nbytes(e) for e in extents], np.int64),
+        "max_episode_length": np.array(value["max_episode_length"], np.int64),
+        "version_low": np.array([UNKNOWN_VERSION if v is None else v[0] for v in value["versions"]], np.int64),
+        "version_high": np.array([UNKNOWN_VERSION if v is None else v[1] for v in value["versions"]], np.int64),
+        "weights": np.array([weights.add(str(text)) for text in value["weights"]], np.int32),
+        "uuid": np.frombuffer(bytes.fromhex(value["uuids"]), "V16"),
+        "shard": np.full(count, shard, np.int32),
+    }
+    return columns | starts_of(extents, kind)
 
 
 def ranges_of(ids: Sequence[int]) -> list[list[int]]:

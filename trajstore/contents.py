@@ -124,6 +124,8 @@ class Contents:
         self.sources: list[Source] = []
         self.cache = cache
         self.residency = Residency(map_limit)
+        self.gone = range(0)
+        """Positions of those that were kept in memory only and have left it: one run, as they leave in order."""
         self._first_slot: list[int] = []
         self._held: dict[int, _Held] = {}
         self._decoded: list[int] = []
@@ -200,6 +202,9 @@ class Contents:
         known = positions >= 0
         for at, name in enumerate(("shard", *_STARTS)):
             self.index.arrays[name][positions[known]] = homes[known, at]
+        lost = positions[known & (homes[:, 0] == GONE)]
+        if len(lost):
+            self.gone = range(self.gone.start if self.gone else int(lost[0]), int(lost[-1]) + 1)
         for held in gone:
             self.residency.release(held.slot)
 
@@ -226,6 +231,9 @@ class Contents:
                     self.residency.release(held.slot)
             slots = np.unique(self.index.arrays["shard"][positions])
             self.index.drop(positions)
+            if self.gone:
+                lost = self.index.first + np.flatnonzero(self.index["shard"] == GONE)
+                self.gone = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
             # A map would hold the disk space of a shard whose file is deleted.
             for slot in slots[~np.isin(slots, self.index["shard"])].tolist():
                 self.residency.forget(slot)
@@ -315,8 +323,7 @@ class Contents:
             if located.slot.min() < 0:
                 missing = int(self.index.arrays["trajectory_id"][located.position[located.slot.argmin()]])
                 raise TrajectoryUnavailableError(
-                    f"trajectory {missing} was kept in memory only and has left it: sample from a window of at most "
-                    "sample_window_size trajectories, or use auto_save=True"
+                    f"trajectory {missing} was kept in memory only and has left it; use auto_save=True to keep all"
                 )
             if self.residency.signature[located.slot].min() >= 0:
                 break

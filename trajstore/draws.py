@@ -19,23 +19,47 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The newest trajectories of an index, oldest first.
+    """The newest trajectories of an index that can be read, oldest first.
 
     Attributes:
         first: position of the oldest.
+        gap: positions after it that do not belong to the window; often none.
         end: position after the newest.
-        samples: T·B summed over them.
+        before: samples (T·B) of the trajectories before the gap.
+        skipped: samples in the gap.
+        samples: samples of the window.
     """
 
     first: int
+    gap: range
     end: int
+    before: int
+    skipped: int
     samples: int
 
     @staticmethod
-    def newest(index: TrajectoryIndex, size: int) -> Window:
-        """Return the ``size`` newest trajectories, or as many as there are; 0 = all."""
-        first = index.end - (min(len(index), size) if size > 0 else len(index))
-        return Window(first, index.end, index.samples_before(index.end) - index.samples_before(first))
+    def newest(index: TrajectoryIndex, size: int, gone: range) -> Window:
+        """Return the ``size`` newest trajectories, or as many as there are; 0 = all.
+
+        Args:
+            index: what the buffer shows.
+            size: how many.
+            gone: positions of trajectories that cannot be read.
+        """
+        gap = gone or range(index.first, index.first)
+        after = index.end - gap.stop
+        wanted = size if size > 0 else len(index)
+        if wanted <= after:
+            first = index.end - wanted
+            gap = range(first, first)
+        else:
+            first = max(index.first, gap.start - (wanted - after))
+        start, low, high, stop = (index.samples_before(at) for at in (first, gap.start, gap.stop, index.end))
+        return Window(first, gap, index.end, low - start, high - low, low - start + stop - high)
+
+    def __len__(self) -> int:
+        """Number of trajectories."""
+        return self.end - self.first - len(self.gap)
 
 
 class Draws:
@@ -51,20 +75,23 @@ class Draws:
         self._clamp_told = False
 
     def samples(self, window: Window, count: int) -> npt.NDArray[np.int64]:
-        """Draw samples uniformly, with replacement; each is its number from the first sample of the window.
+        """Draw samples uniformly, with replacement; each is told by its place after the window's first sample.
 
-        More than the window has is cut to what it has, which is told once.
+        Samples of the gap are counted on the way, but never drawn. More than the window has is cut to what it
+        has, which is told once.
 
         Raises:
             EmptyBufferError: the window is empty.
         """
         total = window.samples
         if total == 0:
-            raise EmptyBufferError("cannot sample from an empty buffer")
+            raise _empty(window)
         if count > total and not self._clamp_told:
             self._clamp_told = True
             logger.warning("sample(%d): the window has %d samples only, so that many are drawn", count, total)
         drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self._generator).numpy()
+        if window.skipped:
+            drawn[drawn >= window.before] += window.skipped
         return drawn
 
     def trajectories(self, window: Window, count: int) -> list[int]:
@@ -73,11 +100,11 @@ class Draws:
         Raises:
             EmptyBufferError: the window is empty.
         """
-        length = window.end - window.first
-        if length == 0:
-            raise EmptyBufferError("cannot sample from an empty buffer")
-        drawn = torch.randperm(length, generator=self._generator)[:count]
-        return [window.first + at for at in drawn.tolist()]
+        if len(window) == 0:
+            raise _empty(window)
+        drawn = torch.randperm(len(window), generator=self._generator)[:count]
+        older = window.gap.start - window.first
+        return [window.first + at + (len(window.gap) if at >= older else 0) for at in drawn.tolist()]
 
     def take_up(self, seed: int | None, rng_state: torch.Tensor | None) -> None:
         """Go on as a checkpoint says; what it does not tell stays, but a seed without a state begins anew."""
@@ -101,6 +128,15 @@ class Draws:
         """Take up the draws where :meth:`state_dict` left them."""
         self.seed = state["seed"]
         self._generator.set_state(state["rng_state"])
+
+
+def _empty(window: Window) -> EmptyBufferError:
+    if not window.gap:
+        return EmptyBufferError("cannot sample from an empty buffer")
+    return EmptyBufferError(
+        f"cannot sample: all {len(window.gap)} trajectories were kept in memory only and have left it; "
+        "allow more cache_bytes, or use auto_save=True"
+    )
 
 
 def _seeded(seed: int | None) -> torch.Generator:

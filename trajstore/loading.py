@@ -111,7 +111,7 @@ def _open(directory: Directory, strict: bool, pin: str | None) -> tuple[Source, 
     index = catalog.index
     if pin is not None:
         index = catalog.pinned_index(pin)
-        values |= catalog.pin_state(pin)
+        values |= catalog.pins.state(pin)
     state = CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
     source = StoreSource(catalog)
     if strict:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.catalog import INDEX_NAME, METADATA_NAME, PINS_FOLDER, Catalog
+from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.commits import LOG_FOLDER, segment_generation
 from trajstore.errors import CorruptStoreError
 from trajstore.local import TEMPORARY_SUFFIX
+from trajstore.pins import PINS_FOLDER
 from trajstore.storage import Directory
 
 logger = logging.getLogger(__name__)

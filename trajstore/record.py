@@ -100,8 +100,7 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        rows = self.extent.rows
-        return sum([rows(axis) * width for axis, width in self.schema.axis_nbytes])
+        return self.schema.nbytes(self.extent)
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""

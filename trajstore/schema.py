@@ -75,8 +75,12 @@ class Schema:
         """Bytes of one row, per column."""
         return tuple(column.row_nbytes for column in self.columns)
 
+    def nbytes(self, extent: Extent) -> int:
+        """Return the bytes of all columns of a trajectory."""
+        return sum([extent.rows(axis) * width for axis, width in self._axis_nbytes])
+
     @cached_property
-    def axis_nbytes(self) -> tuple[tuple[Axis, int], ...]:
+    def _axis_nbytes(self) -> tuple[tuple[Axis, int], ...]:
         """Bytes of one row of all columns on an axis, per axis that has any."""
         total: dict[Axis, int] = {}
         for column, width in zip(self.columns, self.row_nbytes, strict=True):

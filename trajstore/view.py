@@ -67,7 +67,7 @@ class View:
     ) -> None:
         self.retention = retention
         self.own_first = 0
-        """Ids from here on are of the buffer's own additions; lower ones were loaded."""
+        """Ids from here on are those of the buffer's own store; lower ones were loaded. 0 without a store."""
         self._cache_bounds = cache_bounds
         self._storage_options = storage_options
         self._own: Catalog | None = None
@@ -151,24 +151,27 @@ class View:
 
     def forget(self, ids: Sequence[int]) -> None:
         """Show these trajectories no longer; unknown ids are passed over."""
-        with self.contents.lock:
-            found = [self.contents.index.find(number) for number in ids]
-            self.contents.drop(np.array([position for position in found if position is not None], np.intp))
+        if not len(ids):
+            return
+        with self.current() as contents:
+            found = [contents.index.find(number) for number in ids]
+            contents.drop(np.array([position for position in found if position is not None], np.intp))
 
-    def expire(self, committed: int) -> list[int]:
-        """Forget what retention wants gone and is not the store's own; return the rest, for the store to delete.
+    def expire(self, newest: int) -> list[int]:
+        """Return what retention wants gone, oldest first; of a store's buffer, what was loaded is only forgotten.
 
-        Only trajectories up to the id ``committed`` count: a crash must not take the newer ones and find the
-        older ones gone already.
+        Args:
+            newest: id of the newest trajectory that counts. With a store it is the newest committed one: a crash
+                must not take those after it and find the older ones gone already.
         """
         if self.retention == Retention():
             return []
-        with self.contents.lock:
-            index = self.contents.index
-            safe = int(np.searchsorted(index["trajectory_id"], committed, side="right"))
+        with self.current() as contents:
+            index = contents.index
+            safe = int(np.searchsorted(index["trajectory_id"], newest, side="right"))
             positions = index.first + self.retention.to_evict(index.slice(0, safe))
             ids = index.arrays["trajectory_id"][positions].tolist()
             loaded = [number for number in ids if number < self.own_first]
             if loaded:
                 self.forget(loaded)
-            return [number for number in ids if number >= self.own_first and not self.contents.is_pending(number)]
+            return [number for number in ids if number >= self.own_first and not contents.is_pending(number)]

@@ -20,7 +20,7 @@ import numpy as np
 
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.experience.buckets import REPLAY_MARK, DifficultyBuckets
-from trajstore.experience.selection import PoolEntry, PoolRules, Refusal, admit, entry_of
+from trajstore.experience.selection import PoolEntry, PoolRules, Refusal, admit, eligible, entry_of
 from trajstore.experience.store import PoolStore
 from trajstore.trajectory import AgentTrajectory
 
@@ -108,6 +108,19 @@ class PoolState:
             self.entries[entry.task_id] = left
         else:
             self.entries.pop(entry.task_id, None)
+
+    def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
+        """Return the entries of a task that may come out at this step, oldest first."""
+        return tuple(entry for entry in self.entries.get(task, ()) if eligible(entry, rules, global_steps))
+
+    def valid_buckets(self, rules: PoolRules, global_steps: int) -> dict[int, list[str]]:
+        """Return, per difficulty that has any, the tasks that are not skipped and have an eligible entry."""
+        result: dict[int, list[str]] = {}
+        for difficulty, tasks in self.buckets.to_dict().items():
+            valid = [task for task in tasks if task not in self.skip and self.eligible(task, rules, global_steps)]
+            if valid:
+                result[difficulty] = valid
+        return result
 
     def count(self) -> int:
         """Return the number of entries."""

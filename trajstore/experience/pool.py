@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import journal, persistence
-from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, count_outcomes, draw_tasks, is_replayed
+from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, count_outcomes, draw_tasks
 from trajstore.experience.contract import check_same, check_trajectories
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.ledger import PoolLedger
@@ -25,13 +24,9 @@ from trajstore.experience.selection import (
     PoolEntry,
     PoolRules,
     Refusal,
-    choose_to_save,
-    eligible,
-    in_bounds,
-    is_positive,
-    mean_entropy,
     plan_admissions,
     rank,
+    rollouts_to_keep,
 )
 from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory
@@ -171,24 +166,16 @@ class ExperienceManager:
                 f" {len(response_mask)}: row i must belong to trajectory i"
             )
         outcomes = count_outcomes(trajectories)
-        candidates: dict[str, list[AgentTrajectory]] = {}
-        for trajectory, values, mask in zip(trajectories, entropys, response_mask, strict=True):
-            task = trajectory.task_id
-            if is_replayed(trajectory) or outcomes[task].solved or not in_bounds(outcomes[task], self.rules):
-                continue
-            entropy = mean_entropy(values, mask)
-            version = self.global_steps if trajectory.policy_version is None else trajectory.policy_version
-            candidates.setdefault(task, []).append(
-                dataclasses.replace(trajectory, entropy=entropy, policy_version=version)
-            )
-
-        kept: list[AgentTrajectory] = []
-        for rollouts in candidates.values():
-            known = [trajectory for trajectory in rollouts if trajectory.entropy is not None]
-            unknown = [trajectory for trajectory in rollouts if trajectory.entropy is None]
-            self.refused[Refusal.NO_ENTROPY.value] += sum(map(is_positive, unknown))
-            kept.extend(choose_to_save(known, self.rules, self._generator))
-
+        kept, refused = rollouts_to_keep(
+            trajectories,
+            entropys,
+            response_mask,
+            outcomes=outcomes,
+            rules=self.rules,
+            global_steps=self.global_steps,
+            generator=self._generator,
+        )
+        self.refused.update(refused)
         changes = {}
         for task, outcome in outcomes.items():
             difficulty = None if outcome.solved else self._state.buckets.difficulty(task)
@@ -217,7 +204,7 @@ class ExperienceManager:
 
     def get_valid_replay_task_ids(self) -> list[str]:
         """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
-        return [task for tasks in self._valid_buckets().values() for task in tasks]
+        return [task for tasks in self._state.valid_buckets(self.rules, self.global_steps).values() for task in tasks]
 
     def sample_tasks_from_replaypool(
         self,
@@ -234,7 +221,7 @@ class ExperienceManager:
             strategy: see ``bucket_probabilities``; ``None`` = the rules' ``task_sampling``.
             exclude: tasks that are not drawn.
         """
-        buckets = self._valid_buckets()
+        buckets = self._state.valid_buckets(self.rules, self.global_steps)
         only = self.rules.replay_difficulty if difficulty is None else difficulty
         if only is not None:
             # Within one bucket every strategy is uniform, even one that gives this bucket no weight.
@@ -260,7 +247,9 @@ class ExperienceManager:
             n: histories per task at the most.
         """
         candidates = self._candidates(tasks)
-        current = self._current_entropies([record for found in candidates.values() for _, record in found])
+        wanted = self.rules.use_current_policy_entropy and self.rules.exp_select_mode != "random"
+        records = [record for found in candidates.values() for _, record in found]
+        current = self._scorer(self.current_entropy, records) if wanted else None
         chosen: list[AgentTrajectory] = []
         start = 0
         for found in candidates.values():
@@ -398,32 +387,13 @@ class ExperienceManager:
     def _plan_all(self, fresh: journal.PoolState, trajectories: dict[str, list[AgentTrajectory]]) -> AdmissionPlan:
         return plan_admissions(fresh.entries, [one for held in trajectories.values() for one in held], self.rules)
 
-    def _valid_buckets(self) -> dict[int, list[str]]:
-        result: dict[int, list[str]] = {}
-        for difficulty, tasks in self._state.buckets.to_dict().items():
-            valid = [task for task in tasks if task not in self._state.skip and self._eligible(task)]
-            if valid:
-                result[difficulty] = valid
-        return result
-
-    def _eligible(self, task: str) -> tuple[PoolEntry, ...]:
-        entries = self._state.entries.get(task, ())
-        return tuple(entry for entry in entries if eligible(entry, self.rules, self.global_steps))
-
     def _candidates(self, tasks: Sequence[Any]) -> dict[str, list[tuple[PoolEntry, AgentTrajectory]]]:
         result = {}
         for task in dict.fromkeys(task_id_of(task) for task in tasks):
-            found = self._ledger.read(self._eligible(task))
+            found = self._ledger.read(self._state.eligible(task, self.rules, self.global_steps))
             if found:
                 result[task] = found
         return result
-
-    def _current_entropies(self, records: Sequence[AgentTrajectory]) -> list[float] | None:
-        """Return the entropies under the current policy, or ``None`` where the saved ones are to be used."""
-        wanted = self.rules.use_current_policy_entropy and self.rules.exp_select_mode != "random"
-        if not wanted or self.current_entropy is None or not records:
-            return None
-        return self._scorer(self.current_entropy, records)
 
     @property
     def _state(self) -> journal.PoolState:

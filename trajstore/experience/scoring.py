@@ -22,11 +22,13 @@ class EntropyScorer:
     def __init__(self) -> None:
         self._warned = False
 
-    def __call__(self, function: CurrentEntropy, records: Sequence[AgentTrajectory]) -> list[float] | None:
-        """Return one entropy per record, or ``None`` where the saved ones are to be used: the function failed.
+    def __call__(self, function: CurrentEntropy | None, records: Sequence[AgentTrajectory]) -> list[float] | None:
+        """Return one entropy per record, or ``None`` where the saved ones are to be used: no function, or it failed.
 
         All of an answer is used or nothing, since current and saved entropies do not compare.
         """
+        if function is None or not records:
+            return None
         try:
             values = [float(value) for value in function([replayed_copy(record) for record in records])]
             if len(values) != len(records) or not np.isfinite(values).all():

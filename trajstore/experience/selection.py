@@ -15,7 +15,7 @@ import orjson
 import torch
 
 from trajstore.errors import ConfigurationError
-from trajstore.experience.buckets import TASK_SAMPLING, TaskOutcome, TaskSampling, outcome_of
+from trajstore.experience.buckets import TASK_SAMPLING, TaskOutcome, TaskSampling, is_replayed, outcome_of
 from trajstore.trajectory import AgentTrajectory
 
 SelectMode = Literal["argmin", "argmax", "random"]
@@ -224,6 +224,48 @@ def choose_to_save(
         return positive
     entropies = [math.nan if trajectory.entropy is None else trajectory.entropy for trajectory in positive]
     return [positive[rank(entropies, rules.exp_select_mode, generator)[0]]]
+
+
+def rollouts_to_keep(
+    trajectories: Sequence[AgentTrajectory],
+    entropys: Sequence[torch.Tensor] | torch.Tensor,
+    response_mask: Sequence[torch.Tensor] | torch.Tensor,
+    *,
+    outcomes: Mapping[str, TaskOutcome],
+    rules: PoolRules,
+    global_steps: int,
+    generator: np.random.Generator,
+) -> tuple[list[AgentTrajectory], Counter[str]]:
+    """Return which rollouts of one step are kept, task by task, and how many positive ones were refused, by reason.
+
+    Args:
+        trajectories: the step's rollouts; replayed ones are left out.
+        entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``.
+        response_mask: as ``entropys``; 1 where the model wrote.
+        outcomes: of each of their tasks; solved ones are left out.
+        rules: the pool's rules.
+        global_steps: policy version of rollouts that tell none.
+        generator: see :func:`choose_to_save`.
+
+    Returns:
+        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals.
+    """
+    candidates: dict[str, list[AgentTrajectory]] = {}
+    for trajectory, values, mask in zip(trajectories, entropys, response_mask, strict=True):
+        task = trajectory.task_id
+        if is_replayed(trajectory) or outcomes[task].solved or not in_bounds(outcomes[task], rules):
+            continue
+        entropy = mean_entropy(values, mask)
+        version = global_steps if trajectory.policy_version is None else trajectory.policy_version
+        candidates.setdefault(task, []).append(replace(trajectory, entropy=entropy, policy_version=version))
+    kept: list[AgentTrajectory] = []
+    refused: Counter[str] = Counter()
+    for rollouts in candidates.values():
+        known = [trajectory for trajectory in rollouts if trajectory.entropy is not None]
+        unknown = [trajectory for trajectory in rollouts if trajectory.entropy is None]
+        refused[Refusal.NO_ENTROPY.value] += sum(map(is_positive, unknown))
+        kept.extend(choose_to_save(known, rules, generator))
+    return kept, refused
 
 
 def rank(entropies: Sequence[float], mode: SelectMode, generator: np.random.Generator) -> list[int]:

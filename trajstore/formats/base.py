@@ -54,7 +54,9 @@ class ShardContent:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Total rows per column."""
-        return tuple(sum([extent.rows(column.axis) for extent in self.extents]) for column in self.schema.columns)
+        axes = {column.axis for column in self.schema.columns}
+        total = {axis: sum([extent.rows(axis) for extent in self.extents]) for axis in axes}
+        return tuple(total[column.axis] for column in self.schema.columns)
 
 
 @dataclass(frozen=True, slots=True)

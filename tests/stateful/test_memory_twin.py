@@ -1,0 +1,141 @@
+"""A buffer in memory only has a dict as its twin: what left memory is counted, but never drawn."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from trajstore import Retention, TrajectoryReplayBuffer, errors
+from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
+
+LIMIT = 10
+
+
+class MemoryTwin(RuleBasedStateMachine):
+    """``self.twin`` maps id to key, oldest first; ``self.held`` are the ids whose trajectories can be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.path = Path(self.temporary.name) / "checkpoint"
+        self.twin: dict[int, int] = {}
+        self.held: list[int] = []
+        self.loaded: set[int] = set()
+        self.next_id = 0
+        self.next_key = 0
+        self.generator = torch.Generator().manual_seed(9)
+
+    @initialize(kept=st.sampled_from([3, 1, 0]), limited=st.booleans())
+    def begin(self, kept: int, limited: bool) -> None:
+        self.kept = kept
+        self.limit = LIMIT if limited else None
+        self.buffer = TrajectoryReplayBuffer(
+            seed=9, sample_window_size=kept, retention=Retention(max_trajectories=self.limit)
+        )
+
+    @rule(count=st.integers(1, 4))
+    def add(self, count: int) -> None:
+        keys = range(self.next_key, self.next_key + count)
+        self.next_key += count
+        ids = self.buffer.add_trajectories([witness(key) for key in keys])
+        assert ids == list(range(self.next_id, self.next_id + count))
+        self.next_id += count
+        self.twin |= dict(zip(ids, keys, strict=True))
+        self.held += ids
+        in_memory = [number for number in self.held if number not in self.loaded]
+        gone = in_memory[: -self.kept] if self.kept else []
+        if self.limit is not None:
+            self.twin = dict(list(self.twin.items())[-self.limit :])
+        self.held = [number for number in self.held if number in self.twin and number not in gone]
+
+    @precondition(lambda self: self.twin)
+    @rule(data=st.data(), newest=st.booleans())
+    def evict(self, data: Any, newest: bool) -> None:
+        known = list(self.twin)[-3:] if newest else list(self.twin)
+        chosen = data.draw(st.lists(st.sampled_from(known), unique=True, max_size=3))
+        self.buffer.evict(chosen)
+        self.twin = {number: key for number, key in self.twin.items() if number not in chosen}
+        self.held = [number for number in self.held if number not in chosen]
+
+    @precondition(lambda self: len(self.twin) > 2 * LIMIT)
+    @rule()
+    def clear(self) -> None:
+        self.buffer.clear()
+        self.twin, self.held = {}, []
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.buffer.clear_cache()
+
+    @rule(window=st.sampled_from([0, 2, 6]))
+    def change_window(self, window: int) -> None:
+        self.buffer.sample_window_size = window
+
+    def window(self) -> list[int]:
+        return [self.twin[number] for number in self.held[-self.buffer.sample_window_size :]]
+
+    @rule(count=st.integers(1, 12))
+    def sample(self, count: int) -> None:
+        window = [tag for key in self.window() for tag in witness(key).curr_obs["tag"].reshape(-1)]
+        if not window:
+            with pytest.raises(errors.EmptyBufferError):
+                self.buffer.sample(count)
+            return
+        drawn = torch.randint(0, len(window), (min(count, len(window)),), generator=self.generator)
+        expected = rows_of(torch.stack([window[number] for number in drawn.tolist()]))
+        batch = self.buffer.sample(count)
+        check_batch(batch)
+        assert torch.equal(batch["curr_obs"]["tag"], expected["curr_obs.tag"])
+
+    @rule(count=st.integers(1, 7))
+    def sample_trajectories(self, count: int) -> None:
+        window = self.window()
+        if not window:
+            with pytest.raises(errors.EmptyBufferError):
+                self.buffer.sample_trajectories(count)
+            return
+        drawn = torch.randperm(len(window), generator=self.generator)[:count].tolist()
+        found = [check_trajectory(item) for item in self.buffer.sample_trajectories(count)]
+        assert found == [window[at] for at in drawn]
+
+    @precondition(lambda self: len(self.twin) > LIMIT - 2)  # not so often that nothing leaves memory in between
+    @rule(layout=st.sampled_from(["trajstore", "rlinf"]))
+    def save_and_load(self, layout: Any) -> None:
+        """What left memory is not saved; what was loaded stays on disk and never leaves."""
+        self.buffer.save_checkpoint(self.path, layout=layout)
+        self.buffer.load_checkpoint(self.path)
+        self.twin = {number: self.twin[number] for number in self.held}
+        self.loaded = set(self.held)
+        if layout == "rlinf":  # RLinf's metadata have no state of the generator
+            self.generator.manual_seed(9)
+
+    @invariant()
+    def equal(self) -> None:
+        if not hasattr(self, "buffer"):
+            return
+        assert self.buffer.trajectory_ids.tolist() == list(self.twin)
+        assert len(self.buffer) == len(self.twin)
+        assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
+        assert self.buffer.trajectory_counter == self.next_id
+        for number, key in list(self.twin.items())[::2]:
+            if number in self.held:
+                assert check_trajectory(self.buffer.get(number)) == key
+            else:
+                with pytest.raises(errors.TrajectoryUnavailableError, match="left"):
+                    self.buffer.get(number)
+
+    def teardown(self) -> None:
+        self.temporary.cleanup()
+
+
+TestMemoryTwin = MemoryTwin.TestCase
+TestMemoryTwin.settings = settings(
+    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,109 @@
+"""Checkpoints inside a store: files that each name the trajectories of one generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore.commits import iterate_ranges
+from trajstore.errors import StoreNotFoundError
+from trajstore.formats.base import EncodedFile
+from trajstore.sealed import seal, unseal
+from trajstore.storage import Directory, check_name
+
+PINS_FOLDER = "pins"
+
+
+class Pins:
+    """The pins of one directory, as they were when :meth:`load` read them."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._ranges: dict[str, list[tuple[int, int]]] = {}
+
+    def load(self) -> None:
+        """Read all pins anew.
+
+        Raises:
+            CorruptStoreError: one is damaged.
+        """
+        found: dict[str, list[tuple[int, int]]] = {}
+        for name in self._directory.names(PINS_FOLDER):
+            if not name.endswith(".json"):
+                continue
+            try:
+                value = self._read(name)
+            except FileNotFoundError:
+                continue
+            found[name.removeprefix(PINS_FOLDER + "/").removesuffix(".json")] = list(iterate_ranges(value["ids"]))
+        self._ranges = found
+
+    def _read(self, file: str) -> Any:
+        return unseal("pin", self._directory.read(file), f"{self._directory.url}/{file}")
+
+    def name(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return, per id, whether any pin names it."""
+        named = np.zeros(len(ids), np.bool_)
+        for ranges in self._ranges.values():
+            for low, high in ranges:
+                named |= (ids >= low) & (ids <= high)
+        return named
+
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        """Return the ids that a pin names, as inclusive ranges.
+
+        Raises:
+            StoreNotFoundError: there is no such pin.
+        """
+        if name not in self._ranges:
+            raise StoreNotFoundError(
+                f"{self._directory.url}: no pin is called {name!r}; there are {sorted(self._ranges)}"
+            )
+        return self._ranges[name]
+
+    def state(self, name: str) -> dict[str, Any]:
+        """Return what was saved with a pin.
+
+        Raises:
+            StoreNotFoundError: there is no such pin.
+        """
+        try:
+            return dict(self._read(pin_name(name)))
+        except FileNotFoundError as error:
+            raise StoreNotFoundError(f"{self._directory.url}: no pin is called {name!r}") from error
+
+
+def pin_name(name: str) -> str:
+    """Return the name of a pin's file.
+
+    Raises:
+        UnsafeContentError: it would lie elsewhere.
+    """
+    return check_name(f"{PINS_FOLDER}/{name}.json")
+
+
+def pin_file(name: str, ids: npt.NDArray[np.int64], generation: int, **state: Any) -> EncodedFile:
+    """Return the file that pins trajectories under a name.
+
+    Args:
+        name: of the pin.
+        ids: of the trajectories, ascending.
+        generation: of the store.
+        state: saved with it.
+    """
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    lows, highs = (
+        ids[np.append(0, breaks + 1)] if len(ids) else ids,
+        ids[np.append(breaks, len(ids) - 1)] if len(ids) else ids,
+    )
+    body = orjson.dumps(
+        {
+            **state,
+            "generation": generation,
+            "ids": [[int(a), int(b)] for a, b in zip(lows, highs, strict=True)],
+        }
+    )
+    return EncodedFile(pin_name(name), [seal("pin", body)])
