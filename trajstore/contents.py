@@ -27,7 +27,7 @@ from trajstore.gather import Located, allocate, gather, locate
 from trajstore.index import TrajectoryIndex, columns_of
 from trajstore.pending import OwnedRecord
 from trajstore.record import Record, trajectory_of
-from trajstore.residency import Residency
+from trajstore.residency import MappedShard, Residency
 from trajstore.schema import ColumnSpec, Extent, Schema
 from trajstore.sources import Source
 from trajstore.trajectory import AnyTrajectory
@@ -159,7 +159,7 @@ class Contents:
         with self.lock:
             for at in range(len(records)):
                 item = owned[at]
-                slot = self.residency.add_memory(item.record.schema, item.addresses, item.memory)
+                slot = self.residency.add_memory(item)
                 self._held[ids[at]] = _Held(slot, item.nbytes, None, pending, item.record)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)
@@ -342,7 +342,7 @@ class Contents:
         order = np.argsort(self.index.arrays["shard"][positions], kind="stable")
         for position in positions[order].tolist():
             schema, tensors = self._rows_of(position)
-            slot = self.residency.add_memory(schema, [tensor.data_ptr() for tensor in tensors], tensors)
+            slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors))
             number = int(self.index.arrays["trajectory_id"][position])
             home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *_STARTS))
             nbytes = sum(tensor.nbytes for tensor in tensors)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from trajstore.arena import Arena, Lease, aligned
 from trajstore.formats.base import Buffer, ShardContent
 from trajstore.record import BlockTensors, Record
+from trajstore.schema import Schema
 
 _JOIN_BELOW = 64 << 10
 """Pieces of a column that are smaller than this, on average, are joined: a piece costs more than its bytes."""
@@ -34,6 +35,11 @@ class OwnedRecord:
     addresses: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     nbytes: int
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the record."""
+        return self.record.schema
 
 
 def groups(records: Sequence[Record], limit: int) -> Iterator[tuple[list[Record], int]]:

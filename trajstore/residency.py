@@ -28,15 +28,27 @@ MEMORY = -1
 ANY_AXIS = 0
 
 
+class Rows(Protocol):
+    """Rows that can be read in place for as long as this object lives."""
+
+    @property
+    def schema(self) -> Schema:
+        """Their columns."""
+
+    @property
+    def addresses(self) -> Sequence[int] | npt.NDArray[np.int64]:
+        """Per column of the schema, the address of the first row."""
+
+
 @dataclass(frozen=True, slots=True)
 class MappedShard:
-    """A shard whose columns can be read in place.
+    """A shard, or a decoded trajectory, whose columns can be read in place.
 
     ``addresses[i]`` is the address of the first row of ``schema.columns[i]``; ``keep`` holds the memory.
     """
 
     schema: Schema
-    addresses: Sequence[int] | npt.NDArray[np.int64]
+    addresses: Sequence[int]
     keep: Any
     maps: int = 1
     """How many maps of files this holds."""
@@ -89,7 +101,7 @@ class Residency:
         self._sources: list[ShardOpener] = []
         self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._owners: dict[int, Any] = {}
+        self._owners: dict[int, Rows] = {}
         self._schemas: dict[int, Schema] = {}
         self._columns: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
         self._numbers: dict[ColumnSpec, int] = {}
@@ -124,11 +136,11 @@ class Residency:
         self._source[slot], self._row[slot], self.signature[slot] = source, row, -1
         return slot
 
-    def add_memory(self, schema: Schema, addresses: Sequence[int] | npt.NDArray[np.int64], keep: Any) -> int:
-        """Return a slot for a trajectory in memory that ``keep`` holds."""
+    def add_memory(self, rows: Rows) -> int:
+        """Return a slot for a trajectory in memory."""
         slot = self._new_slot()
         self._source[slot], self.signature[slot] = MEMORY, -1
-        self._owners[slot] = MappedShard(schema, addresses, keep)
+        self._owners[slot] = rows
         return slot
 
     def release(self, slot: int) -> None:
@@ -213,7 +225,7 @@ class Residency:
             self._unmap_oldest(set(np.unique(slots).tolist()))
         return undecoded
 
-    def _settle(self, slot: int, shard: MappedShard) -> None:
+    def _settle(self, slot: int, shard: Rows) -> None:
         numbers, signature = self._numbered(shard.schema)
         self._reserve(self._count)
         self.addresses[slot, numbers] = shard.addresses
