@@ -120,6 +120,7 @@ def test_every_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_fails_in_every_way(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,30 +62,66 @@ def session_of(key: str) -> str:
     return key.rpartition("_")[0]
 
 
-def single_outputs(keys: Sequence[str]) -> list[bool]:
-    """Return for each row whether it is the only output of its session; only such rows can be replayed."""
-    sessions = [session_of(key) for key in keys]
-    outputs = Counter(sessions)
-    return [outputs[session] == 1 for session in sessions]
+def trajectories_of(
+    rows: Sequence[Row], outcome: OutcomeRule, *, step: int, run: str, fingerprint: str
+) -> list[AgentTrajectory]:
+    """Return the rows that were generated in a step as trajectories.
 
-
-def trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
-    """Return a row that was generated in this step as a trajectory.
-
-    Tensors are shared with the row. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
+    Tensors are shared with the rows. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
     weights that sampled (``min_global_steps``, ``max_global_steps``) and ``token_scores``: what the reward gave,
-    ``[[position in the response, score], ...]``.
+    ``[[position in the response, score], ...]``. Two numbers tell a reader whether it has all of a group, of which a
+    crash may have taken a part: ``outputs`` of the session, and ``task_rollouts``, the task's rows of this step that
+    are the only output of their session.
 
     Args:
-        row: with the columns of :data:`NEEDED`.
+        rows: all of the step, with the columns of :data:`NEEDED`.
         outcome: says what a success is.
-        step: number of the training step; the policy version of the trajectory.
-        run: identifies the process that made it.
+        step: number of the training step; the policy version of the trajectories.
+        run: identifies the process that made them.
         fingerprint: tokenizer and chat template.
 
     Raises:
+        ConfigurationError: a row's key is none of verl's.
         InvalidTrajectoryError: the outcome is in none of the reward's extra figures.
     """
+    sessions = [session_of(row.key) for row in rows]
+    outputs = Counter(sessions)
+    made = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in rows]
+    alone = Counter(one.task_id for one, session in zip(made, sessions, strict=True) if outputs[session] == 1)
+    for one, session in zip(made, sessions, strict=True):
+        one.metadata |= {"outputs": outputs[session], "task_rollouts": alone[one.task_id]}
+    return made
+
+
+def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
+    """Return the rollouts of one step that can be replayed, in an order that is not that of their arrival.
+
+    Those are the ones that are the only output of their session. What the pool makes of them, and which it draws
+    later, shall be the same in two equal runs. A uid is another one in every run, so they are ordered by task and
+    session.
+    """
+    chosen = [one for one in made if one.metadata.get("outputs", 1) == 1]
+    return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
+
+
+def lost_beside(found: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
+    """Return a stand-in for each rollout of a step of which others were found, but not this one: a failure.
+
+    A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
+
+    Args:
+        found: what :func:`replayable` returned of that which was recorded.
+    """
+    present = Counter(one.task_id for one in found)
+    made = {one.task_id: one.metadata.get("task_rollouts", 0) for one in found}
+    return [
+        AgentTrajectory(task_id=task, entropys=torch.zeros(0), response_mask=torch.zeros(0, dtype=torch.int64))
+        for task, count in made.items()
+        for _ in range(count - present[task])
+    ]
+
+
+def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
     columns = row.columns
     prompt, response, response_mask = columns["prompts"], columns["responses"], columns["response_mask"]
     scores = columns["rm_scores"]
@@ -126,7 +162,7 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
     Args:
         template: a row of the same prompt.
-        trajectory: as :func:`trajectory_of` made it.
+        trajectory: as :func:`trajectories_of` made it.
         number: counts the replayed rows of the prompt from 0.
         own_group: it shall be a group of GRPO of its own.
 

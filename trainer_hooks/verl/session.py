@@ -7,6 +7,7 @@ gives the replayed rows their recorded log-probs, and lets good rollouts enter t
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,11 +29,12 @@ from trainer_hooks.verl.rows import (
     NEEDED,
     WELCOME,
     Row,
+    lost_beside,
     recorded_log_probs,
+    replayable,
     replayed_row,
     session_of,
-    single_outputs,
-    trajectory_of,
+    trajectories_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError
@@ -190,10 +192,7 @@ class ReplaySession:
         real = _without_padding(batch)
         rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.replays else NEEDED, WELCOME)
         fresh = [row for row in rows if row.key not in self._joined]
-        made = [
-            trajectory_of(row, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint)
-            for row in fresh
-        ]
+        made = trajectories_of(fresh, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint)
         figures = self._recorder.record(made) if self._recorder is not None else {}
         if not self.replays:
             return figures
@@ -202,7 +201,7 @@ class ReplaySession:
         histories = [self._joined[row.key] for row in replayed]
         everything = [*made, *histories]
         figures |= self._hook.rollouts_done(
-            _replayable(made),
+            replayable(made),
             [trajectory.task_id for trajectory in everything],
             [False] * len(made) + [True] * len(histories),
             [trajectory.policy_version for trajectory in everything],
@@ -252,8 +251,15 @@ class ReplaySession:
         if manager is not None:
             manager.hold([cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None])
 
-    def resume(self, folder: Path, step: int) -> None:
+    def resume(self, folder: Path | None, step: int) -> None:
         """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.
+
+        Where no checkpoint says so, the pool is used as it lies in its store. With ``on_resume: keep``, rollouts
+        recorded since enter the pool again; without a checkpoint, all that are recorded.
+
+        Args:
+            folder: the checkpoint; ``None`` = there is none yet.
+            step: of the checkpoint.
 
         Raises:
             CorruptStoreError: the checkpoint's cut is damaged.
@@ -262,36 +268,35 @@ class ReplaySession:
         manager = self._hook.manager
         if manager is None:
             return
-        cut = find_cut(folder, step)
-        if cut is None or cut.pool is None:
+        cut = None if folder is None else find_cut(folder, step)
+        if cut is not None and cut.pool is not None:
+            if cut.step != step:
+                logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
+            manager.load_state_dict(dict(cut.pool))
+            if cut.step == step:
+                self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
+            logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))
+        elif folder is not None:
             logger.warning(
                 "%s says nothing of the experience pool; it is used as it is: %d trajectories", folder, len(manager)
             )
-            return
-        if cut.step != step:
-            logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
-        manager.load_state_dict(dict(cut.pool))
-        if cut.step == step:
-            self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
-        logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))
         if self._block.on_resume == "keep":
             self._take_in_since(cut)
 
-    def _take_in_since(self, cut: Cut) -> None:
-        """Let rollouts that were recorded after a checkpoint enter the pool, step by step."""
-        if self._recorder is None or self._recorder.buffer.store_id != cut.rollouts_store:
-            logger.warning(
-                "the rollouts recorded after step %d are not in this run's store; none were taken in", cut.step
-            )
+    def _take_in_since(self, cut: Cut | None) -> None:
+        """Let rollouts that were recorded after a checkpoint, or at all, enter the pool, step by step."""
+        if self._recorder is None or (cut is not None and self._recorder.buffer.store_id != cut.rollouts_store):
+            logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
             return
-        steps: dict[tuple[str, int], list[AgentTrajectory]] = {}
-        for one in self._recorder.recorded_after(cut.rollouts):
-            origin = (str(one.metadata.get("run")), one.policy_version or 0)
-            steps.setdefault(origin, []).append(one)
-        for made in steps.values():
-            self._hook.admit(_replayable(made))
+        steps = 0
+        # One process after another wrote there, each its steps in their order.
+        recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
+        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
+            found = replayable(made)
+            self._hook.admit([*found, *lost_beside(found)])
+            steps += 1
         if steps:
-            logger.info("experience pool: took in %d steps recorded since", len(steps))
+            logger.info("experience pool: took in %d steps recorded since", steps)
 
     def close(self) -> None:
         """Write what is left, and close the stores. Closing again does nothing.
@@ -306,17 +311,6 @@ class ReplaySession:
         finally:
             if self._recorder is not None:
                 self._recorder.close()
-
-
-def _replayable(made: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
-    """Return the rollouts of one step that can be replayed, in an order that is not that of their arrival.
-
-    What the pool makes of them, and which it draws later, shall be the same in two equal runs. A uid is another one
-    in every run, so they are ordered by task and session.
-    """
-    alone = single_outputs([one.rollout_id for one in made])
-    chosen = [one for one, single in zip(made, alone, strict=True) if single]
-    return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
 
 
 def _without_padding(batch: KVBatchMeta) -> KVBatchMeta:

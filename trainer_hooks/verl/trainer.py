@@ -158,7 +158,10 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        if self.global_steps == 0:
+        if self.config.trainer.resume_mode == "disable":
+            return
+        if self.global_steps == 0:  # interrupted before its first checkpoint, or new
+            self._session.resume(None, 0)
             return
         given = self.config.trainer.resume_from_path
         explicit = self.config.trainer.resume_mode == "resume_path"

@@ -25,12 +25,14 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from tests.trainer_hooks.verl.builders import fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.verl.config import OnResume, OutcomeRule, RecordingConfig, ReplayBlock
+from trainer_hooks.verl.cuts import read_cut
 from trainer_hooks.verl.dataplane import add_rows, prompts_under_way, read_rows, read_whole_row, write_column
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import TRAINING, ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
+from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
@@ -461,6 +463,63 @@ def test_rollouts_recorded_after_the_checkpoint(
     rate(joined)
     # The rollouts of the third group are those of the first once more: nothing new for the pool.
     assert resumed.scored(joined, 2)["experience_replay/pool_trajectories"] == trajectories
+
+
+def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path: Path) -> None:
+    """A crash left two successes of a group and took its failures: both enter, and what was there stays."""
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    rows = [fresh_row("second", number, response=3 + number, score=float(number < 2), seed=100) for number in range(N)]
+    rate(joined := session.join(put(rows)))
+    session.scored(joined, 2)
+    session.close()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as rollouts_store:
+        rollouts_store.evict(rollouts_store.trajectory_ids.tolist()[-2:])
+
+    resumed = make_session(on_resume="keep", **pool)
+    resumed.resume(folder, 1)
+    resumed.save(tmp_path / "global_step_3", 3)
+    cut = read_cut(tmp_path / "global_step_3")
+    assert cut is not None
+    assert cut.pool is not None
+    assert {task: len(held) for task, held in cut.pool["entries"].items()} == dict(
+        zip(TASKS, (4, 2, 2, 2), strict=True)
+    )
+    assert cut.pool["skip_uid_set"] == []
+    assert cut.pool["difficulty2task_dict"] == {"2": [*TASKS]}
+
+
+@pytest.mark.parametrize("checkpoint", [True, False], ids=["checkpoint without a cut", "no checkpoint"])
+@pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
+def test_what_the_pool_had_not_committed_yet(
+    on_resume: OnResume, tasks: int, checkpoint: bool, make_session: MakeSession, tmp_path: Path
+) -> None:
+    """Rollouts are committed before what the pool makes of them; here a crash came in between."""
+    session = make_session(store={"path": str(tmp_path / "pool")})
+    fill(session)
+    session.close()
+
+    resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
+    resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
+    assert sum(map(bool, (one.histories for one in resumed.plan(TASKS, 0.5, 2)))) == tasks
+
+
+def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSession, tmp_path: Path) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    session.save(tmp_path / "global_step_1", 1)
+    session.close()
+    resumed = make_session(on_resume="keep", **pool)
+    resumed.resume(None, 0)
+    resumed.save(tmp_path / "global_step_2", 2)
+    cuts = [read_cut(tmp_path / f"global_step_{step}") for step in (1, 2)]
+    before, after = [dict(cut.pool or {}) for cut in cuts if cut is not None]
+    for name in ("entries", "skip_uid_set", "difficulty2task_dict"):
+        assert after[name] == before[name]
 
 
 def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> None:

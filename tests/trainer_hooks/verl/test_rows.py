@@ -21,13 +21,14 @@ from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
+    lost_beside,
     plain,
     recorded_log_probs,
+    replayable,
     replayed_row,
     session_of,
-    single_outputs,
     task_id_of,
-    trajectory_of,
+    trajectories_of,
 )
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -37,7 +38,11 @@ RULE = OutcomeRule()
 
 
 def recorded(row: Row, outcome: OutcomeRule = RULE) -> AgentTrajectory:
-    return trajectory_of(row, outcome, step=5, run="run-a", fingerprint="tokens")
+    return step_of([row], outcome)[0]
+
+
+def step_of(rows: list[Row], outcome: OutcomeRule = RULE) -> list[AgentTrajectory]:
+    return trajectories_of(rows, outcome, step=5, run="run-a", fingerprint="tokens")
 
 
 def through_a_store(trajectories: list[AgentTrajectory], folder: Path) -> list[AgentTrajectory]:
@@ -113,6 +118,8 @@ def test_what_a_trajectory_says_of_its_row(tmp_path: Path) -> None:
         "min_global_steps": 4,
         "max_global_steps": 5,
         "token_scores": [[3, 0.75]],
+        "outputs": 1,
+        "task_rollouts": 1,
     }
     assert held.loss_mask is not None
     assert held.loss_mask.tolist() == [0, 0, 0, *row.columns["response_mask"].tolist()]
@@ -242,10 +249,33 @@ def test_other_keys_are_refused(key: str) -> None:
         session_of(key)
 
 
-def test_single_outputs() -> None:
-    keys = ["a_0_0", "a_1_0", "a_1_1", "b_1_0", "a_10_0"]
-    assert single_outputs(keys) == [True, False, False, True, True]
-    assert single_outputs([]) == []
+def made_in_a_step() -> list[AgentTrajectory]:
+    """Two prompts of one task and one of another; session 1 of the first has two outputs."""
+    places = [("b", 1, 0, 1), ("a", 10, 0, 1), ("a", 1, 1, 1), ("a", 0, 0, 1), ("a", 1, 0, 1), ("c", 0, 0, 2)]
+    return step_of(
+        [rated(fresh_row(uid, session, output=output, index=index)) for uid, session, output, index in places]
+    )
+
+
+def test_only_single_outputs_can_be_replayed() -> None:
+    made = made_in_a_step()
+    assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_10_0", "c_0_0"]
+    assert replayable([]) == []
+
+
+def test_what_a_crash_left_of_a_session_with_two_outputs_cannot_be_replayed() -> None:
+    made = [one for one in made_in_a_step() if one.rollout_id != "a_1_0"]
+    assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_10_0", "c_0_0"]
+
+
+def test_for_what_a_crash_took_of_a_group_there_are_failures() -> None:
+    found = replayable(made_in_a_step())
+    assert lost_beside(found) == []
+    assert lost_beside([]) == []
+    found = [one for one in found if one.rollout_id not in ("a_0_0", "c_0_0")]
+    (lost,) = lost_beside(found)
+    assert (lost.task_id, lost.reward) == ("sums:1", None)
+    assert lost_beside([AgentTrajectory(task_id="sums:1")]) == [], "recorded by somebody who does not say how many"
 
 
 # ---- values ----

@@ -12,8 +12,9 @@ from typing import Any
 
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.layout import journal_path
-from tools.crash.verl.moments import MOMENTS, JournalReader, Moment, wait_for
+from tools.crash.verl.moments import KEEP_MOMENTS, MOMENTS, JournalReader, Moment, wait_for
 from tools.crash.verl.processes import Driver
+from trainer_hooks.verl.config import OnResume
 from trajstore.errors import TrajstoreError
 
 
@@ -26,6 +27,8 @@ class Result:
         problems: what was wrong, each with the number of the driver.
         phases: kills by the last phase that the driver had noted.
         between: kills that fell between our cut and verl's checkpoint.
+        since: acknowledged rollouts younger than the checkpoint that the next driver had to have in its pool
+            (``on_resume: keep``), all kills together.
         rollouts: different rollouts whose commit was acknowledged, all of them checked after every later kill.
         checked: comparisons of an acknowledged rollout with the store, all kills together.
         resumed: steps at which drivers resumed.
@@ -38,6 +41,7 @@ class Result:
     problems: list[str] = field(default_factory=list)
     phases: Counter[str] = field(default_factory=Counter)
     between: int = 0
+    since: int = 0
     rollouts: int = 0
     checked: int = 0
     resumed: list[int] = field(default_factory=list)
@@ -51,7 +55,8 @@ def run_campaign(
     kills: int,
     seed: int,
     progress: Callable[[Result], None] | None = None,
-    moments: Sequence[Moment] = MOMENTS,
+    moments: Sequence[Moment] | None = None,
+    on_resume: OnResume = "exact",
 ) -> Result:
     """Kill ``kills`` drivers of one training, and let one more resume; return what was found.
 
@@ -63,8 +68,11 @@ def run_campaign(
         kills: how many.
         seed: of the moments (the machine's timing adds its own chance).
         progress: told after each kill.
-        moments: in this order, over and over.
+        moments: in this order, over and over; None = those of ``on_resume``.
+        on_resume: how drivers take up the pool.
     """
+    if moments is None:
+        moments = KEEP_MOMENTS if on_resume == "keep" else MOMENTS
     chance = random.Random(seed)
     result, promises = Result(), Promises()
     expected: Expected | None = None
@@ -74,32 +82,35 @@ def run_campaign(
         def tell(text: str, life: int = life) -> None:
             result.problems.append(f"driver {life}: {text}")
 
-        last = life == kills
+        moment = None if life == kills else moments[life % len(moments)]
         journal = JournalReader(journal_path(folder, life))
-        driver = Driver(folder, life)
+        driver = Driver(folder, life, on_resume)
         try:
-            obstacle = wait_for(None if last else moments[life % len(moments)], driver, journal, chance)
+            obstacle = wait_for(moment, driver, journal, chance)
         finally:
             result.survivors += driver.kill()
         journal.refresh()
         if obstacle is not None:
             tell(obstacle)
-        loaded = _take(journal.entries, promises, result, tell)
+        # A driver that came to a later step than its first one has trained that.
+        trains = moment is None or min(moment.steps) > 1
+        loaded = _take(journal.entries, trains, promises, result, tell)
         if loaded is None:
             break
         if expected is not None:
             check_resumed(loaded, expected, tell)
         try:
-            found = look(folder, promises, loaded["run"], tell)
+            found = look(folder, promises, loaded["run"], on_resume, tell)
         except (TrajstoreError, OSError, ValueError) as error:
             tell(f"what is left cannot be read: {type(error).__name__}: {error}")
             break
         expected = found.expected
         result.checked += found.rollouts
         result.rollouts = len(promises.rollouts)
-        if not last:
+        if moment is not None:
             result.kills += 1
             result.between += found.between
+            result.since += found.since
             result.phases[journal.phase] += 1
         result.seconds = time.monotonic() - start
         if progress is not None:
@@ -110,9 +121,17 @@ def run_campaign(
 
 
 def _take(
-    entries: Sequence[dict[str, Any]], promises: Promises, result: Result, tell: Callable[[str], None]
+    entries: Sequence[dict[str, Any]], trains: bool, promises: Promises, result: Result, tell: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Take in a driver's journal; return how it resumed, None if it did not get so far."""
+    """Take in a driver's journal; return how it resumed, None if it did not get so far.
+
+    Args:
+        entries: the journal's.
+        trains: whether the driver must have trained a step.
+        promises: get what is promised.
+        result: gets the steps.
+        tell: gets each problem.
+    """
     loaded: dict[str, Any] | None = None
     trained = []
     for entry in entries:
@@ -123,6 +142,6 @@ def _take(
         elif entry["event"] == "phase" and entry["name"] == "trained":
             trained.append(entry["step"])
     result.steps += len(trained)
-    if loaded is not None and trained[:1] != [loaded["step"] + 1]:
+    if loaded is not None and (trains or trained) and trained[:1] != [loaded["step"] + 1]:
         tell(f"resumed at step {loaded['step']} and trained {trained}: training does not go on")
     return loaded

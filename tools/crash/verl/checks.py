@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -10,10 +11,13 @@ from typing import Any, cast
 import orjson
 
 from tools.crash.verl.digest import digest
+from tools.crash.verl.keeping import kept_pool
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.verl.config import OnResume
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
+from trajstore.experience import PoolRules
 from trajstore.experience.journal import Recovered, recover
 from trajstore.experience.store import PoolStore
 from trajstore.verify import verify
@@ -54,12 +58,12 @@ class Expected:
     Attributes:
         step: of the checkpoint that verl's tracker names; 0 = none.
         pool: the pool's state, as far as it is known.
-        held: the pool's trajectories.
+        held: the pool's trajectories; None = not known, for there is no sound cut.
     """
 
     step: int
     pool: Mapping[str, Any]
-    held: Held
+    held: Held | None
 
 
 @dataclass
@@ -69,11 +73,13 @@ class Found:
     Attributes:
         expected: of the next driver.
         rollouts: that were compared with what was acknowledged.
+        since: acknowledged rollouts that the pool must have although they are younger than the checkpoint.
         between: whether the crash fell between our cut and verl's checkpoint.
     """
 
     expected: Expected
     rollouts: int
+    since: int
     between: bool
 
 
@@ -98,13 +104,14 @@ class _Reader:
         self._buffer.close()
 
 
-def look(folder: Path, promises: Promises, run: str, tell: Tell) -> Found:
+def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: Tell) -> Found:
     """Check everything that a killed driver left; return what the next one must find.
 
     Args:
         folder: the campaign's.
         promises: of this driver and all before.
         run: how the killed driver called itself in its cuts.
+        on_resume: of the next driver.
         tell: gets each problem.
     """
     for path in (rollouts_path(folder), pool_path(folder)):
@@ -118,14 +125,19 @@ def look(folder: Path, promises: Promises, run: str, tell: Tell) -> Found:
         cuts = {step: cut for step, cut in _cuts(folder) if _check_cut(step, cut, present, pool, tell)}
         step = step_named_by_tracker(folder)
         between = any(cut["run"] == run and later > (step or 0) for later, cut in cuts.items())
-        if step is None:
-            expected = Expected(0, _state(recovered), _held(pool, _ids(recovered)))
-        elif step not in cuts:
+        if step is not None and step not in cuts:
             tell(f"the checkpoint of step {step} has no sound cut of ours")
-            expected = Expected(step, {}, {})
-        else:
-            expected = Expected(step, cuts[step]["pool"], _held(pool, cuts[step]["pool"]["entries"]))
-        return Found(expected, len(promises.rollouts), between)
+            return Found(Expected(step, {}, None), len(promises.rollouts), 0, between)
+        newest, state = (-1, _state(recovered)) if step is None else (cuts[step]["rollouts"], cuts[step]["pool"])
+        held = {task: [pool.get(number) for number in numbers] for task, numbers in state["entries"].items()}
+        before = {name for _, name in _names(_contents(held))}
+        if on_resume == "keep":
+            since = [present[number] for number in sorted(present) if number > newest]
+            state, held = _with_kept(state, held, since)
+        contents = _contents(held)
+        younger = {name for name, _ in promises.rollouts.values()} - before
+        entered = sum(name in younger for _, name in _names(contents))
+        return Found(Expected(step or 0, state, contents), len(promises.rollouts), entered, between)
     finally:
         rollouts.close()
         pool.close()
@@ -141,8 +153,37 @@ def check_resumed(loaded: Mapping[str, Any], expected: Expected, tell: Tell) -> 
             found, wanted = ({why: count for why, count in one.items() if count} for one in (found, wanted))
         if found != wanted:
             tell(f"resumed at step {loaded['step']}: {name} of the pool is {found}, must be {wanted}")
+    if expected.held is None:
+        return
+    found = Counter(_names(loaded["held"]))
+    for task, rollout in sorted(set(_names(expected.held)) - found.keys()):
+        tell(f"resumed at step {loaded['step']}: rollout {rollout} of task {task} belongs in the pool and is missing")
+    for (task, rollout), times in found.items():
+        if times > 1:
+            tell(f"resumed at step {loaded['step']}: rollout {rollout} of task {task} is in the pool {times} times")
     if loaded["held"] != expected.held:
         tell(f"resumed at step {loaded['step']}: the pool holds {loaded['held']}, must hold {expected.held}")
+
+
+def _with_kept(
+    state: Mapping[str, Any], held: Mapping[str, list[AgentTrajectory]], since: Sequence[AgentTrajectory]
+) -> tuple[dict[str, Any], dict[str, list[AgentTrajectory]]]:
+    """Return a pool's state and trajectories with the rollouts recorded since; ids are left out, as they are new."""
+    kept = kept_pool(state, held, since, _rules().max_trajectories_per_task)
+    changed = {name: value for name, value in state.items() if name != "entries"}
+    changed |= {"difficulty2task_dict": kept.buckets(), "skip_uid_set": list(kept.skip)}
+    if "refused" in state:
+        changed["refused"] = dict(Counter(state["refused"]) + kept.refused)
+    return changed, kept.held
+
+
+def _contents(held: Mapping[str, list[AgentTrajectory]]) -> Held:
+    return {task: [[one.rollout_id, digest(one)] for one in several] for task, several in held.items()}
+
+
+def _names(held: Held) -> list[tuple[str, str]]:
+    """Return task and rollout of each trajectory."""
+    return [(task, name) for task, contents in held.items() for name, _ in contents]
 
 
 def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, tell: Tell) -> dict[str, str]:
@@ -158,7 +199,7 @@ def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, 
 
 def _check_pool(pool: _Reader, promises: Promises, digests: Mapping[str, str], tell: Tell) -> Recovered:
     """Recover the pool as a driver would; what was acknowledged is in it, or left it by the pool's own rules."""
-    rules = ExperienceReplayConfig.from_mapping({"enable": True}, n_rollout=GROUP).pool_rules(GROUP)
+    rules = _rules()
     recovered = recover(cast(PoolStore, pool), rules)
     ids = _ids(recovered)
     for task, numbers in promises.pool.items():
@@ -205,6 +246,10 @@ def _check_cut(
     return not problems
 
 
+def _rules() -> PoolRules:
+    return ExperienceReplayConfig.from_mapping({"enable": True}, n_rollout=GROUP).pool_rules(GROUP)
+
+
 def _ids(recovered: Recovered) -> dict[str, list[int]]:
     entries = recovered.state.entries.items()
     return {task: [entry.trajectory_id for entry in held] for task, held in entries}
@@ -214,8 +259,3 @@ def _state(recovered: Recovered) -> dict[str, Any]:
     """Return what is known of the state of a pool that is used as it lies in its store."""
     buckets = {str(difficulty): tasks for difficulty, tasks in recovered.state.buckets.to_dict().items()}
     return {"difficulty2task_dict": buckets, "skip_uid_set": list(recovered.state.skip), "entries": _ids(recovered)}
-
-
-def _held(pool: _Reader, entries: Mapping[str, list[int]]) -> Held:
-    found = {task: [pool.get(number) for number in numbers] for task, numbers in entries.items()}
-    return {task: [[one.rollout_id, digest(one)] for one in held] for task, held in found.items()}

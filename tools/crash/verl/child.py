@@ -34,14 +34,21 @@ OVERRIDES = (
     "trainer.resume_mode=auto",
 )
 _LOOK_EVERY = 0.005  # seconds
+_GAP = 0.2
+"""Seconds between a step's rollouts and what the pool makes of them, where the promise covers both. Without it the two
+stores commit within few milliseconds of each other, and hardly a kill would fall in between."""
 
 
-def main(folder: Path, life: int) -> None:
+def main(folder: Path, life: int, on_resume: str) -> None:
     """Train in ``folder`` until killed."""
     assets = _assets(folder / ASSETS)
     session = VerlSession.start()
     journal = Journal(journal_path(folder, life))
-    session.run(make_config(assets, folder, OVERRIDES), prepare=partial(observe, journal=journal))
+    overrides = (*OVERRIDES, f"+exp_manager.on_resume={on_resume}")
+    session.run(
+        make_config(assets, folder, overrides),
+        prepare=partial(observe, journal=journal, gap=_GAP if on_resume == "keep" else 0.0),
+    )
 
 
 def _assets(folder: Path) -> Assets:
@@ -50,11 +57,16 @@ def _assets(folder: Path) -> Assets:
     return Assets(folder / "model", folder / "train.parquet", folder / "val.parquet", folder / "reward.py")
 
 
-def observe(trainer: Any, journal: Journal) -> None:
+def observe(trainer: Any, journal: Journal, gap: float) -> None:
     """Let a trainer that was not initialised yet write into a journal.
 
     ``loaded``: where it resumed. ``phase``: what begins, or is done, in which step. ``acknowledged``: rollouts whose
     commit the store reported. ``pooled``: what the pool held when everything up to there was committed.
+
+    Args:
+        trainer: of verl.
+        journal: to write into.
+        gap: seconds to wait before a step's rollouts enter the pool.
     """
 
     def phase(name: str) -> None:
@@ -65,6 +77,8 @@ def observe(trainer: Any, journal: Journal) -> None:
         acknowledgements = _Acknowledgements(session, journal)
         journal.note("loaded", step=trainer.global_steps, run=session._run, **_pool(session._hook.manager))
         _wrap(session, "save", after=partial(phase, "cut"))
+        if gap:
+            _wrap(session._hook, "rollouts_done", before=partial(time.sleep, gap))
         threading.Thread(target=acknowledgements.run, daemon=True).start()
 
     _wrap(trainer, "_load_checkpoint", after=loaded)
@@ -144,4 +158,4 @@ class _Acknowledgements:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

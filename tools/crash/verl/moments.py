@@ -23,7 +23,7 @@ class Moment:
     """A kind of moment.
 
     Attributes:
-        phase: as the driver notes it.
+        phase: as the driver notes it; ``ACKNOWLEDGED`` = when rollouts of the step are.
         most: seconds after the phase began at the most, about as long as it takes with the tiny model.
         steps: in which step after resuming; one of these. Checkpoints are in every second step.
     """
@@ -45,6 +45,11 @@ SAVING = Moment("saving", 0.006, (SAVE_EVERY, 2 * SAVE_EVERY))
 SAVED = Moment("saved", 0.02, (SAVE_EVERY,))
 MOMENTS = (FIRST_CUT, GENERATION, UPDATE, CUT, SCORING, SAVING, SAVED)
 """In this order, over and over."""
+ACKNOWLEDGED = "acknowledged"
+FIRST_ACKNOWLEDGED = Moment(ACKNOWLEDGED, 0.1, (1,))
+"""A step's rollouts are committed, what the pool makes of them perhaps not; there may be no checkpoint yet."""
+KEEP_MOMENTS = (FIRST_ACKNOWLEDGED, *MOMENTS)
+"""The same, where all that is acknowledged must be in the next pool."""
 
 
 class JournalReader:
@@ -76,7 +81,7 @@ class JournalReader:
 
 
 def wait_for(moment: Moment | None, driver: Driver, journal: JournalReader, chance: random.Random) -> str | None:
-    """Return when a driver has come to a moment, at least one step after it resumed; None, or what went wrong.
+    """Return when a driver has come to a moment; None, or what went wrong.
 
     Args:
         moment: None = when one step is trained.
@@ -87,11 +92,15 @@ def wait_for(moment: Moment | None, driver: Driver, journal: JournalReader, chan
     end = time.monotonic() + _START_LIMIT
     phase = "trained" if moment is None else moment.phase
     target: int | None = None
+    step: int | None = None
     while time.monotonic() < end:
         for entry in journal.refresh():
             if entry["event"] == "loaded":
                 target = entry["step"] + (1 if moment is None else chance.choice(moment.steps))
-            elif entry["event"] == "phase" and (entry["name"], entry["step"]) == (phase, target):
+                continue
+            if entry["event"] == "phase":
+                step = entry["step"]
+            if target is not None and (entry.get("name", entry["event"]), step) == (phase, target):
                 if moment is not None:
                     time.sleep(chance.uniform(0.0, moment.most))
                 return None

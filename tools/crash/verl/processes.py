@@ -13,6 +13,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from trainer_hooks.verl.config import OnResume
+
 ROOT = Path(__file__).resolve().parents[3]
 _MARK = "TRAJSTORE_CRASH_LIFE"
 _END_TIMEOUT = 20.0  # seconds
@@ -24,9 +26,10 @@ class Driver:
     Args:
         folder: the campaign's.
         life: number of the driver.
+        on_resume: how it takes up the pool.
     """
 
-    def __init__(self, folder: Path, life: int) -> None:
+    def __init__(self, folder: Path, life: int, on_resume: OnResume) -> None:
         self.log = folder / f"driver_{life:03d}.log"
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         # Ray's sockets lie below, and the path of a socket has at most 107 bytes.
@@ -41,7 +44,7 @@ class Driver:
         }
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tools.crash.verl.child", str(folder), str(life)],
+                [sys.executable, "-m", "tools.crash.verl.child", str(folder), str(life), on_resume],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
