@@ -151,6 +151,16 @@ def copy_rows(
                 _memcpy(target + i * width, sources[i], width)
 
 
+@numba.njit(cache=True)
+def copy_few_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
+    """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
+
+    For what is copied in less time than it may take to get the interpreter back.
+    """
+    for i in range(len(sizes)):
+        _memcpy(targets[i], sources[i], sizes[i])
+
+
 @numba.njit(nogil=True, cache=True)
 def copy_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
     """Copy blocks of bytes from addresses to addresses."""

@@ -14,6 +14,8 @@ from trajstore.formats.base import Buffer, ShardContent
 from trajstore.record import BlockTensors, Record
 from trajstore.schema import Schema
 
+_FEW_BYTES = 4 << 20
+
 _JOIN_BELOW = 64 << 10
 """Pieces of a column that are smaller than this, on average, are joined: a piece costs more than its bytes."""
 
@@ -59,7 +61,7 @@ def groups(records: Sequence[Record], limit: int) -> Iterator[tuple[list[Record]
 
 def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
     """Return copies of records in memory of the arena; the caller may then change or free their tensors."""
-    from trajstore._kernels import copy_blocks  # numba takes a while to import
+    from trajstore._kernels import copy_blocks, copy_few_blocks  # numba takes a while to import
 
     blocks: list[tuple[Lease, int]] = []
     targets: list[int] = []
@@ -77,7 +79,8 @@ def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
             targets.append(address)
             address += aligned(size)
     addresses, lengths = np.array(targets, np.int64), np.array(sizes, np.int64)
-    copy_blocks(addresses, np.array(sources, np.int64), lengths)
+    few = sum(sizes) <= _FEW_BYTES
+    (copy_few_blocks if few else copy_blocks)(addresses, np.array(sources, np.int64), lengths)
     owned = []
     start = 0
     for record, (lease, taken) in zip(records, blocks, strict=True):

@@ -234,7 +234,7 @@ def _record_of_step(trajectory: Any) -> Record:
             columns.append((name, tensor.dtype, shape[2:], Axis.SAMPLES))
             tensors.append(tensor)
     size = _document_column({"leaves": leaves} if leaves else {}, columns, tensors)
-    versions = getattr(trajectory, "versions", None)
+    versions = next((tensor for (name, *_), tensor in zip(columns, tensors, strict=True) if name == "versions"), None)
     weights = trajectory.model_weights_id or get_model_weights_id(
         versions if versions is not None else torch.zeros(1, dtype=torch.float32)
     )
@@ -249,16 +249,25 @@ def _record_of_step(trajectory: Any) -> Record:
     )
 
 
+_NUMPY_FLOATS = frozenset({torch.float16, torch.float32, torch.float64})
+
+
 def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
     """Return the lowest and highest policy version of a trajectory; None if unknown.
+
+    Args:
+        versions: real numbers, on the CPU.
 
     Raises:
         InvalidTrajectoryError: a version is not a finite number.
     """
     if versions is None or versions.numel() == 0:
         return None
-    low, high = torch.aminmax(versions.detach())
-    if not (torch.isfinite(low) and torch.isfinite(high)):
+    if versions.is_floating_point() and versions.dtype not in _NUMPY_FLOATS:
+        versions = versions.float()
+    array = versions.numpy()  # torch's operators would let other threads have the interpreter, and wait for it again
+    low, high = array.min(), array.max()
+    if versions.is_complex() or not (np.isfinite(low) and np.isfinite(high)):
         raise InvalidTrajectoryError("field versions: not a finite number")
     return int(low), int(high)
 

@@ -129,7 +129,8 @@ def get_model_weights_id(versions: torch.Tensor) -> str:
 
     The same versions give the same id as in RLinf, so that file names agree.
     """
-    return str(uuid.uuid5(uuid.NAMESPACE_DNS, versions.detach().cpu().contiguous().numpy().tobytes().hex()))
+    data = versions.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # numpy does not know every dtype
+    return str(uuid.uuid5(uuid.NAMESPACE_DNS, data.numpy().tobytes().hex()))
 
 
 def to_cpu(value: Any) -> Any:
