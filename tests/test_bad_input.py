@@ -11,12 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
+from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.catalog import INDEX_NAME, METADATA_NAME
 from trajstore.commits import encode_line
+from trajstore.inspect import inspect
+from trajstore.packing import pack, unpack
 from trajstore.sealed import metadata_json, seal, unseal
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 from trajstore.verify import verify
@@ -77,82 +81,6 @@ def store(pristine: Path, tmp_path: Path) -> Path:
 
 def files_of(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file() and p.name != "writer.lock" and p.parent.name != "readers")
-
-
-def mutate(path: Path, chance: random.Random) -> str:
-    """Damage one file of a directory; return what was done."""
-    files = files_of(path)
-    file = chance.choice(files)
-    name = str(file.relative_to(path))
-    data = file.read_bytes()
-    kind = chance.choice(["flip", "flip", "flip", "cut", "grow", "remove", "swap", "zero", "text"])
-    if kind == "flip" and data:
-        at = chance.randrange(len(data))
-        file.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
-        return f"bit of byte {at} of {len(data)} in {name}"
-    if kind == "cut":
-        file.write_bytes(data[: chance.randrange(len(data))] if data else b"")
-    elif kind == "grow":
-        file.write_bytes(data + chance.randbytes(chance.randint(1, 50)))
-    elif kind == "remove":
-        file.unlink()
-    elif kind == "swap":
-        other = chance.choice(files)
-        file.write_bytes(other.read_bytes())
-        other.write_bytes(data)
-        name += f" and {other.relative_to(path)}"
-    elif kind == "zero":
-        at = chance.randrange(len(data)) if data else 0
-        file.write_bytes(data[:at] + bytes(len(data[at : at + 16])) + data[at + 16 :])
-    else:
-        file.write_bytes(chance.choice([b"", b"{}", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 3000, b"1" * 400]))
-    return f"{kind}: {name}"
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_random_damage_is_refused_or_reported(pristine: Path, tmp_path: Path, seed: int) -> None:
-    chance = random.Random(f"{pristine}/{seed}".split("/")[-1] + str(seed))
-    for number in range(35 if seed else 20):
-        path = Path(shutil.copytree(pristine, tmp_path / str(number)))
-        done = mutate(path, chance)
-        told = None
-        try:
-            found = read(path)
-        except errors.TrajstoreError as error:
-            told = (done, error)
-        except WitnessError:  # mapped rows carry no checksum of their own: verify must find it
-            assert not verify(path).sound, done
-        else:
-            if found != {key: key for key in range(COUNT)}:  # only the newest commit may be missing, and be reported
-                assert found == {key: key for key in range(len(found))}, done
-                report = verify(path)
-                assert report.notes or not report.sound, done
-        if told is not None:
-            assert isinstance(told[1], errors.StoreError), told
-            assert str(path) in str(told[1]) or "shard" in str(told[1]), told
-        with contextlib.suppress(errors.StoreError):
-            verify(path)
-        shutil.rmtree(path)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_writer_on_damaged_files_loses_nothing(pristine: Path, tmp_path: Path, seed: int) -> None:
-    chance = random.Random(1000 + seed)
-    for number in range(12):
-        path = Path(shutil.copytree(pristine, tmp_path / str(number)))
-        done = mutate(path, chance)
-        before = {file: file.read_bytes() for file in files_of(path) if "shards" in file.parts}
-        try:
-            buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
-        except errors.TrajstoreError:
-            assert {file: file.read_bytes() for file in before} == before, done
-        else:
-            ids = set(buffer.trajectory_ids.tolist())
-            (added,) = buffer.add_trajectories([witness(99)])
-            buffer.close()
-            assert added not in ids, done
-            assert ids >= set(range(4)), done
-        shutil.rmtree(path)
 
 
 # -- one kind of damage at a time -------------------------------------------------------------------
@@ -274,6 +202,211 @@ def test_any_value_of_the_snapshot_may_be_nonsense(store: Path) -> None:
         (store / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
         with contextlib.suppress(errors.TrajstoreError, WitnessError):
             read(store)
+
+
+# -- found by tools/mutate --------------------------------------------------------------------------
+
+
+def line_changed(store: Path, change: Callable[[Any], None]) -> None:
+    """Change the first record of the log as somebody would who knows how to compute its checksum."""
+    (segment,) = (store / "log").iterdir()
+    first, *rest = segment.read_bytes().splitlines(keepends=True)
+    record = orjson.loads(first[9:])
+    change(record)
+    segment.write_bytes(b"".join([encode_line(record), *rest]))
+
+
+def test_more_samples_than_steps_are_refused(store: Path) -> None:
+    """They would be read behind the end of the file's map."""
+
+    def claim(value: Any) -> None:
+        samples = value["live"]["columns"]["num_samples"]
+        value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
+
+    resealed(store, claim)
+    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*number of samples"):
+        read(store)
+    assert not verify(store).sound
+
+
+def test_a_shard_of_a_format_that_does_not_exist(tmp_path: Path) -> None:
+    store = build(tmp_path / "store", "pkl")
+    line_changed(store, lambda record: record["shard"].update(format="tape"))
+    with pytest.raises(errors.CorruptStoreError, match="'tape', which does not exist"):
+        read(store)
+    assert not verify(store).sound
+
+
+@pytest.mark.parametrize("name", [METADATA_NAME, "pins/kept.json"])
+@pytest.mark.parametrize(
+    "value", [{"seed": []}, {"rng_state": 7}, {"trajectory_format": "tape"}, {"trajectory_format": [[]]}]
+)
+def test_a_state_that_no_buffer_can_take_up(store: Path, name: str, value: dict[str, Any]) -> None:
+    file = store / name
+    if name == METADATA_NAME:
+        values = orjson.loads(file.read_bytes())
+        del values["crc32"]
+        file.write_bytes(metadata_json(values | value))
+    else:
+        file.write_bytes(seal("pin", orjson.dumps(unseal("pin", file.read_bytes(), "") | value)))
+    with pytest.raises(errors.CorruptStoreError):
+        TrajectoryReplayBuffer().load_checkpoint(store, pin=None if name == METADATA_NAME else "kept")
+    assert [problem.file for problem in verify(store).problems] == [name]
+
+
+@pytest.mark.parametrize("generation", [[[]], -1, None, "7"])
+def test_metadata_without_a_sensible_generation(store: Path, generation: Any) -> None:
+    values = orjson.loads((store / METADATA_NAME).read_bytes())
+    del values["crc32"]
+    (store / METADATA_NAME).write_bytes(metadata_json(values | {"generation": generation}))
+    with pytest.raises(errors.CorruptStoreError, match=r"metadata\.json: generation"):
+        read(store)
+
+
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+def test_metadata_that_is_nested_deeply(store: Path, depth: int) -> None:
+    file = store / METADATA_NAME
+    file.write_bytes(file.read_bytes().rstrip(b"}") + b',"more":' + b"[" * depth + b"]" * depth + b"}")
+    with pytest.raises(errors.CorruptStoreError, match=r"metadata\.json"):
+        read(store)
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"x"', b"{}", b'{"ids":3}'])
+def test_pins_that_name_nothing(store: Path, body: bytes) -> None:
+    (store / "pins" / "kept.json").write_bytes(seal("pin", body))
+    for call in (lambda: read(store), lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)):
+        with pytest.raises(errors.CorruptStoreError):
+            call()
+    assert not verify(store).sound
+
+
+def test_pins_that_were_exchanged(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        for key, name in enumerate(("one", "two")):
+            buffer.add_trajectories([witness(key)])
+            buffer.pin(name)
+    one, two = (tmp_path / "pins" / f"{name}.json" for name in ("one", "two"))
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    with pytest.raises(errors.CorruptStoreError, match=r"one\.json: is the pin 'two'"):
+        TrajectoryReplayBuffer().load_checkpoint(tmp_path, pin="one")
+    assert not verify(tmp_path).sound
+
+
+def test_metadata_of_another_store(store: Path, tmp_path: Path) -> None:
+    other = build(tmp_path / "other", "pt")
+    (store / METADATA_NAME).write_bytes((other / METADATA_NAME).read_bytes())
+    (problem,) = verify(store).problems
+    assert "belongs to another store" in str(problem)
+    assert read(store) == {key: key for key in range(COUNT)}  # a checkpoint may be replaced while it is opened
+
+
+@pytest.mark.parametrize(("old", "new"), [(b'"data_id"', b'"datX_id"'), (b'"outcome"', b'"outcomX"')])
+def test_a_document_that_names_other_fields(tmp_path: Path, old: bytes, new: bytes) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        (number,) = buffer.add_trajectories([agent_witness(1)])
+    (shard,) = (tmp_path / "shards").iterdir()
+    data = shard.read_bytes()
+    assert old in data
+    shard.write_bytes(data.replace(old, new))
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(tmp_path)
+    with pytest.raises(errors.CorruptStoreError, match="does not describe a trajectory"):
+        buffer.get(number)
+    assert inspect(tmp_path)["unreadable"] == 1
+
+
+def test_columns_that_are_no_fields(store: Path) -> None:
+    def rename(value: Any) -> None:
+        value["shards"]["schemas"][0]["columns"][0][0] = "x"
+
+    resealed(store, rename)
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(store)
+    with pytest.raises(errors.CorruptStoreError):
+        buffer.get(0)
+    assert not verify(store).sound
+
+
+@pytest.mark.parametrize("extra", [7, 3])
+def test_epochs_that_do_not_divide_the_steps_are_refused(store: Path, extra: int) -> None:
+    """Rows would be computed that lie outside of the shard."""
+
+    def claim(value: Any) -> None:
+        columns = value["live"]["columns"]
+        fewer = unpack(columns["extra"], "<i4") * 0 + extra
+        columns["extra"] = pack(fewer)
+        columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
+
+    resealed(store, claim)
+    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*epochs"):
+        read(store)
+
+
+def test_weights_that_are_no_text(store: Path) -> None:
+    def spoil(value: Any) -> None:
+        table = value["live"]["weights"]
+        table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
+
+    resealed(store, spoil)
+    with pytest.raises(errors.CorruptStoreError, match="string table"):
+        read(store)
+    assert not verify(store).sound
+
+
+def rlinf(path: Path, form: str = "pt") -> Path:
+    buffer = TrajectoryReplayBuffer(trajectory_format=form)
+    buffer.add_trajectories([witness(key) for key in range(3)])
+    buffer.save_checkpoint(path, layout="rlinf")
+    return path
+
+
+def test_verify_reads_the_checksums_within_the_files_of_rlinf(tmp_path: Path) -> None:
+    path = rlinf(tmp_path / "rlinf")
+    file = next(path.glob("trajectory_1_*.pt"))
+    data = file.read_bytes()
+    at = data.index(witness(1).actions.numpy().tobytes())
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    (problem,) = verify(path).problems
+    assert problem.file == file.name
+    assert "checksum" in problem.message
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl"])
+def test_verify_sees_that_files_of_rlinf_were_exchanged(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rlinf"
+    buffer = TrajectoryReplayBuffer(trajectory_format=form)
+    buffer.add_trajectories([witness(4), witness(16)])  # of one shape
+    buffer.save_checkpoint(path, layout="rlinf")
+    assert verify(path).sound
+    one, two = sorted(path.glob("trajectory_?_*"))
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    assert {problem.file for problem in verify(path).problems} == {one.name, two.name}
+
+
+@pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
+def test_verify_does_not_overlook_a_rank_without_index_and_metadata(tmp_path: Path, layout: Any) -> None:
+    for rank in range(2):
+        buffer = TrajectoryReplayBuffer()
+        buffer.add_trajectories([witness(rank)])
+        buffer.save_checkpoint(tmp_path / f"rank_{rank}", layout=layout)
+    assert verify(tmp_path).sound
+    for name in (METADATA_NAME, INDEX_NAME):
+        (tmp_path / "rank_1" / name).unlink()
+    assert not verify(tmp_path).sound
+
+
+def test_verify_reports_names_that_leave_the_directory_of_rlinf(tmp_path: Path) -> None:
+    path = rlinf(tmp_path / "rlinf")
+    index = path / INDEX_NAME
+    value = orjson.loads(index.read_bytes())
+    value["trajectory_index"]["1"]["model_weights_id"] = "/../../x"
+    index.write_bytes(orjson.dumps(value))
+    (problem,) = verify(path).problems
+    assert "leaves the directory" in problem.message
 
 
 # -- code -------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def locate_rows(
         rows[SAMPLES, k] = start_samples[p] + sample
         head = start_extra[p] + sample
         tail = head
-        if extra[p] > 0:
+        if 0 < extra[p] <= steps[p]:  # of an agent trajectory, extra are its response tokens, with or without others
             epoch = sample // (np.int64(steps[p]) // extra[p] * batch[p])
             head += (epoch + 1) * batch[p]
             tail += epoch * batch[p]

@@ -59,7 +59,7 @@ class TrajectoryReplayBuffer:
         ConfigurationError: an argument is out of range.
         StoreLockedError: another process writes to ``auto_save_path``.
         StoreWriteError: ``auto_save_path`` cannot be written.
-        CorruptStoreError, UnsupportedVersionError: what lies there cannot be continued.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: what lies there cannot be continued.
     """
 
     def __init__(
@@ -191,6 +191,7 @@ class TrajectoryReplayBuffer:
             EmptyBufferError: there is nothing to sample from.
             SchemaMismatchError: trajectories of the window differ in their columns.
             CorruptStoreError: a file is missing or damaged.
+            UnsafeContentError: a pickle would run code; nothing of it was run.
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
@@ -216,6 +217,7 @@ class TrajectoryReplayBuffer:
         Raises:
             TrajectoryUnavailableError: there is none, or it has left memory.
             CorruptStoreError: a file is missing or damaged.
+            UnsafeContentError: a pickle would run code; nothing of it was run.
         """
         with self._view.current() as contents:
             return contents.get(contents.index.position_of(trajectory_id))

@@ -27,7 +27,7 @@ from trajstore.commits import (
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.fields import Axis
 from trajstore.formats.base import EncodedFile, ShardManifest
-from trajstore.index import TrajectoryIndex, check_columns
+from trajstore.index import TrajectoryIndex, check_columns, check_epochs
 from trajstore.pins import Pins
 from trajstore.schema import Schema
 from trajstore.sealed import LAYOUT, LAYOUT_VERSION, metadata_json, parse_metadata, seal, unseal
@@ -143,7 +143,13 @@ class Catalog:
 
     def metadata(self) -> dict[str, Any]:
         """Return the directory's ``metadata.json``, checked."""
-        return parse_metadata(self.directory.read(METADATA_NAME), f"{self.directory.url}/{METADATA_NAME}")
+        source = f"{self.directory.url}/{METADATA_NAME}"
+        values = parse_metadata(self.directory.read(METADATA_NAME), source)
+        try:
+            natural(values["generation"])
+        except (KeyError, ValueError) as error:
+            raise CorruptStoreError(f"{source}: generation: {error}") from error
+        return values
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -182,6 +188,13 @@ class Catalog:
         """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
         steps, batch, extra = (index[name].astype(np.int64) for name in ("steps", "batch", "extra"))
         shard = index["shard"]
+        of_steps = self.shards.of_steps()[shard] if len(shard) else np.zeros(0, np.bool_)
+        try:
+            check_epochs({"steps": index["steps"], "extra": index["extra"]}, of_steps)
+        except CorruptStoreError as error:
+            raise CorruptStoreError(f"{source}: {error}") from error
+        if np.any(index["num_samples"] != np.where(of_steps, steps * batch, 1)):
+            raise CorruptStoreError(f"{source}: a trajectory has another number of samples than its steps say")
         for axes, start, rows in (
             ((Axis.SAMPLES,), "start_samples", steps * batch),
             ((Axis.FIRST_EXTRA, Axis.LAST_EXTRA), "start_extra", (steps + extra) * batch),
@@ -271,6 +284,7 @@ class Catalog:
     def _entries(self, value: Any, manifest: ShardManifest) -> dict[str, Any]:
         columns = entries_from_json(value, manifest, self.index.weights, len(self.shards))
         check_columns(columns, len(self.shards) + 1, len(self.index.weights))
+        check_epochs(columns, manifest.schema.kind == "step")
         ids = columns["trajectory_id"]
         if len(ids) and int(ids[0]) < self.next_id:
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before")

@@ -24,6 +24,7 @@ from trajstore.errors import (
     CorruptStoreError,
     StoreWriteError,
 )
+from trajstore.formats import FORMATS
 from trajstore.formats.base import EncodedFile, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.index import TrajectoryIndex
 from trajstore.local import LocalDirectory, sync_folder
@@ -66,9 +67,10 @@ class CheckpointState:
             if rng is not None:
                 state = torch.frombuffer(bytearray(base64.b64decode(rng, validate=True)), dtype=torch.uint8)
                 torch.Generator().set_state(state)
-            return CheckpointState(
-                str(values.get("trajectory_format", "pt")), int(counter), None if seed is None else int(seed), state
-            )
+            form = values.get("trajectory_format") or "pt"
+            if form not in FORMATS:
+                raise ValueError(f"trajectory_format {form!r}: must be one of {', '.join(FORMATS)}")
+            return CheckpointState(form, int(counter), None if seed is None else int(seed), state)
         except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
             raise CorruptStoreError(f"{METADATA_NAME}: {error}") from error
 

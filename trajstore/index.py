@@ -277,6 +277,21 @@ def check_columns(columns: Mapping[str, npt.NDArray[Any]], shards: int, weights:
             raise CorruptStoreError(f"index column {name} holds a value out of range")
 
 
+def check_epochs(columns: Mapping[str, npt.NDArray[Any]], of_steps: npt.ArrayLike) -> None:
+    """Refuse step trajectories whose steps cannot be split into as many epochs as they have extra rows.
+
+    Args:
+        columns: of the entries.
+        of_steps: per entry, or for all of them, whether they are step trajectories.
+
+    Raises:
+        CorruptStoreError: sampling would compute rows outside of the shard.
+    """
+    steps, extra = columns["steps"], columns["extra"]
+    if np.any(np.asarray(of_steps) & (extra > 0) & ((steps == 0) | (steps % np.maximum(extra, 1) != 0))):
+        raise CorruptStoreError("the steps of a trajectory cannot be split into its epochs")
+
+
 _NUMBERS = (
     *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
     *("max_episode_length", "version_low", "version_high"),

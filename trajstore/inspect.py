@@ -59,6 +59,8 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
     Raises:
         StoreNotFoundError: nothing there.
         CorruptStoreError: damaged beyond a report; ``trajstore.verify`` says more.
+        UnsafeContentError: a name leaves the directory, or a pickle would run code; nothing of it was run.
+        UnsupportedVersionError: written by a newer trajstore.
     """
     return _inspect_place(find_place(path), measure, progress)
 

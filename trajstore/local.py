@@ -61,13 +61,22 @@ class LocalDirectory(Directory):
         return self.local_path(name).stat().st_size
 
     def names(self, below: str = "") -> list[str]:
-        root = self.path / below if below else self.path
         found: list[str] = []
-        for folder, _, files in os.walk(root):
-            base = os.path.relpath(folder, self.path)
-            prefix = "" if base == "." else base.replace(os.sep, "/") + "/"
-            found.extend(prefix + file for file in files)
-        return sorted(found)
+        folders = [below + "/" if below else ""]
+        while folders:
+            folder = folders.pop()
+            try:
+                entries = os.scandir(self.path / folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            with entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{folder}{entry.name}/")
+                    else:
+                        found.append(folder + entry.name)
+        found.sort()
+        return found
 
     def publish(self, files: Sequence[EncodedFile]) -> None:
         folders: dict[Path, None] = {}

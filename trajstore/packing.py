@@ -104,6 +104,17 @@ class StringTable:
         """Add the strings that have these numbers in ``other`` and return their numbers here."""
         return np.array([self.add(other[number]) for number in numbers], np.int32)
 
+    def _check_text(self) -> None:
+        """Refuse bytes that are no text, and strings that begin within a character."""
+        try:
+            self._blob.decode()
+        except UnicodeDecodeError as error:
+            raise CorruptStoreError(f"a string table is damaged: {error}") from error
+        begins = self._ends[: self._count]
+        first = np.frombuffer(bytes(self._blob), np.uint8)[begins[begins < len(self._blob)]]
+        if np.any(first & 0xC0 == 0x80):  # a byte that goes on with a character of UTF-8
+            raise CorruptStoreError("a string table's offsets do not fit its text")
+
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON values."""
         return {
@@ -128,6 +139,7 @@ class StringTable:
         table._count = len(table._ends)
         if table._count and (np.any(np.diff(table._ends, prepend=0) < 0) or table._ends[-1] != len(table._blob)):
             raise CorruptStoreError("a string table's offsets do not fit its bytes")
+        table._check_text()
         if table._count == 0:
             table._ends = np.zeros(16, np.int64)
         return table

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import orjson
 
 from trajstore.commits import iterate_ranges
-from trajstore.errors import StoreNotFoundError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.formats.base import EncodedFile
 from trajstore.sealed import seal, unseal
 from trajstore.storage import Directory, check_name
@@ -38,11 +38,22 @@ class Pins:
                 value = self._read(name)
             except FileNotFoundError:
                 continue
-            found[name.removeprefix(PINS_FOLDER + "/").removesuffix(".json")] = list(iterate_ranges(value["ids"]))
+            found[_name_in(name)] = list(iterate_ranges(value["ids"]))
         self._ranges = found
 
-    def _read(self, file: str) -> Any:
-        return unseal("pin", self._directory.read(file), f"{self._directory.url}/{file}")
+    def _read(self, file: str) -> dict[str, Any]:
+        source = f"{self._directory.url}/{file}"
+        value = unseal("pin", self._directory.read(file), source)
+        if not isinstance(value, dict) or "ids" not in value:
+            raise CorruptStoreError(f"{source}: does not name any trajectories; restore it from a copy")
+        if value.get("name", _name_in(file)) != _name_in(file):  # pins of early versions do not say it
+            raise CorruptStoreError(f"{source}: is the pin {value['name']!r}; restore it from a copy")
+        return value
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all pins."""
+        return list(self._ranges)
 
     def name(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per id, whether any pin names it."""
@@ -71,9 +82,13 @@ class Pins:
             StoreNotFoundError: there is no such pin.
         """
         try:
-            return dict(self._read(pin_name(name)))
+            return self._read(pin_name(name))
         except FileNotFoundError as error:
             raise StoreNotFoundError(f"{self._directory.url}: no pin is called {name!r}") from error
+
+
+def _name_in(file: str) -> str:
+    return file.removeprefix(PINS_FOLDER + "/").removesuffix(".json")
 
 
 def pin_name(name: str) -> str:
@@ -102,6 +117,7 @@ def pin_file(name: str, ids: npt.NDArray[np.int64], generation: int, **state: An
     body = orjson.dumps(
         {
             **state,
+            "name": name,
             "generation": generation,
             "ids": [[int(a), int(b)] for a, b in zip(lows, highs, strict=True)],
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,8 @@ from trajstore.storage import Directory, open_directory
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
 
 POOL_FILES = ("task2trajectories.pkl", "difficulty2task_dict.json", "skip_uid_set.json")
+
+_RLINF_FILE = re.compile(r"trajectory_\d+_.*\.(pt|pkl)$")
 
 _MAX_DEPTH = 3  # a run directory holds e.g. replay_buffer/rank_3
 
@@ -63,9 +66,11 @@ def _place_at(directory: Directory, url: str, depth: int) -> Place | None:
     names = directory.names()
     top = {name for name in names if "/" not in name}
     folders = {name.split("/", 1)[0] for name in names if "/" in name}
-    if Catalog.exists(directory) or (METADATA_NAME not in top and "shards" in folders and "log" in folders):
+    # What lost both its JSON files is still looked at, to be told of: a run must not pass for whole without it.
+    shards = METADATA_NAME not in top and any(name.startswith("shards/shard_") for name in names)
+    if shards or Catalog.exists(directory):
         return Place("store", directory)
-    if top & {METADATA_NAME, *INDEX_NAMES}:
+    if top & {METADATA_NAME, *INDEX_NAMES} or any(_RLINF_FILE.match(name) for name in top):
         return Place("rlinf", directory)
     if POOL_FILES[0] in top:
         return Place("experience_pool", directory)

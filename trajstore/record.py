@@ -338,7 +338,10 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
         schema: the columns.
         extent: rows per axis.
         tensors: one per column, ``[rows, *row_shape]`` or already ``[T, B, *row_shape]``.
-        known: fields kept in the index (``max_episode_length``, ``model_weights_id``).
+        known: fields kept in the index (``max_episode_length``, ``model_weights_id``), which agent trajectories lack.
+
+    Raises:
+        CorruptStoreError: the JSON document is damaged.
     """
     document: dict[str, Any] = {}
     values: dict[str, torch.Tensor] = {}
@@ -347,17 +350,25 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
             document = _parse_document(tensor)
         elif schema.kind == "step":
             rows = extent.rows(column.axis)
-            values[column.name] = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
+            values[column.name] = tensor.reshape(rows // max(extent.batch, 1), extent.batch, *column.row_shape)
         else:
             values[column.name] = tensor
-    if schema.kind == "step":
-        merged: dict[str, Any] = {**values, **document.get("leaves", {})}
-        return Trajectory(**known, **nest(merged))
+    try:
+        if schema.kind == "step":
+            merged: dict[str, Any] = {**values, **document.get("leaves", {})}
+            return Trajectory(**known, **nest(merged))
+        return _agent_trajectory(values, document)
+    except TypeError as error:  # names that are no fields, or values that are no objects
+        raise CorruptStoreError(f"column {DOCUMENT}: does not describe a trajectory: {error}") from error
+
+
+def _agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any]) -> AgentTrajectory:
     reward = document.pop("reward", None)
-    known.pop("max_episode_length", None)
-    known.pop("model_weights_id", None)
-    given: dict[str, Any] = {**values, **document, **known}
-    return AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
+    given: dict[str, Any] = {**values, **document}
+    trajectory = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
+    if not isinstance(trajectory.metadata, dict) or not isinstance(trajectory.messages, list):
+        raise TypeError("metadata must be an object, messages a list")
+    return trajectory
 
 
 def _parse_document(tensor: torch.Tensor) -> dict[str, Any]:

@@ -7,6 +7,7 @@ sampling call that may still use them is running.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import threading
 from collections import OrderedDict
@@ -26,6 +27,9 @@ MEMORY = -1
 """Source number of slots in memory."""
 
 ANY_AXIS = 0
+
+NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""Errors that say that there is no file of this name, and could not be one: an index that is damaged names anything."""
 
 
 class Rows(Protocol):
@@ -78,7 +82,9 @@ def map_file(path: Path, size: int | None) -> mmap.mmap | bytes:
             if found == 0:
                 return b""
             mapped = mmap.mmap(file.fileno(), found, access=mmap.ACCESS_READ)
-    except FileNotFoundError as error:
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
         raise CorruptStoreError(f"{path}: is missing, but the index names it; run  trajstore verify") from error
     mapped.madvise(mmap.MADV_RANDOM)  # rows are drawn at random: reading ahead would read what nobody wants
     return mapped

@@ -149,6 +149,12 @@ def columns_of_file(content: Any, source: str) -> tuple[Schema, Extent, list[Lea
     return Schema("step", tuple(columns)), Extent(steps, batch, extra), leaves
 
 
+def fields_of_file(content: Any) -> dict[str, Any]:
+    """Return what a trajectory file says besides tensors and also stands in the index."""
+    values = vars(content) if isinstance(content, Trajectory) else content
+    return {name: values[name] for name in ("model_weights_id", "max_episode_length") if values.get(name)}
+
+
 def _items(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the leaves of a nested dict that somebody else wrote; what has no text for a key is left out."""
     if not isinstance(value, Mapping):

@@ -20,7 +20,7 @@ from trajstore.errors import (
 )
 from trajstore.formats.base import EncodedFile, ShardManifest, ShardReader, StoredFile
 from trajstore.formats.safe_pickle import safe_loads
-from trajstore.formats.torch_zip import TensorPlace, locate
+from trajstore.formats.torch_zip import TensorPlace, damaged_records, locate
 from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
 from trajstore.record import Record, version_range
 from trajstore.residency import MappedShard, address_of, map_file
@@ -31,6 +31,7 @@ from trajstore.rlinf import (
     RLinfEntry,
     columns_of_file,
     encode_trajectory,
+    fields_of_file,
     index_json,
     metadata_json,
     parse_index,
@@ -51,6 +52,7 @@ class _File:
         self.map = map_file(directory.local_path(name), None)
         content = self._content(name)
         self.schema, self.extent, self.leaves = columns_of_file(content, self.source)
+        self.said = fields_of_file(content)
         if any(isinstance(leaf, TensorPlace) and not leaf.is_contiguous for leaf in self.leaves):
             self.schema, self.extent, self.leaves = columns_of_file(self._loaded(), self.source)
 
@@ -213,6 +215,22 @@ class RLinfSource(Source):
 
     def reader(self, row: int) -> ShardReader:
         return _FileReader(self.file(row))
+
+    def damage(self, row: int) -> list[str]:
+        """Return what is wrong with a trajectory's file that can be read; its pickles have no checksums."""
+        file, entry = self.file(row), self.entries[row]
+        told = {"model_weights_id": entry.model_weights_id, "max_episode_length": entry.max_episode_length}
+        return [
+            *(
+                f"{name}: checksum does not fit the content"
+                for name in damaged_records(memoryview(file.map), source=file.source)
+            ),
+            *(
+                f"{name} is {file.said[name]!r}, the index says {value!r}"
+                for name, value in told.items()
+                if file.said.get(name, value) != value
+            ),
+        ]
 
     def record(self, row: int) -> Record:
         """Return a trajectory as columns."""

@@ -65,6 +65,10 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
             f"{source}: written with layout version {version}, this trajstore reads up to {LAYOUT_VERSION}; upgrade it"
         )
     checksum = values.pop("crc32", None)
-    if checksum != f"{zlib.crc32(orjson.dumps(values, option=orjson.OPT_SORT_KEYS)):08x}":
+    try:
+        body = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)
+    except TypeError as error:  # it can be nested more deeply than anything that was written
+        raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
+    if checksum != f"{zlib.crc32(body):08x}":
         raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
     return values

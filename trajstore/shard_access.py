@@ -11,10 +11,11 @@ import torch
 from trajstore.catalog import Catalog
 from trajstore.errors import CorruptStoreError
 from trajstore.fields import Axis
-from trajstore.formats import get_format
+from trajstore.formats import open_shard
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader, rows_from_bytes
 from trajstore.index import TrajectoryIndex
 from trajstore.record import trajectory_of
+from trajstore.residency import NO_FILE
 from trajstore.schema import Schema
 from trajstore.storage import Directory
 from trajstore.trajectory import AnyTrajectory
@@ -102,7 +103,7 @@ class ShardAccess:
         place, spec = manifest.places[column], manifest.schema.columns[column]
         if place is None:
             if self._reader is None:
-                self._reader = get_format(manifest.format).open(partial(self._fetch, manifest), manifest)
+                self._reader = open_shard(partial(self._fetch, manifest), manifest)
             return self._reader.rows(column, start, stop)
         width = spec.row_nbytes
         data = memoryview(self._fetch(manifest, manifest.files[place.file].name))
@@ -131,5 +132,7 @@ def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buff
             )
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if found else b""
-    except FileNotFoundError as error:
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
         raise CorruptStoreError(f"{directory.url}/{name}: missing; restore it from a copy") from error

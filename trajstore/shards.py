@@ -124,6 +124,11 @@ class ShardTable:
         by_family = np.array([family.schema for family in self._families], np.int32)
         return by_family[self._family[: self._count]] if self._count else np.zeros(0, np.int32)
 
+    def of_steps(self) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard holds step trajectories."""
+        by_schema = np.array([schema.kind == "step" for schema in self.schemas], np.bool_)
+        return by_schema[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
+
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Return, per row, the bytes of the shard's files."""
         total = np.zeros(self._count, np.int64)
@@ -170,14 +175,14 @@ class ShardTable:
                 total[of_family] = fewest[self._row[: self._count][of_family]]
         return total
 
-    def file_names(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[int, str]]:
-        """Yield (row, file name) for every file of some shards, without making manifests."""
+    def file_names(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], list[str]]]:
+        """Yield the names of all files of some shards, without making manifests: rows, and a file of each."""
         for number, family in enumerate(self._families):
             chosen = rows[self._family[rows] == number]
-            numbers = self._numbers[chosen].tolist()
+            names = [shard_name(shard) for shard in self._numbers[chosen].tolist()]
             for template in family.file_names:
-                for row, shard in zip(chosen.tolist(), numbers, strict=True):
-                    yield row, template.replace(_NAME, shard_name(shard))
+                parts = template.split(_NAME)
+                yield chosen, [name.join(parts) for name in names]
 
     def files(self, rows: Sequence[int]) -> list[str]:
         """Return the names of all files of some shards."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from trajstore.catalog import Catalog
 from trajstore.errors import CorruptStoreError
-from trajstore.formats import get_format
+from trajstore.formats import open_shard
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader
 from trajstore.index import TrajectoryIndex
 from trajstore.residency import MappedShard, address_of, map_file
@@ -88,9 +88,11 @@ class StoreSource(Source):
         present = set(self.directory.names("shards"))
         needed = np.zeros(self.shards, np.bool_)
         needed[index["shard"]] = True
-        absent = {
-            row: name for row, name in self.catalog.shards.file_names(np.flatnonzero(needed)) if name not in present
-        }
+        absent: dict[int, str] = {}
+        for rows, names in self.catalog.shards.file_names(np.flatnonzero(needed)):
+            if not present.issuperset(names):
+                pairs = zip(rows.tolist(), names, strict=True)
+                absent |= {row: name for row, name in pairs if name not in present}
         if not absent:
             return []
         shard = index["shard"]
@@ -123,7 +125,7 @@ class StoreSource(Source):
         if self._reader is None or self._reader[0] != row:
             self._reader = None  # what it decoded goes before more is decoded
             manifest = self.manifest(row)
-            self._reader = (row, get_format(manifest.format).open(partial(self._fetch, manifest), manifest))
+            self._reader = (row, open_shard(partial(self._fetch, manifest), manifest))
         return self._reader[1]
 
     def _fetch(self, manifest: ShardManifest, name: str) -> Buffer:

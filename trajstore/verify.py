@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.catalog import Catalog
+from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
+from trajstore.checkpoint import CheckpointState
 from trajstore.commits import decode_lines
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, TrajstoreError
+from trajstore.errors import CorruptStoreError, StoreError, TrajstoreError, UnsafeContentError
 from trajstore.foreign import iterate_rlinf
-from trajstore.formats import get_format
+from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest
 from trajstore.index import TrajectoryIndex
 from trajstore.maintenance import SHARDS_FOLDER
 from trajstore.manifest import check_file
+from trajstore.pins import pin_name
 from trajstore.places import Place, file_sizes, find_place
 from trajstore.rlinf_source import RLinfSource
+from trajstore.schema import Schema
 from trajstore.shard_access import ShardAccess, fetch_file
 from trajstore.storage import Directory
 
@@ -88,7 +91,8 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
 
     Of a store: snapshot, log, metadata and pins; that every named file is there with the size and checksum it
     was written with; that columns which are not mapped can be decoded; that ids and UUIDs are unique and every
-    JSON document parses. The formats of others have no checksums: they are loaded, and compared with their index.
+    JSON document parses. The formats of others are loaded, and compared with their index; checksums
+    they have within ``.pt`` files only, so that a changed value anywhere else stays unseen.
 
     A live writer may go on; what it deletes meanwhile because it was evicted is reported as missing.
 
@@ -114,7 +118,7 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
     check = {"store": _verify_store, "rlinf": _verify_rlinf, "experience_pool": _verify_pool}[place.kind]
     try:
         check(place.directory, result, progress)
-    except (CorruptStoreError, OSError) as error:  # damage after which nothing else can be checked
+    except (CorruptStoreError, UnsafeContentError, OSError) as error:  # damage after which nothing else can be checked
         result.problems.append(Problem(place.url, str(error)))
     return result
 
@@ -124,7 +128,12 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
 
 def _verify_store(directory: Directory, result: Verification, progress: Progress | None) -> None:
     catalog = Catalog.open(directory)
-    catalog.metadata()
+    metadata = catalog.metadata()
+    _check_state(METADATA_NAME, metadata, result)
+    if metadata.get("store_id") != catalog.store_id:
+        result.problems.append(Problem(METADATA_NAME, f"belongs to another store than {INDEX_NAME}"))
+    for name in catalog.pins.names:
+        _check_state(pin_name(name), catalog.pins.state(name), result)
     _check_entries(catalog, result)
     needed = np.flatnonzero(catalog.needed_shards()).tolist()
     whole = np.zeros(len(catalog.shards), np.bool_)
@@ -185,13 +194,21 @@ def check_shard(directory: Directory, manifest: ShardManifest) -> list[Problem]:
 def _check_decoding(directory: Directory, manifest: ShardManifest) -> list[Problem]:
     """Decode the columns that are not mapped."""
     try:
-        reader = get_format(manifest.format).open(partial(fetch_file, directory, manifest), manifest)
+        reader = open_shard(partial(fetch_file, directory, manifest), manifest)
         for column, place in enumerate(manifest.places):
             if place is None:
                 reader.rows(column, 0, manifest.rows[column])
-    except (StoreError, ConfigurationError, OSError) as error:  # but not a missing package: that is no damage
+    except (StoreError, OSError) as error:  # but not a missing package: that is no damage
         return [Problem(manifest.files[0].name, str(error))]
     return []
+
+
+def _check_state(file: str, values: Mapping[str, Any], result: Verification) -> None:
+    """Check what a buffer takes up besides trajectories: seed, generator, counter, format."""
+    try:
+        CheckpointState.from_json(values)
+    except CorruptStoreError as error:
+        result.problems.append(Problem(file, str(error)))
 
 
 def _check_entries(catalog: Catalog, result: Verification) -> None:
@@ -210,16 +227,19 @@ def _check_entries(catalog: Catalog, result: Verification) -> None:
 
 
 def _check_documents(catalog: Catalog, whole: np.ndarray[Any, np.dtype[np.bool_]], result: Verification) -> None:
-    """Parse the JSON document of every trajectory that lies in a whole shard."""
+    """Make every trajectory in a whole shard that has a JSON document, and one of each set of columns."""
     access = ShardAccess(catalog)
+    made: set[Schema] = set()
     for index in (catalog.index, catalog.pinned):
         for position in _positions_in(index, whole):
             result.trajectories += 1
-            if not index.arrays["document"][position]:
+            schema = access.schema(index, position)
+            if schema in made and not index.arrays["document"][position]:
                 continue
+            made.add(schema)
             try:
                 access.trajectory(index, position)
-            except (TrajstoreError, TypeError) as error:
+            except TrajstoreError as error:
                 number = int(index.arrays["trajectory_id"][position])
                 result.problems.append(Problem(f"trajectory {number}", str(error)))
     access.close()
@@ -237,6 +257,7 @@ def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.boo
 
 def _verify_rlinf(directory: Directory, result: Verification, progress: Progress | None) -> None:
     found = RLinfSource.open(directory, strict=False)
+    _check_state(METADATA_NAME, found.metadata, result)
     sizes = file_sizes(directory)
     for entry in found.missing:
         result.problems.append(Problem(entry.file_name(found.suffix), "named by the index, but missing"))
@@ -244,6 +265,7 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
         if isinstance(record, TrajstoreError):
             result.problems.append(Problem(name, str(record)))
         else:
+            result.problems += [Problem(name, message) for message in found.damage(done)]
             result.trajectories += 1
         result.files += 1
         result.nbytes += sizes.pop(name, 0)

@@ -202,6 +202,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(make: Make, tmp_path: Path, wra
         ("task2trajectories.pkl", pickle.dumps([1]), "dict of task ids"),
         ("task2trajectories.pkl", pickle.dumps({"a": 3}), "task 'a'"),
         ("task2trajectories.pkl", pickle.dumps({"a": [3]}), "task 'a'"),
+        ("task2trajectories.pkl", pickle.dumps({"": [{"dtypes": {}}]}), "task '' must be a name"),
         ("task2trajectories.pkl", pickle.dumps({"a": [{"dtypes": {}, "task_id": "b"}]}), "another task"),
     ],
 )

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, UnsafeContentError
-from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, locate, write_torch_zip
+from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, damaged_records, locate, write_torch_zip
 from trajstore.record import raw_bytes
 from trajstore.schema import dtypes
 from trajstore.testing.formats import random_tensor, same_bytes
@@ -87,10 +87,15 @@ def test_a_slot_must_hold_what_it_says() -> None:
         write_torch_zip(TensorSlot([b"1234"], torch.float32, (2,)))
 
 
-def saved(obj: Any) -> bytes:
-    target = io.BytesIO()
-    torch.save(obj, target)
-    return target.getvalue()
+def saved(obj: Any, *, checksums: bool = True) -> bytes:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        target = io.BytesIO()
+        torch.save(obj, target)
+        return target.getvalue()
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def test_files_of_torch_are_located_with_shared_storages_and_strides() -> None:
@@ -110,6 +115,22 @@ def test_what_cannot_be_located_is_said_to_be_so() -> None:
     torch.save({"x": torch.zeros(2)}, target, _use_new_zipfile_serialization=False)
     assert locate(target.getvalue()) is None
     assert locate(saved({"x": torch.eye(3).to_sparse()})) is None
+
+
+def test_files_that_torch_wrote_without_checksums_are_located() -> None:
+    tensor = torch.arange(9)
+    data = saved({"a": tensor}, checksums=False)
+    assert torch.equal(at(data, locate(data)["a"]), tensor)
+    assert damaged_records(data) == []
+
+
+def test_damaged_records_are_told_by_name() -> None:
+    tensor = torch.arange(9) + 0x1234567
+    data = bytearray(saved({"a": tensor}))
+    assert damaged_records(data) == []
+    data[data.index(tensor.numpy().tobytes()) + 5] ^= 4
+    assert damaged_records(data) == ["archive/data/0"]
+    assert damaged_records(b"no archive") == []
 
 
 def test_code_in_a_file_of_torch_is_refused_and_not_run(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ def read_pool(directory: Path) -> PoolContents:
         raise CorruptStoreError(f"{path}: must hold a dict of task ids, holds a {type(value).__name__}")
     trajectories: dict[str, list[AgentTrajectory]] = {}
     for task, held in value.items():
-        if not isinstance(task, str) or not isinstance(held, list):
-            raise CorruptStoreError(f"{path}: task {task!r} must be a string with a list of trajectories")
+        if not isinstance(task, str) or not task or not isinstance(held, list):
+            raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
         try:
             trajectories[task] = [
                 from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one) for one in held

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trajstore.errors import ConfigurationError
-from trajstore.formats.base import TrajectoryFormat
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.formats.base import Fetch, ShardManifest, ShardReader, TrajectoryFormat
 
 
 def _pt(**options: Any) -> TrajectoryFormat:
@@ -46,3 +46,18 @@ def get_format(name: str, **options: Any) -> TrajectoryFormat:
         return make(**options)
     except TypeError as error:
         raise ConfigurationError(f"trajectory_format {name!r}: {error}") from error
+
+
+def open_shard(fetch: Fetch, manifest: ShardManifest) -> ShardReader:
+    """Return a reader of a shard as the index describes it.
+
+    Raises:
+        CorruptStoreError: the index names a format that does not exist, or the files are damaged.
+        MissingDependencyError: the format's package is not installed.
+    """
+    if manifest.format not in FORMATS:
+        raise CorruptStoreError(
+            f"{manifest.name}: the index says that its format is {manifest.format!r}, which does not exist; "
+            "restore the index from a copy, or upgrade trajstore"
+        )
+    return get_format(manifest.format).open(fetch, manifest)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,7 +201,7 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
     if program is None:
         raise CorruptStoreError(f"{source}: a zip archive without data.pkl; not a file of torch.save")
     content = view[program.offset : program.end]
-    if zlib.crc32(content) != program.crc32:
+    if not program.fits(content):
         raise CorruptStoreError(f"{source}: data.pkl has changed since it was written (checksum)")
 
     def storage(identity: Any) -> _StoragePlace:
@@ -220,6 +219,23 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         return safe_loads(content, classes=_PLACED, persistent_load=storage, source=f"{source}: data.pkl")
     except _NotPlacedError:
         return None
+
+
+def damaged_records(data: Buffer, *, source: str = "file") -> list[str]:
+    """Return the records of a file of ``torch.save`` whose content does not fit their checksum. Reads all of it.
+
+    Args:
+        data: the whole file; one that is no zip archive has no checksums.
+        source: what messages call it.
+
+    Raises:
+        CorruptStoreError: the archive is truncated, or its parts overlap or do not fit together.
+    """
+    view = memoryview(data).cast("B")
+    if bytes(view[:4]) != _ZIP_MAGIC:
+        return []
+    records = zip_records(view, source)
+    return [name for name, record in records.items() if not record.fits(view[record.offset : record.end])]
 
 
 def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorPlace:

@@ -113,6 +113,13 @@ class ZipRecord:
     end: int
     crc32: int
 
+    def fits(self, content: Buffer) -> bool:
+        """Return whether a record's data is what was written; 0 says that the writer took no checksum.
+
+        Source: ``torch.serialization.set_crc32_options``.
+        """
+        return self.crc32 in (0, zlib.crc32(content))
+
 
 def zip_records(data: memoryview, source: str) -> dict[str, ZipRecord]:
     """Return the records of an archive by name, in the directory's order.

@@ -1,0 +1,1 @@
+"""Damaging directories at random and looking at what reading them does; see docs/crash-testing.md."""

@@ -1,0 +1,194 @@
+"""Copy, damage, look: the parent's side."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.mutate.damage import disturb
+from tools.mutate.forgery import forge
+from tools.mutate.pristine import Kind, build, files_of
+from tools.mutate.probe import Report
+from tools.mutate.rules import Files, Pristine, judge, outcome, weigh
+from tools.mutate.worker import Worker
+from trajstore.catalog import Catalog
+from trajstore.storage import open_directory
+
+_FORGED = 0.35
+"""How many of the mutations are made by somebody who knows the layout."""
+_PRECIOUS = b"precious"
+
+Probe = Callable[[Path, Kind], Report]
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A mutation after which something was not as it must be."""
+
+    kind: str
+    seed: int
+    number: int
+    done: str
+    level: str
+    problems: tuple[str, ...]
+    place: int
+    """How many mutations of all kinds there were up to it."""
+
+    def __str__(self) -> str:
+        lines = [f"--kind {self.kind} --seed {self.seed} --only {self.number}: {self.done} ({self.level})"]
+        return "\n    ".join([*lines, *self.problems])
+
+
+@dataclass
+class Result:
+    """What a campaign found.
+
+    Attributes:
+        outcomes: how many mutations of a kind and level came out how, by (kind, level, outcome).
+        troubles: what was wrong.
+        slowest: seconds that the slowest case took.
+        seconds: how long all of it took.
+    """
+
+    outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    troubles: list[Trouble] = field(default_factory=list)
+    slowest: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def mutations(self) -> int:
+        """How many directories were damaged."""
+        return self.outcomes.total()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "mutations": self.mutations,
+            "seconds": round(self.seconds, 1),
+            "slowest": round(self.slowest, 2),
+            "outcomes": [[*key, count] for key, count in sorted(self.outcomes.items())],
+            "problems": [{**vars(trouble), "problems": list(trouble.problems)} for trouble in self.troubles],
+        }
+
+
+def run_campaign(
+    folder: Path,
+    kinds: Sequence[Kind],
+    mutations: int,
+    seed: int,
+    *,
+    only: int | None = None,
+    probe: Probe | None = None,
+    progress: Callable[[Result], None] | None = None,
+) -> Result:
+    """Damage directories of some kinds in turn; return what was found.
+
+    Args:
+        folder: an empty folder to work in.
+        kinds: of which kinds.
+        mutations: how many, all kinds together.
+        seed: of the damage.
+        only: of the first kind, the one mutation with this number, and no other.
+        probe: looks at a directory; None has a process of its own do it.
+        progress: told after each mutation.
+    """
+    start = time.monotonic()
+    worker = Worker() if probe is None else None
+    look = probe if worker is None else worker.probe
+    if look is None:
+        raise ValueError("probe")
+    result = Result()
+    try:
+        pristine = {kind.name: _pristine(folder / kind.name, kind, look) for kind in kinds}
+        plan = (
+            [(kinds[n % len(kinds)], n // len(kinds)) for n in range(mutations)] if only is None else [(kinds[0], only)]
+        )
+        for kind, number in plan:
+            begun = time.monotonic()
+            _mutate(folder, kind, pristine[kind.name], seed, number, look, result)
+            result.slowest = max(result.slowest, time.monotonic() - begun)
+            result.seconds = time.monotonic() - start
+            if progress is not None:
+                progress(result)
+    finally:
+        if worker is not None:
+            worker.close()
+    return result
+
+
+def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
+    """Make the undamaged directory, and see what reading shows after every number of its log's records."""
+    build(kind, folder / "pristine")
+    files = files_of(folder / "pristine")
+    states = []
+    logs = sorted(name for name in files if name.startswith("log/"))
+    lines = files[logs[0]].splitlines(keepends=True) if logs else []
+    for count in range(len(lines) + 1):
+        path = folder / "place"
+        shutil.copytree(folder / "pristine", path)
+        if logs:
+            (path / logs[0]).write_bytes(b"".join(lines[:count]))
+        report = look(path, kind)
+        shutil.rmtree(path)
+        if report.problems or report.reported or report.strict.error:
+            raise RuntimeError(f"{kind.name}, undamaged, {count} records: {report}")
+        states.append(report)
+    return Pristine(files, states, _homes(folder / "pristine", kind, files))
+
+
+def _homes(path: Path, kind: Kind, files: Files) -> dict[str, frozenset[str]]:
+    """Return in which files each trajectory lies."""
+    if "trajectory_index.json" not in files:
+        return {}  # united ranks number their trajectories anew
+    if not kind.checksums:
+        found = {name: re.fullmatch(r"trajectory_(\d+)_.*", name) for name in files}
+        return {f"trajectory {match[1]}": frozenset({name}) for name, match in found.items() if match}
+    catalog = Catalog.open(open_directory(path))
+    ids, shards = catalog.index["trajectory_id"].tolist(), catalog.index["shard"].tolist()
+    return {
+        f"trajectory {number}": frozenset(file.name for file in catalog.shards.manifest(row).files)
+        for number, row in zip(ids, shards, strict=True)
+    }
+
+
+def _mutate(folder: Path, kind: Kind, pristine: Pristine, seed: int, number: int, look: Probe, result: Result) -> None:
+    chance = random.Random(f"{seed}/{kind.name}/{number}")
+    case = folder / "above" / "case"
+    shutil.rmtree(folder / "above", ignore_errors=True)
+    case.mkdir(parents=True)
+    path, canary = case / "place", folder / "canary"
+    # What a name with ../ would reach.
+    outside = [case / "x", folder / "above" / "x"]
+    for file in outside:
+        file.write_bytes(_PRECIOUS)
+    shutil.copytree(folder / kind.name / "pristine", path)
+    forged = chance.random() < _FORGED
+    done = _damage(path, kind, pristine.files, canary, chance, forged=forged)
+    stakes = weigh(kind, pristine.files, files_of(path), forged=forged)
+    report = look(path, kind)
+    problems = judge(kind, stakes, report, pristine)
+    if canary.exists():
+        problems.append("code of a pickle was run")
+        canary.unlink()
+    if any(not file.exists() or file.read_bytes() != _PRECIOUS for file in outside) or len(list(case.iterdir())) != 2:
+        problems.append("something outside the directory was touched")
+    result.outcomes[kind.name, stakes.level.value, outcome(report, pristine)] += 1
+    if problems:
+        level, place = stakes.level.value, result.mutations
+        result.troubles.append(Trouble(kind.name, seed, number, done, level, tuple(problems), place))
+
+
+def _damage(path: Path, kind: Kind, files: Files, canary: Path, chance: random.Random, *, forged: bool) -> str:
+    if not forged:
+        return disturb(path, files, chance)
+    folders = sorted({name.removesuffix("metadata.json") for name in files if name.endswith("metadata.json")}) or [""]
+    folder = chance.choice(folders)
+    below = {name.removeprefix(folder): data for name, data in files.items() if name.startswith(folder)}
+    return forge(path / folder, below, canary, chance)

@@ -1,0 +1,181 @@
+"""Pickles and zip archives made to do harm: to run code, to exhaust memory or time, to lie about sizes."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_HUGE = (0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+
+
+def _called(module: str, name: str, *arguments: Any) -> bytes:
+    """Return a pickle of protocol 3 that calls ``module.name(*arguments)``."""
+    return b"\x80\x03c" + f"{module}\n{name}\n".encode() + _body(arguments) + b"R."
+
+
+def _stack_called(module: str, name: str, *arguments: Any) -> bytes:
+    """Return a pickle of protocol 4 that does the same through STACK_GLOBAL."""
+    names = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    return b"\x80\x04" + names + b"\x93" + _body(arguments) + b"R."
+
+
+def _body(value: Any) -> bytes:
+    """Return what of a pickle stands between its first two and its last byte."""
+    return pickle.dumps(value, protocol=3)[2:-1]
+
+
+def code(canary: Path, chance: random.Random) -> bytes:
+    """Return a pickle that touches the file ``canary`` if anything that it names is run."""
+    shell, statement = f"touch {canary}", f"open({str(canary)!r}, 'w').close()"
+    calls: list[tuple[Any, ...]] = [
+        ("os", "system", shell),
+        ("posix", "system", shell),
+        ("subprocess", "getoutput", shell),
+        ("subprocess", "Popen", ["touch", str(canary)]),
+        ("builtins", "eval", statement),
+        ("builtins", "exec", statement),
+        ("__builtin__", "exec", statement),
+        ("pathlib", "Path.touch", canary.as_posix()),
+        ("builtins", "open", str(canary), "w"),
+        ("torch.serialization", "load", str(canary)),
+        ("torch", "save", 1, str(canary)),
+        ("numpy", "save", str(canary), 1),
+        ("runpy", "run_path", str(canary)),
+    ]
+    module, name, *arguments = chance.choice(calls)
+    attack = chance.choice((_called, _stack_called))(module, name, *arguments)
+    place = chance.randrange(4)
+    if place == 0:
+        return attack
+    inner = attack[2:-1]
+    if place == 1:  # behind plain data, and thrown away again
+        return b"\x80\x04" + _body({"columns": {}}) + inner + b"0."
+    if place == 2:  # as the key of a dict
+        return b"\x80\x04}" + inner + b"K\x01s."
+    return b"\x80\x04](" + inner * 3 + b"e."
+
+
+def bomb(chance: random.Random) -> bytes:
+    """Return a pickle of few bytes that claims, nests or repeats a lot."""
+    size = chance.choice(_HUGE)
+    eight, four = struct.pack("<Q", size & (1 << 64) - 1), struct.pack("<I", size & 0xFFFFFFFF)
+    return chance.choice(
+        [
+            b"\x80\x04\x8e" + eight + b"x.",  # BINBYTES8
+            b"\x80\x04\x8d" + eight + b"x.",  # BINUNICODE8
+            b"\x80\x05\x96" + eight + b"x.",  # BYTEARRAY8
+            b"\x80\x04B" + four + b"x.",  # BINBYTES
+            b"\x80\x04\x8b" + four + b"x.",  # LONG4
+            b"\x80\x04\x95" + eight + b"N.",  # FRAME
+            b"\x80\x04Nr" + four + b".",  # LONG_BINPUT far out in the memo
+            b"\x80\x04Np" + str(size).encode() + b"\n.",  # PUT
+            b"\x80\x04j" + four + b".",  # LONG_BINGET
+            b"\x80\x04]q\x00" + b"(h\x00h\x00h\x00h\x00lq\x00" * 60 + b".",  # a list of lists of ..., 4 ** 60 of them
+            b"\x80\x04(" + b"h\x00" * 9 + b".",
+            b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b".",  # nested lists
+            b"\x80\x04" + b"(" * 50_000 + b"t" * 50_000 + b".",  # nested tuples
+            b"\x80\x04)" + b"\x85" * 50_000 + b".",
+            b"\x80\x04]q\x00h\x00a.",  # a list that holds itself
+            b"\x80\x04}q\x00h\x00h\x00s.",  # a dict as its own key
+            b"\x80\x04I" + b"9" * 20_000 + b"\n.",  # a number that takes long to parse
+            b"\x80\x04cbuiltins\nbytearray\n" + b"J" + struct.pack("<i", 0x7FFFFFFF) + b"\x85R.",
+            b"\x80\x04cbuiltins\nrange\nK\x00J" + struct.pack("<i", 0x7FFFFFFF) + b"\x86R.",
+            _called("collections", "OrderedDict", [[[1, 2]] * 3]),
+            _called("numpy", "dtype", "V2147483647"),
+            _called("torch", "zeros", size & 0x7FFFFFFF),
+            _called("torch._utils", "_rebuild_tensor_v2", None, 0, (size,), (0,), False, None),
+            _called("torch.storage", "_load_from_bytes", _called("os", "getcwd")),
+            _called("torch.storage", "_load_from_bytes", b"\x80\x04\x8e" + eight),
+            _called("copyreg", "_reconstructor", 1, 2, 3),
+            b"\x80\x04c\n\n.",
+            b"\x80\x04N" * 3,
+        ]
+    )
+
+
+def wrong_shape(pickled: bytes, chance: random.Random) -> bytes:
+    """Return a pickle of ordinary values in which some numbers, or the kinds of some values, are others."""
+    where = [
+        at for at in range(2, len(pickled) - 1) if pickled[at : at + 1] in (b"K", b"M", b"J", b"\x8c", b"U", b"X", b"G")
+    ]
+    changed = bytearray(pickled)
+    for at in chance.sample(where, min(len(where), chance.randint(1, 3))):
+        if chance.random() < 0.3:
+            changed[at : at + 1] = chance.choice((b"N", b"\x88", b"]", b"}", b")"))
+        elif at + 1 < len(changed):
+            changed[at + 1] = chance.choice((0, 1, 127, 128, 255))
+    return bytes(changed)
+
+
+def torch_zip(program: bytes, records: dict[str, bytes]) -> bytes:
+    """Return an archive as ``torch.save`` makes it, with this ``data.pkl``."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", program)
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return target.getvalue()
+
+
+def with_program(archive: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Return a torch archive with another ``data.pkl``, its checksums right."""
+    with zipfile.ZipFile(io.BytesIO(archive)) as old:
+        records = {info.filename: old.read(info) for info in old.infolist()}
+    program = records.pop(next(name for name in records if name.endswith("data.pkl")))
+    return torch_zip(change(program), records)
+
+
+def lying_zip(archive: bytes, chance: random.Random) -> bytes:
+    """Return an archive whose directory says what is not so."""
+    data = bytearray(archive)
+    ends, entries = _all(archive, b"PK\x05\x06"), _all(archive, b"PK\x01\x02")
+    locals_ = _all(archive, b"PK\x03\x04")
+    if not ends or not entries:
+        return archive + b"PK\x05\x06"
+    huge = struct.pack("<I", chance.choice((0, 1, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, len(archive))))
+    at = chance.choice(entries)
+    # Offsets within the records: PKWARE APPNOTE 6.3.10, 4.3.7, 4.3.12, 4.3.16.
+    lie = chance.randrange(9)
+    if lie == 0:  # the directory: how many entries, how large, where
+        field = ends[-1] + chance.choice((8, 12, 16))
+        data[field : field + (2 if field == ends[-1] + 8 else 4)] = huge[: 2 if field == ends[-1] + 8 else 4]
+    elif lie == 1:  # an entry: stored size, size, where its record begins
+        field = at + chance.choice((20, 24, 42))
+        data[field : field + 4] = huge
+    elif lie == 2:
+        data[at + 20 : at + 28] = huge * 2
+    elif lie == 3:  # says that it is compressed
+        data[at + 10 : at + 12] = b"\x08\x00"
+    elif lie == 4:  # two entries for one record
+        other = chance.choice(entries)
+        data[at + 42 : at + 46] = archive[other + 42 : other + 46]
+    elif lie == 5:  # lengths of name, extra field, comment
+        field = at + chance.choice((28, 30, 32))
+        data[field : field + 2] = b"\xff\xff"
+    elif lie == 6 and locals_:
+        field = chance.choice(locals_) + chance.choice((6, 8, 26, 28))
+        data[field : field + 2] = chance.choice((b"\xff\xff", b"\x08\x00", b"\x00\x00"))
+    elif lie == 7:  # compressed a thousandfold
+        target = io.BytesIO()
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
+            packed.writestr("archive/data.pkl", b"\x80\x04" + b"N0" * 200_000 + b"N.")
+            packed.writestr("archive/data/0", bytes(4_000_000))
+        return target.getvalue()
+    else:
+        data[chance.choice(entries) + 8] ^= 1  # encrypted
+    return bytes(data)
+
+
+def _all(data: bytes, magic: bytes) -> list[int]:
+    found = []
+    at = data.find(magic)
+    while at >= 0:
+        found.append(at)
+        at = data.find(magic, at + 1)
+    return found

@@ -1,0 +1,212 @@
+"""The undamaged directories, one of every kind, and what is in them.
+
+They are the same bytes in every run, so that a mutation is told by its seed and number alone.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import torch
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.experience import ExperienceManager, PoolRules
+from trajstore.experience.store import BufferStore
+from trajstore.testing.witness import witness
+from trajstore.trajectory import AgentTrajectory, Reward
+
+Content = Literal["step", "agent", "pool"]
+"""What a directory holds: witnesses, a pool's journal of agent trajectories, or a pool as three files."""
+
+RULES = PoolRules(n_rollout=4, experience_rbound=4, max_trajectories_per_task=3, use_current_policy_entropy=False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of directory.
+
+    Attributes:
+        name: what it is called on the command line.
+        build: makes one at a path that does not exist yet.
+        content: what lies in it.
+        checksums: whether everything in it that matters is under a checksum.
+        writable: whether it is a store, which a writer can continue.
+        pins: its checkpoints inside the store.
+    """
+
+    name: str
+    build: Callable[[Path], None]
+    content: Content = "step"
+    checksums: bool = True
+    writable: bool = False
+    pins: tuple[str, ...] = ()
+
+
+def agent_witness(key: int) -> AgentTrajectory:
+    """Return the agent trajectory with this key, for one of three tasks."""
+    length, start = 5 + key % 3, 2
+    ids = torch.arange(length) + 1000 * key
+    response = length - start
+    return AgentTrajectory(
+        messages=[{"role": "user", "content": "go"}, {"role": "assistant", "content": str(key), "author": "llm"}],
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        loss_mask=(torch.arange(length) >= start).long(),
+        response_start=start,
+        old_log_probs=-(torch.arange(response) + 1.0) / (8 + key),
+        entropys=(torch.arange(response) + key).float() / 4,
+        response_mask=torch.ones(response, dtype=torch.int64),
+        reward=Reward(outcome=1.0 if key % 2 else 0.0, metadata={"judge": key}),
+        task_id=f"task_{key % 3}",
+        rollout_id=f"rollout_{key}",
+        query=f"question {key % 3}",
+        policy_version=key,
+        metadata={"note": ["kept", key]},
+    )
+
+
+def _open(path: Path, form: str, options: Mapping[str, object]) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=path,
+        trajectory_format=form,
+        format_options=options,
+        sample_window_size=0,
+        enable_cache=False,
+    )
+
+
+def _store(path: Path, form: str, **options: object) -> None:
+    """Snapshot, log and two pins; one trajectory is evicted in the snapshot, one in the log, both pinned."""
+    with _open(path, form, options) as buffer:
+        for keys in ((0, 1), (2,), (3,)):
+            buffer.add_trajectories([witness(key) for key in keys])
+            buffer.flush()
+        buffer.pin("first")
+        buffer.evict([0])
+    buffer = _open(path, form, options)
+    for key in (4, 5):
+        buffer.add_trajectories([witness(key)])
+        buffer.flush()
+    buffer.pin("second")
+    buffer.evict([2])
+    buffer.add_trajectories([witness(key) for key in (6, 7)])
+    buffer.flush()
+    _leave_open(path, buffer.close)
+
+
+def _leave_open(path: Path, close: Callable[[], None]) -> None:
+    """Leave a directory as a writer that was killed now would: with its log, a lock and a reader's pin."""
+    aside = path.with_name(path.name + ".open")
+    shutil.copytree(path, aside)
+    close()
+    shutil.rmtree(path)
+    aside.rename(path)
+    (path / "writer.lock").write_bytes(b'{"pid": 1, "host": "nowhere", "since": 0.0}')
+    (path / "readers").mkdir(exist_ok=True)
+    (path / "readers" / "gone.pin").write_bytes(b"3")
+
+
+def _checkpoint(path: Path, keys: range = range(6), form: str = "pt") -> None:
+    store = path.with_name(path.name + ".store")
+    with _open(store, form, {}) as buffer:
+        for key in keys:
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        buffer.save_checkpoint(path)
+    shutil.rmtree(store)
+
+
+def _ranks(path: Path) -> None:
+    for rank in range(2):
+        _checkpoint(path / f"rank_{rank}", range(10 * rank, 10 * rank + 3))
+
+
+def _rlinf(path: Path, form: str) -> None:
+    buffer = TrajectoryReplayBuffer(trajectory_format=form)
+    buffer.add_trajectories([witness(key) for key in range(6)])
+    buffer.save_checkpoint(path, layout="rlinf")
+    buffer.close()
+
+
+def _fill(pool: ExperienceManager, keys: range) -> None:
+    trajectories = [agent_witness(key) for key in keys]
+    pool.global_steps += 1
+    pool.update_difficulty2task_dict(trajectories)
+    kept = pool.update_skip_uid_set_and_filter_trajectories(
+        trajectories,
+        [one.entropys for one in trajectories if one.entropys is not None],
+        [one.response_mask for one in trajectories if one.response_mask is not None],
+    )
+    pool.save_trajectories_to_memory(kept)
+    pool.flush()
+
+
+def _pool_store(path: Path) -> None:
+    store = BufferStore.open(path)
+    pool = ExperienceManager(RULES, store=store)
+    _fill(pool, range(9))
+    pool.compact()
+    store.close()
+    store = BufferStore.open(path)
+    pool = ExperienceManager(RULES, store=store)
+    _fill(pool, range(9, 15))
+    _fill(pool, range(15, 21))
+    _leave_open(path, store.close)
+
+
+def _pool_files(path: Path) -> None:
+    pool = ExperienceManager(RULES)
+    _fill(pool, range(9))
+    _fill(pool, range(9, 15))
+    pool.save_experience_pool_to_disk(path)
+
+
+_PINS = ("first", "second")
+KINDS = (
+    Kind("store_pt", partial(_store, form="pt"), writable=True, pins=_PINS),
+    Kind("store_zarr", partial(_store, form="zarr"), writable=True, pins=_PINS),
+    Kind("store_zstd", partial(_store, form="zarr", codec="zstd"), writable=True, pins=_PINS),
+    Kind("store_pkl", partial(_store, form="pkl"), writable=True, pins=_PINS),
+    Kind("checkpoint", _checkpoint),
+    Kind("ranks", _ranks),
+    Kind("rlinf_pt", partial(_rlinf, form="pt"), checksums=False),
+    Kind("rlinf_pkl", partial(_rlinf, form="pkl"), checksums=False),
+    Kind("pool_store", _pool_store, content="agent", writable=True),
+    Kind("pool_files", _pool_files, content="pool", checksums=False),
+)
+
+
+def kinds_of(name: str | None) -> list[Kind]:
+    """Return the kinds whose name is or begins with ``name``; all without one."""
+    return [kind for kind in KINDS if name is None or kind.name == name or kind.name.startswith(f"{name}_")]
+
+
+@contextmanager
+def _same_in_every_run() -> Iterator[None]:
+    """Draw UUIDs from a seeded generator."""
+    import zarr  # noqa: F401  # draws some itself when it is loaded
+
+    with mock.patch("os.urandom", random.Random(0).randbytes):
+        yield
+
+
+def build(kind: Kind, path: Path) -> None:
+    """Make the directory of a kind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _same_in_every_run():
+        kind.build(path)
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """Return every file below a directory by its relative name, in order."""
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in found}

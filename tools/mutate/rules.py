@@ -1,0 +1,303 @@
+"""What damage may do: which bytes matter, and what must then be said of it.
+
+``weigh`` compares the files before and after, without any of the code that reads directories:
+
+============ ============================================================================================
+``NOTHING``  all that a reader needs is as it was. ``verify`` finds nothing, everything is served. Nobody
+             needs: ``writer.lock``, ``readers/``, spaces in ``metadata.json``, a record of the log that is
+             there twice, files that nothing names.
+``TAIL``     the log ends earlier, after whole records, or within one that has no line feed: as a crash leaves
+             it. Served is the state of then, and ``verify`` notes what is left over.
+``UNPINNED`` a pin's file is gone, which is how a pin is let go. All else is as it was.
+``CONTENT``  a ``.pt`` file of RLinf's layout: zip archives have checksums of the records, but not of the
+             headers around them. ``verify`` reports it, or everything is served as it was.
+             So it is with a store's shards if a pin is gone too: perhaps only that pin needed them.
+``DAMAGE``   anything else under a checksum, and any file that the index names and that is gone: ``verify``
+             reports it.
+``UNCOVERED`` only parts differ that have no checksum: the JSON files of RLinf's layout, its pickles, and the
+             three files of an experience pool; archives whose checksums were made right again.
+``FORGED``   checksums were made right again. CRC-32 is no signature: another consistent directory is another
+             directory.
+============ ============================================================================================
+
+Always: no error but the documented ones, nothing run, nothing outside touched; where ``verify`` finds nothing,
+everything that the index names can be read; and what lies in files that were not touched is served as it was
+if the index was not touched either.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import orjson
+
+from tools.mutate.pristine import Kind
+from tools.mutate.probe import REFUSED, Look, Report
+
+Files = Mapping[str, bytes]
+
+
+class Level(Enum):
+    """How much a mutation matters; see the module."""
+
+    NOTHING = "nothing that matters"
+    TAIL = "newest commits cut off"
+    UNPINNED = "pin removed"
+    CONTENT = "zip archive changed"
+    DAMAGE = "checksummed bytes changed"
+    UNCOVERED = "no checksum"
+    FORGED = "checksums made right"
+
+
+@dataclass(frozen=True)
+class Stakes:
+    """What a mutation changed.
+
+    Attributes:
+        level: how much it matters.
+        records: with ``TAIL``, how many records of the log are left.
+        changed: names of the files that differ, or are gone.
+    """
+
+    level: Level
+    records: int = 0
+    changed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Pristine:
+    """What is known of the undamaged directory.
+
+    Attributes:
+        files: its content.
+        states: what reading it shows with 0, 1, ... records of the log; the last is all of it.
+        homes: names of the files in which each trajectory lies, by the name of its fact.
+    """
+
+    files: Files
+    states: Sequence[Report]
+    homes: Mapping[str, frozenset[str]]
+
+    @property
+    def whole(self) -> Report:
+        """What reading it shows."""
+        return self.states[-1]
+
+
+# -- what was changed --------------------------------------------------------------------------------
+
+
+def weigh(kind: Kind, before: Files, after: Files, *, forged: bool) -> Stakes:
+    """Return how much the difference between two sets of files matters."""
+    changed = frozenset(name for name in before if after.get(name) != before[name])
+    if forged and kind.checksums:
+        return Stakes(Level.FORGED, changed=changed)
+    if not kind.checksums:
+        return Stakes(_weigh_foreign(before, after, changed, forged=forged), changed=changed)
+    folders = sorted({name.removesuffix("metadata.json") for name in before if name.endswith("metadata.json")})
+    found = [_weigh_store(_below(before, folder), _below(after, folder)) for folder in folders]
+    for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
+        for stakes in found:
+            if stakes.level is level:
+                return Stakes(level, stakes.records, changed)
+    return Stakes(Level.NOTHING, changed=changed)
+
+
+def _below(files: Files, folder: str) -> Files:
+    return {name.removeprefix(folder): data for name, data in files.items() if name.startswith(folder)}
+
+
+def _weigh_store(before: Files, after: Files) -> Stakes:
+    whole = _records(before)
+    left, torn = _common(whole, b"".join(after.get(name, b"") for name in sorted(before) if name.startswith("log/")))
+    if b"\n" in torn:
+        return Stakes(Level.DAMAGE)
+    given_up = {file[0] for line in whole[left:] for file in orjson.loads(line[9:]).get("shard", {}).get("files", ())}
+    levels = set()
+    for name, data in before.items():
+        found = after.get(name)
+        if found == data or name == "writer.lock" or name.startswith(("readers/", "log/")) or name in given_up:
+            continue
+        if name == "metadata.json" and found is not None and _json(found) == _json(data):
+            continue
+        if name.startswith("pins/") and found is None:
+            levels.add(Level.UNPINNED)
+        else:
+            # Of what only a removed pin needed, nothing is read any more.
+            levels.add(Level.CONTENT if name.startswith("shards/") and _pins_are_gone(before, after) else Level.DAMAGE)
+    if left < len(whole) or torn:
+        levels.add(Level.TAIL)
+    # Of several, the first says most.
+    for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
+        if level in levels:
+            return Stakes(level, left)
+    return Stakes(Level.NOTHING)
+
+
+def _pins_are_gone(before: Files, after: Files) -> bool:
+    return any(name.startswith("pins/") and name not in after for name in before)
+
+
+def _json(data: bytes) -> bytes | None:
+    """Return the values of a JSON text in one spelling; None if it is none."""
+    try:
+        return orjson.dumps(orjson.loads(data), option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONDecodeError:
+        return None
+    except TypeError:  # nested too deeply to be written again
+        return data
+
+
+def _records(files: Files) -> list[bytes]:
+    """Return the lines of the log that fit their checksum, line feeds included."""
+    lines = [
+        line for name in sorted(files) if name.startswith("log/") for line in files[name].splitlines(keepends=True)
+    ]
+    return [line for line in lines if b"%08x" % zlib.crc32(line[9:-1]) == line[:8]]
+
+
+def _common(records: Sequence[bytes], log: bytes) -> tuple[int, bytes]:
+    """Return how many records a damaged log still has from the beginning on, and what follows them."""
+    count = 0
+    while log:
+        end = log.find(b"\n") + 1
+        line = log[:end]
+        if count < len(records) and line == records[count]:
+            count += 1
+        elif not end or line not in records[:count]:
+            break
+        log = log[end:]
+    return count, log
+
+
+def _weigh_foreign(before: Files, after: Files, changed: frozenset[str], *, forged: bool) -> Level:
+    levels = set()
+    for name in changed:
+        found = after.get(name)
+        if found is None:
+            levels.add(Level.DAMAGE)
+        elif name.endswith(".pt") and not forged:
+            levels.add(Level.CONTENT)
+        elif not (name.endswith(".json") and _json(found) is not None and _json(found) == _json(before[name])):
+            levels.add(Level.UNCOVERED)
+    # What is not covered can hide what else is wrong: an index that no longer names a file that is gone.
+    for level in (Level.UNCOVERED, Level.DAMAGE, Level.CONTENT):
+        if level in levels:
+            return level
+    return Level.NOTHING
+
+
+# -- what came of it ---------------------------------------------------------------------------------
+
+
+def judge(kind: Kind, stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
+    """Return what is wrong with what became of a mutation; empty if everything is as it must be."""
+    problems = list(report.problems)
+    if not report.ended:
+        return problems
+    if not report.reported:
+        problems += _readable(report)
+    problems += _at_stake(stakes, report, pristine)
+    problems += _untouched(stakes, report, pristine)
+    if report.opened:
+        problems += _rewritten(stakes, report, pristine)
+    return problems
+
+
+def _at_stake(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
+    level, whole = stakes.level, pristine.whole
+    if level is Level.NOTHING:
+        alarm = [f"nothing that matters was changed, but verify says: {report.told}"] if report.reported else []
+        return alarm + _differing(report, whole)
+    if level is Level.DAMAGE:
+        return [] if report.reported else ["verify finds nothing"]
+    if report.reported or level in (Level.UNCOVERED, Level.FORGED):
+        return []
+    if level is Level.CONTENT:
+        return _differing(report, whole)
+    if level is Level.UNPINNED:
+        return _differing(report, whole, pins=False)
+    expected = pristine.states[stakes.records]
+    silent = [] if report.notes or not expected.notes else ["verify notes nothing of the commits that were cut off"]
+    return silent + _differing(report, expected, pins=False)
+
+
+def _looks(report: Report, pins: bool) -> dict[str, Look]:
+    looks = {"load_checkpoint": report.strict, "load_checkpoint(strict=False)": report.lenient}
+    return looks | ({f"pin {name}": look for name, look in report.pins.items()} if pins else {})
+
+
+def _differing(report: Report, expected: Report, *, pins: bool = True) -> list[str]:
+    problems = []
+    for (what, found), wanted in zip(_looks(report, pins).items(), _looks(expected, pins).values(), strict=True):
+        if found != wanted:
+            names = sorted(
+                k for k in found.facts.keys() | wanted.facts.keys() if found.facts.get(k) != wanted.facts.get(k)
+            )
+            problems.append(f"{what} shows something else and verify finds nothing: {found.error or ', '.join(names)}")
+    return problems
+
+
+def _readable(report: Report) -> list[str]:
+    """Where ``verify`` finds nothing, everything can be read."""
+    problems = []
+    for what, look in _looks(report, pins=True).items():
+        if look.error is not None and not (what.startswith("pin ") and look.error == "StoreNotFoundError"):
+            problems.append(f"{what} raises {look.error}, but verify finds nothing")
+        refused = [
+            f"{name} ({fact.removeprefix(REFUSED)})"
+            for name, fact in look.facts.items()
+            # Whether trajectories can be mixed in one batch is not a matter of damage.
+            if fact.startswith(REFUSED)
+            and not fact.endswith("SchemaMismatchError")
+            and fact != REFUSED + "WitnessError"
+        ]
+        if refused:
+            problems.append(f"{what}: {', '.join(refused)} cannot be read, but verify finds nothing")
+    return problems
+
+
+_PAYLOAD = re.compile(r"(.*/)?(shards/.*|trajectory_\d.*)")
+
+
+def _untouched(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
+    """What lies in files that were not touched is served as it was, if the index was not touched either."""
+    if not all(_PAYLOAD.fullmatch(name) for name in stakes.changed) or stakes.level is Level.FORGED:
+        return []
+    wanted = pristine.whole.lenient.facts
+    safe = [name for name, files in pristine.homes.items() if not files & stakes.changed and name in wanted]
+    lost = [name for name in safe if report.lenient.facts.get(name) != wanted[name]]
+    if not lost:
+        return []
+    return [f"not touched, but not served as it was: {', '.join(lost)} ({report.lenient.error})"]
+
+
+def _rewritten(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
+    """A writer loses nothing that could be read before."""
+    problems = []
+    right = set(pristine.whole.lenient.facts.values()) | set(pristine.states[0].lenient.facts.values())
+    served = {name: fact for name, fact in report.lenient.facts.items() if name.startswith("trajectory ")}
+    lost = [name for name, fact in served.items() if fact in right and report.rewritten.facts.get(name) != fact]
+    if lost:
+        problems.append(f"lost by a writer that went on: {', '.join(lost)} ({report.rewritten.error})")
+    if report.reported_after and not report.reported:
+        problems.append("verify finds damage after a writer went on, and none before")
+    pool = pristine.whole.rewritten.facts.get("pool")
+    if stakes.level is Level.NOTHING and report.rewritten.facts.get("pool") != pool:
+        problems.append(f"the pool is another one: {report.rewritten.facts.get('pool')}")
+    return problems
+
+
+def outcome(report: Report, pristine: Pristine) -> str:
+    """Return in few words what became of a mutation."""
+    if not report.ended:
+        return "hung or died"
+    if report.reported:
+        return "reported by verify"
+    if _differing(report, pristine.whole):
+        return "noted, served is an earlier state" if report.notes else "not seen"
+    return "without effect"

@@ -1,0 +1,112 @@
+"""The process that reads damaged directories, with limits of time and memory."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import resource
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tools.mutate.pristine import Kind
+from tools.mutate.probe import Report, probe
+
+SECONDS = 10.0
+"""A case that takes longer hangs."""
+GROWTH = 256 << 20
+"""Bytes by which the resident memory of a process may grow in one case; the directories have less than 0.1 MB."""
+_ADDRESS_SPACE = 3 << 30  # protects the machine; beyond it there is MemoryError
+_FORBIDDEN = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.startfile",
+    "subprocess.Popen",
+    "pickle.find_class",
+)
+
+
+class Worker:
+    """Probes one directory after the other in a process of its own, which is replaced when it hangs or dies."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        # Children begin at work at once, not with loading kernels.
+        self._context.set_forkserver_preload(["tools.mutate.probe", "tools.crash.warm"])
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
+
+    def probe(self, path: Path, kind: Kind) -> Report:
+        """Return what became of a directory; a process that hangs or dies is a problem in it."""
+        connection = self._start()
+        connection.send((path, kind))
+        try:
+            if connection.poll(SECONDS):
+                report: Report = connection.recv()
+                return report
+            trouble = f"not done after {SECONDS:.0f} s"
+        except EOFError:
+            trouble = "the process died"
+        self.close()
+        return Report(ended=False, problems=[trouble])
+
+    def _start(self) -> Connection:
+        if self._connection is None:
+            self._connection, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        return self._connection
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._connection is not None:
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+        self._process = self._connection = None
+
+
+def _serve(connection: Connection) -> None:
+    used = _status("VmSize")
+    resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESS_SPACE, used + _ADDRESS_SPACE))
+    sys.addaudithook(_audit)
+    logging.disable()  # what is said about damage besides errors is no finding
+    warnings.simplefilter("ignore")
+    while True:
+        path, kind = connection.recv()
+        _calls.clear()
+        _reset_peak()
+        before = _status("VmRSS")
+        report = probe(path, kind)
+        grown = _status("VmHWM") - before
+        if _calls:
+            report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
+        if grown > GROWTH:
+            report.problems.append(f"memory grew by {grown >> 20} MiB")
+        connection.send(report)
+
+
+_calls: list[str] = []
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _FORBIDDEN:
+        _calls.append(f"{event}{arguments!r}"[:200])
+
+
+def _status(field: str) -> int:
+    """Return a number of bytes that the kernel tells of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets VmHWM
