@@ -30,7 +30,7 @@ from trajstore.index import TrajectoryIndex
 from trajstore.local import LocalDirectory, sync_folder
 from trajstore.manifest import manifest_of
 from trajstore.record import Record
-from trajstore.rlinf_source import write_rlinf
+from trajstore.rlinf.source import write_rlinf
 from trajstore.shards import shard_name
 from trajstore.sources import Source
 from trajstore.storage import Directory

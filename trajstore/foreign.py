@@ -11,7 +11,7 @@ import numpy as np
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.places import file_sizes
 from trajstore.record import Record
-from trajstore.rlinf_source import RLinfSource
+from trajstore.rlinf.source import RLinfSource
 from trajstore.statistics import RewardStatistics, id_gaps, policy_report, range_of
 from trajstore.storage import Directory
 

@@ -19,7 +19,7 @@ from trajstore.errors import (
 )
 from trajstore.index import TrajectoryIndex
 from trajstore.partition import share_of
-from trajstore.rlinf_source import RLinfSource
+from trajstore.rlinf.source import RLinfSource
 from trajstore.sources import Source, StoreSource
 from trajstore.storage import Directory, ReaderPin, open_directory
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.errors import StoreNotFoundError
-from trajstore.rlinf import INDEX_NAMES
+from trajstore.rlinf.layout import INDEX_NAMES
 from trajstore.storage import Directory, open_directory
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]

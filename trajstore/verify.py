@@ -25,7 +25,7 @@ from trajstore.maintenance import SHARDS_FOLDER
 from trajstore.manifest import check_file
 from trajstore.pins import pin_name
 from trajstore.places import Place, file_sizes, find_place
-from trajstore.rlinf_source import RLinfSource
+from trajstore.rlinf.source import RLinfSource
 from trajstore.schema import Schema
 from trajstore.shard_access import ShardAccess, fetch_file
 from trajstore.storage import Directory

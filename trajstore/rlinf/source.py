@@ -24,7 +24,7 @@ from trajstore.formats.torch_zip import TensorPlace, damaged_records, locate
 from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
 from trajstore.record import Record, version_range
 from trajstore.residency import MappedShard, address_of, map_file
-from trajstore.rlinf import (
+from trajstore.rlinf.layout import (
     INDEX_NAMES,
     METADATA_NAME,
     TRAJECTORY_CLASSES,

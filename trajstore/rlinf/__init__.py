@@ -1,0 +1,1 @@
+"""RLinf: its directories read in place and written (``layout``, ``source``)."""
