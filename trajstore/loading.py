@@ -31,7 +31,7 @@ class Loaded:
     """What ``load_sources`` found.
 
     Attributes:
-        parts: sources with the entries to show of each, oldest first.
+        parts: every source with the entries to show of it, none perhaps, oldest first.
         pins: announcements that keep the writer from deleting what is read.
         state: of the buffer that saved it; ``rng_state`` is None where the draws cannot go on.
         counter: one more than the highest id of the share.
@@ -144,13 +144,12 @@ def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], shar
     loaded.next_id = total if renumber else int(ids.max(initial=-1)) + 1
     before = 0
     for (source, _), index in zip(found, distinct, strict=True):
-        low, high = max(start - before, 0), min(stop - before, len(index))
-        if low < high:
-            part = index.slice(low, high)
-            if renumber:
-                part.arrays["trajectory_id"] = np.arange(before + low, before + high, dtype=np.int64)
-            loaded.parts.append((source, part))
-            loaded.counter = max(loaded.counter, int(part["trajectory_id"].max()) + 1)
+        low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
+        part = index.slice(low, high)
+        if renumber:
+            part.arrays["trajectory_id"] = np.arange(before + low, before + high, dtype=np.int64)
+        loaded.parts.append((source, part))  # also without an entry: a later commit may change that
+        loaded.counter = max(loaded.counter, int(part["trajectory_id"].max(initial=-1)) + 1)
         before += len(index)
 
 
