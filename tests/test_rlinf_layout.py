@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ import orjson
 import pytest
 import torch
 
+from tools.mutate import pickles
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -281,8 +283,19 @@ def test_an_expanded_tensor_is_never_copied_at_the_size_it_claims(tmp_path: Path
     path = small(tmp_path / "odd")
     rewards = torch.arange(12.0).reshape(3, 2, 2)
     content = {"rewards": rewards, "actions": torch.ones(1).expand(3, 2, 1 << 45)}
-    torch.save(content, path / "trajectory_0_w.pt", _use_new_zipfile_serialization=False)
-    assert set(loaded(path).sample(6)) == {"rewards"}
-    torch.save(content, path / "trajectory_0_w.pt")
-    with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pt.*contiguous copy"):
-        loaded(path).sample(6)
+    for legacy in (False, True):
+        torch.save(content, path / "trajectory_0_w.pt", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pt.*contiguous copy"):
+            loaded(path).sample(6)
+
+
+def test_a_few_bytes_never_claim_gigabytes(tmp_path: Path) -> None:
+    claim = b"cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R"
+    path = small(tmp_path / "odd")
+    sparse = io.BytesIO()
+    torch.save({"x": torch.eye(2).to_sparse()}, sparse)
+    hostile = pickles.with_program(sparse.getvalue(), lambda program: program[:-1] + claim + b"0.")
+    for content in (b"\x80\x04" + claim + b".", hostile):
+        (path / "trajectory_0_w.pt").write_bytes(content)
+        with pytest.raises(CorruptStoreError, match=r"trajectory_0_w\.pt.*bytearray"):
+            loaded(path).sample(6)

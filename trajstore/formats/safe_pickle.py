@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from trajstore.errors import UnsafeContentError
+from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import Buffer
 from trajstore.formats.pickle_machine import Machine, PersistentLoad, Resolve
-from trajstore.formats.safe_values import StorageType, Token, admitted, require
+from trajstore.formats.safe_values import StorageType, Token, UnfitError, admitted, require
 
 Classes = Mapping[tuple[str, str], Callable[..., Any]]
 
@@ -27,6 +27,13 @@ Classes = Mapping[tuple[str, str], Callable[..., Any]]
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C
 _TORCH_PROTOCOL = 1001
+
+
+def _none(*_arguments: Any) -> None:
+    return None
+
+
+_SPARSE: Classes = {("torch._utils", "_rebuild_sparse_tensor"): _none, ("torch.serialization", "_get_layout"): _none}
 
 
 def safe_loads(
@@ -81,42 +88,74 @@ def _resolver(classes: Classes, source: str, nested: bool = False) -> Resolve:
     return resolve
 
 
-def _load_storage(raw: Any, source: str) -> Any:
-    """Return the storage within a pickled tensor: five pickles, then the number of elements and the data.
+def legacy_loads(data: Buffer, *, source: str = "file") -> Any:
+    """Return what ``torch.load`` would of a file that ``torch.save`` wrote before it made zip archives (torch 1.6).
 
-    Source: ``torch.serialization._legacy_save``, which is what ``TypedStorage.__reduce__`` calls.
+    Five pickles, of which the fourth is the object, then for each storage its number of elements and its data.
+    Source: ``torch.serialization._legacy_save``. Admitted is what :func:`safe_loads` admits; and sparse tensors,
+    in whose place there is None.
+
+    Args:
+        data: the whole file.
+        source: what messages call it.
+
+    Raises:
+        UnsafeContentError: the file names what is not data; nothing of it was run.
+        CorruptStoreError: this is no such file, or it is cut short, or it claims what it does not hold.
     """
+    try:
+        return _legacy(memoryview(data).cast("B"), _resolver(_SPARSE, source), source)
+    except UnfitError as error:
+        raise CorruptStoreError(f"{source}: damaged or not a file of torch.save: {error}") from error
+
+
+def _load_storage(raw: Any, source: str) -> Any:
+    """Return the storage within a pickled tensor: ``TypedStorage.__reduce__`` makes such a file of it."""
     require(type(raw) is bytes, "a torch storage without data")
-    view = memoryview(raw)
-    position = 0
-    wanted: list[tuple[StorageType, str, int]] = []
+    storage = _legacy(memoryview(raw), _resolver({}, source, nested=True), source)
+    found = isinstance(storage, torch.UntypedStorage | torch.storage.TypedStorage)
+    require(found, "an unknown kind of torch storage")
+    return storage
+
+
+def _legacy(view: memoryview, resolve: Resolve, source: str) -> Any:
+    storages: dict[str, tuple[StorageType, int, torch.UntypedStorage]] = {}
 
     def persistent_load(identity: Any) -> Any:
-        require(
-            type(identity) is tuple and len(identity) == 6 and identity[0] == "storage" and identity[5] is None
-            and isinstance(identity[1], StorageType) and type(identity[2]) is str and type(identity[4]) is int
-            and not wanted,
-            "an unknown kind of torch storage",
-        )  # fmt: skip
-        wanted.append((identity[1], identity[2], identity[4]))
-        return None
+        require(type(identity) is tuple and len(identity) == 6 and identity[0] == "storage", "no torch storage")
+        _, kind, key, _, count, part = identity
+        known = isinstance(kind, StorageType) and type(key) is str and type(count) is int and part is None
+        require(known, "an unknown kind of torch storage")
+        if key not in storages:
+            nbytes = count * kind.dtype.itemsize
+            require(0 <= nbytes <= len(view), f"a torch storage of {nbytes} bytes in a file of {len(view)}")
+            storages[key] = kind, count, torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+        first, said, storage = storages[key]
+        require((first, said) == (kind, count), "a torch storage of two kinds")
+        if not kind.typed:
+            return storage
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=kind.dtype, _internal=True)  # type: ignore[no-untyped-call]
 
-    resolve = _resolver({}, source, nested=True)
-    parts = []
+    parts, begins, position = [], [], 0
     for _ in range(5):
+        begins.append(position)
         machine = Machine(view, resolve, persistent_load, source, position)
         parts.append(machine.run())
         position = machine.position
     magic, protocol, system, _, keys = parts
     known = magic == _TORCH_MAGIC and protocol == _TORCH_PROTOCOL and type(system) is dict
     require(known and system.get("little_endian") is (sys.byteorder == "little"), "an unknown kind of torch storage")
-    require(known and len(wanted) == 1 and keys == [wanted[0][1]], "an unknown kind of torch storage")
-    storage_type, _, count = wanted[0]
-    content = bytearray(view[position + 8 :])
-    require(view[position : position + 8] == count.to_bytes(8, "little"), "a torch storage of another size")
-    require(len(content) == count * storage_type.dtype.itemsize, "a torch storage is cut short")
-    tensor = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    storage = tensor.untyped_storage()
-    if not storage_type.typed:
-        return storage
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=storage_type.dtype, _internal=True)  # type: ignore[no-untyped-call]
+    complete = type(keys) is list and len(keys) == len(storages) and set(keys) == storages.keys()
+    require(complete, "torch storages are missing, or nothing names them")
+    for key in keys:
+        _, count, storage = storages[key]
+        content = view[position + 8 : position + 8 + storage.nbytes()]
+        require(view[position : position + 8] == count.to_bytes(8, "little"), "a torch storage of another size")
+        require(len(content) == storage.nbytes(), "a torch storage is cut short")
+        if storage.nbytes():
+            torch.empty(0, dtype=torch.uint8).set_(storage).copy_(
+                torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            )
+        position += 8 + storage.nbytes()
+    # Some values are made of the storages' content, which was not known the first time.
+    return Machine(view, resolve, persistent_load, source, begins[3]).run()

@@ -162,8 +162,8 @@ class _SlotPickler(pickle.Pickler):
 # -- locating ----------------------------------------------------------------------------------------
 
 
-class _NotPlacedError(Exception):
-    """A tensor that is not simply a region of the file."""
+class _NotPlaced:
+    """Stands for a tensor that is not simply a region of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +171,11 @@ class _StoragePlace:
     offset: int
     nbytes: int
     type: StorageType
+
+
+def is_torch_zip(data: Buffer) -> bool:
+    """Return whether a file begins as a zip archive does."""
+    return bytes(memoryview(data).cast("B")[:4]) == _ZIP_MAGIC
 
 
 def locate(data: Buffer, *, source: str = "file") -> Any:
@@ -181,22 +186,22 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         source: what messages call it.
 
     Returns:
-        The object; or None if tensors cannot be located and have to be read with
-        ``torch.load(..., weights_only=True)``: a file from before torch 1.6, of the other byte order, or
-        with sparse or lazily conjugated tensors.
+        The object; or None if tensors cannot be located. A zip archive, of the other byte order or with sparse
+        or lazily conjugated tensors, can be read with ``torch.load(..., weights_only=True)``: its program has been
+        run here to its end, and claims no more than it holds. Anything else, see
+        :func:`~trajstore.formats.safe_pickle.legacy_loads`.
 
     Raises:
         CorruptStoreError: the file is truncated, compressed, or its parts overlap or do not fit together.
         UnsafeContentError: it names what is not data; nothing of it was run.
     """
     view = memoryview(data).cast("B")
-    if bytes(view[:4]) != _ZIP_MAGIC:
+    if not is_torch_zip(view):
         return None
     records = zip_records(view, source)
     root = next(iter(records), "").split("/", 1)[0]
     order = records.get(f"{root}/byteorder")
-    if order is not None and bytes(view[order.offset : order.end]) != sys.byteorder.encode():
-        return None
+    placed = order is None or bytes(view[order.offset : order.end]) == sys.byteorder.encode()
     program = records.get(f"{root}/data.pkl")
     if program is None:
         raise CorruptStoreError(f"{source}: a zip archive without data.pkl; not a file of torch.save")
@@ -215,10 +220,19 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         require(count * kind.dtype.itemsize == size, f"data/{key} has {size} bytes, not {count} {kind.dtype}")
         return _StoragePlace(record.offset, size, kind)
 
-    try:
-        return safe_loads(content, classes=_PLACED, persistent_load=storage, source=f"{source}: data.pkl")
-    except _NotPlacedError:
-        return None
+    def not_placed(*_arguments: Any) -> _NotPlaced:
+        nonlocal placed
+        placed = False
+        return _NotPlaced()
+
+    def place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorPlace | _NotPlaced:
+        found = _place(storage, dtype, offset, size, stride)
+        return not_placed() if metadata else found
+
+    found = safe_loads(
+        content, classes=_classes(place, not_placed), persistent_load=storage, source=f"{source}: data.pkl"
+    )
+    return found if placed else None
 
 
 def damaged_records(data: Buffer, *, source: str = "file") -> list[str]:
@@ -232,16 +246,14 @@ def damaged_records(data: Buffer, *, source: str = "file") -> list[str]:
         CorruptStoreError: the archive is truncated, or its parts overlap or do not fit together.
     """
     view = memoryview(data).cast("B")
-    if bytes(view[:4]) != _ZIP_MAGIC:
+    if not is_torch_zip(view):
         return []
     records = zip_records(view, source)
     return [name for name, record in records.items() if not record.fits(view[record.offset : record.end])]
 
 
-def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: Any) -> TensorPlace:
+def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> TensorPlace:
     require(isinstance(dtype, torch.dtype), "a tensor without dtype")
-    if metadata:
-        raise _NotPlacedError
     offset, shape, steps = place_tensor(storage.nbytes, dtype, offset, size, stride)
     place = TensorPlace(storage.offset + offset * dtype.itemsize, dtype, shape, steps)
     if place.nbytes > storage.nbytes:
@@ -249,37 +261,34 @@ def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, metada
     return place
 
 
-def _place_v2(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
-) -> TensorPlace:
-    require(isinstance(storage, _StoragePlace) and storage.type.typed, "a tensor without storage")
-    return _place(storage, storage.type.dtype, offset, size, stride, metadata)
-
-
-def _place_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorPlace:
-    require(isinstance(storage, _StoragePlace) and not storage.type.typed, "a tensor without storage")
-    return _place(storage, dtype, offset, size, stride, metadata)
-
-
-def _place_parameter(data: Any, _grad: Any, _hooks: Any) -> TensorPlace:
-    if not isinstance(data, TensorPlace):
+def _place_parameter(data: Any, _grad: Any, _hooks: Any) -> TensorPlace | _NotPlaced:
+    if not isinstance(data, TensorPlace | _NotPlaced):
         raise UnfitError("a parameter without tensor")
     return data
 
 
-def _not_placed(*_arguments: Any) -> Any:
-    raise _NotPlacedError
+def _classes(
+    place: Callable[..., TensorPlace | _NotPlaced], not_placed: Callable[..., _NotPlaced]
+) -> Mapping[tuple[str, str], Callable[..., Any]]:
+    def version_2(
+        storage: Any, offset: Any, size: Any, stride: Any, _grad: Any = None, _hooks: Any = None, metadata: Any = None
+    ) -> TensorPlace | _NotPlaced:
+        require(isinstance(storage, _StoragePlace) and storage.type.typed, "a tensor without storage")
+        return place(storage, storage.type.dtype, offset, size, stride, metadata)
 
+    def version_3(
+        storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
+    ) -> TensorPlace | _NotPlaced:
+        require(isinstance(storage, _StoragePlace) and not storage.type.typed, "a tensor without storage")
+        return place(storage, dtype, offset, size, stride, metadata)
 
-_PLACED: Mapping[tuple[str, str], Callable[..., Any]] = {
-    ("torch._utils", "_rebuild_tensor"): _place_v2,
-    ("torch._utils", "_rebuild_tensor_v2"): _place_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _place_v3,
-    ("torch._utils", "_rebuild_parameter"): _place_parameter,
-    ("torch._utils", "_rebuild_sparse_tensor"): _not_placed,
-    ("torch._utils", "_rebuild_parameter_with_state"): _not_placed,
-    ("torch._tensor", "_rebuild_from_type_v2"): _not_placed,
-    ("torch.serialization", "_get_layout"): _not_placed,
-}
+    return {
+        ("torch._utils", "_rebuild_tensor"): version_2,
+        ("torch._utils", "_rebuild_tensor_v2"): version_2,
+        ("torch._utils", "_rebuild_tensor_v3"): version_3,
+        ("torch._utils", "_rebuild_parameter"): _place_parameter,
+        ("torch._utils", "_rebuild_sparse_tensor"): not_placed,
+        ("torch._utils", "_rebuild_parameter_with_state"): not_placed,
+        ("torch._tensor", "_rebuild_from_type_v2"): not_placed,
+        ("torch.serialization", "_get_layout"): not_placed,
+    }

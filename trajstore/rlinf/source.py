@@ -19,8 +19,8 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.formats.base import EncodedFile, ShardManifest, ShardReader, StoredFile
-from trajstore.formats.safe_pickle import safe_loads
-from trajstore.formats.torch_zip import TensorPlace, damaged_records, locate
+from trajstore.formats.safe_pickle import legacy_loads, safe_loads
+from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_zip, locate
 from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
 from trajstore.record import Record, version_range
 from trajstore.residency import MappedShard, address_of, map_file
@@ -63,8 +63,11 @@ class _File:
         return self._loaded() if placed is None else placed
 
     def _loaded(self) -> Any:
+        content = memoryview(self.map)
+        if not is_torch_zip(content):
+            return legacy_loads(content, source=self.source)
         try:
-            return torch.load(io.BytesIO(bytes(memoryview(self.map))), weights_only=True, map_location="cpu")
+            return torch.load(io.BytesIO(bytes(content)), weights_only=True, map_location="cpu")
         except Exception as error:  # torch.load raises nearly anything on damaged files
             raise CorruptStoreError(
                 f"{self.source}: damaged, or cannot be loaded without running code: {error}"
