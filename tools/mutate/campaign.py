@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +125,14 @@ def run_campaign(
 
 
 def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
-    """Make the undamaged directory, and see what reading shows after every number of its log's records."""
+    """Make the undamaged directory, and see that there is nothing wrong with it."""
     build(kind, folder / "pristine")
     files = files_of(folder / "pristine")
-    states = []
     logs = sorted(name for name in files if name.startswith("log/"))
     lines = files[logs[0]].splitlines(keepends=True) if logs else []
-    for count in range(len(lines) + 1):
+
+    @cache
+    def state(count: int) -> Report:
         path = folder / "place"
         shutil.copytree(folder / "pristine", path)
         if logs:
@@ -139,8 +141,11 @@ def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
         shutil.rmtree(path)
         if report.problems or report.reported or report.strict.error:
             raise RuntimeError(f"{kind.name}, undamaged, {count} records: {report}")
-        states.append(report)
-    return Pristine(files, states, _homes(folder / "pristine", kind, files))
+        return report
+
+    pristine = Pristine(files, state, len(lines), _homes(folder / "pristine", kind, files))
+    state(0), state(len(lines))  # of the states that a cut leaves, these are always asked for
+    return pristine
 
 
 def _homes(path: Path, kind: Kind, files: Files) -> dict[str, frozenset[str]]:

@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import orjson
 
@@ -74,18 +75,25 @@ class Pristine:
 
     Attributes:
         files: its content.
-        states: what reading it shows with 0, 1, ... records of the log; the last is all of it.
+        look: says what reading it shows with so many records of the log.
+        records: how many there are.
         homes: names of the files in which each trajectory lies, by the name of its fact.
     """
 
     files: Files
-    states: Sequence[Report]
+    look: Callable[[int], Report]
+    records: int
     homes: Mapping[str, frozenset[str]]
 
-    @property
+    @cached_property
     def whole(self) -> Report:
         """What reading it shows."""
-        return self.states[-1]
+        return self.look(self.records)
+
+    @cached_property
+    def snapshot(self) -> Report:
+        """What reading it shows without its log."""
+        return self.look(0)
 
 
 # -- what was changed --------------------------------------------------------------------------------
@@ -221,7 +229,7 @@ def _at_stake(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
         return _differing(report, whole)
     if level is Level.UNPINNED:
         return _differing(report, whole, pins=False)
-    expected = pristine.states[stakes.records]
+    expected = pristine.look(stakes.records)
     silent = [] if report.notes or not expected.notes else ["verify notes nothing of the commits that were cut off"]
     return silent + _differing(report, expected, pins=False)
 
@@ -279,7 +287,7 @@ def _untouched(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
 def _rewritten(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
     """A writer loses nothing that could be read before."""
     problems = []
-    right = set(pristine.whole.lenient.facts.values()) | set(pristine.states[0].lenient.facts.values())
+    right = set(pristine.whole.lenient.facts.values()) | set(pristine.snapshot.lenient.facts.values())
     served = {name: fact for name, fact in report.lenient.facts.items() if name.startswith("trajectory ")}
     lost = [name for name, fact in served.items() if fact in right and report.rewritten.facts.get(name) != fact]
     if lost:

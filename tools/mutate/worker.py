@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import resource
 import sys
+import time
 import warnings
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,8 +16,10 @@ from typing import Any
 from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
 
-SECONDS = 10.0
-"""A case that takes longer hangs."""
+SECONDS = 60.0
+"""A case that takes longer hangs, or the machine is very busy."""
+CPU_SECONDS = 10.0
+"""Of the processor no case may need more."""
 GROWTH = 256 << 20
 """Bytes by which the resident memory of a process may grow in one case; the directories have less than 0.1 MB."""
 _ADDRESS_SPACE = 3 << 30  # protects the machine; beyond it there is MemoryError
@@ -82,8 +85,10 @@ def _serve(connection: Connection) -> None:
         path, kind = connection.recv()
         _calls.clear()
         _reset_peak()
-        before = _status("VmRSS")
+        before, begun = _status("VmRSS"), time.process_time()
         report = probe(path, kind)
+        if time.process_time() - begun > CPU_SECONDS:
+            report.problems.append(f"took {time.process_time() - begun:.0f} s of the processor")
         grown = _status("VmHWM") - before
         if _calls:
             report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
