@@ -145,7 +145,7 @@ class Contents:
         first = self._first_slot[number]
         if len(self.index) == 0 and first == 0:
             self.index = part  # arrays are shared, not copied
-            self.index.own("shard", *_STARTS, "extra")
+            self.index.own("shard", *_STARTS, "extra", "document")
             self.index.weights = part.weights.copy()
             return
         columns = part.take(np.arange(part.first, part.end))
@@ -327,15 +327,17 @@ class Contents:
                 )
             if self.residency.signature[located.slot].min() >= 0:
                 break
-            undecoded = self.residency.ensure(located.slot, self._set_extra)
+            undecoded = self.residency.ensure(located.slot, self._set_extent)
             if undecoded:
                 self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
             located = locate(samples, self.index, first, end)
         return located
 
-    def _set_extra(self, slot: int, extra: int) -> None:
-        """Note a trajectory's number of extra rows, which foreign indexes do not tell."""
-        self.index.arrays["extra"][: self.index.end][self.index.arrays["shard"][: self.index.end] == slot] = extra
+    def _set_extent(self, slot: int, extent: Extent) -> None:
+        """Note a trajectory's extra rows and document, which foreign indexes do not tell."""
+        here = self.index.arrays["shard"][: self.index.end] == slot
+        self.index.arrays["extra"][: self.index.end][here] = extent.extra
+        self.index.arrays["document"][: self.index.end][here] = extent.document
 
     def _decode(self, positions: npt.NDArray[np.int64]) -> None:
         """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
@@ -406,7 +408,7 @@ class Contents:
         if slot == GONE:
             number = int(self.index.arrays["trajectory_id"][position])
             raise TrajectoryUnavailableError(f"trajectory {number} was kept in memory only and has left it")
-        undecoded = self.residency.ensure(np.array([slot], np.int64), self._set_extra)
+        undecoded = self.residency.ensure(np.array([slot], np.int64), self._set_extent)
         extent = self.index.entry(position).extent
         starts = {axis: int(self.index.arrays[start_of(axis)][position]) for axis in Axis}
         if undecoded:
@@ -416,6 +418,7 @@ class Contents:
             if told is not None:
                 extent = told
                 self.index.arrays["extra"][position] = told.extra
+                self.index.arrays["document"][position] = told.document
             reader = self.sources[source].reader(row)
             return schema, [
                 reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))

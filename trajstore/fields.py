@@ -6,8 +6,9 @@ is written ``\.``.
 
 Some fields may carry extra rows, one for each of E rollout epochs (T divisible by E), and so have
 T + E rows. ``dones``, ``terminations`` and ``truncations`` begin every epoch with a bootstrap row;
-``prev_values`` ends every epoch with the value of the last observation. Sampling skips these rows,
-files keep them.
+``prev_values`` ends every epoch with the value of the last observation; ``actions``, ``intervene_flags``
+and ``forward_inputs`` may end it with what the policy said to that observation (RLinf's real-world RLT).
+Sampling skips these rows, files keep them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DICT_FIELDS = ("curr_obs", "next_obs", "forward_inputs")
 """Fields that hold (nested) dicts of tensors, in the order in which batches list them."""
 
 FIRST_ROW_EXTRA = frozenset({"dones", "terminations", "truncations"})
-LAST_ROW_EXTRA = frozenset({"prev_values"})
+LAST_ROW_EXTRA = frozenset({"prev_values", "actions", "intervene_flags", "forward_inputs"})
 
 
 class Axis(IntEnum):
@@ -81,7 +82,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield ``(path, leaf)`` for every non-dict leaf of a nested dict, in insertion order.
+    """Yield ``(path, leaf)`` for every leaf of a nested dict, in insertion order: what is no dict, or an empty one.
 
     Raises:
         InvalidTrajectoryError: a key is not a string.
@@ -91,7 +92,7 @@ def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             raise InvalidTrajectoryError(
                 f"field {join_name(path) or '(top)'}: key {key!r} is a {type(key).__name__}; use string keys"
             )
-        if isinstance(item, Mapping):
+        if isinstance(item, Mapping) and item:
             yield from walk(item, (*path, key))
         else:
             yield (*path, key), item
@@ -110,10 +111,10 @@ def nest(items: Mapping[str, T]) -> dict[str, Any]:
 
 
 def axis_of(field: str, rows: int, steps: int) -> tuple[Axis, int]:
-    """Return the axis of a top-level step field and its number of extra rows E.
+    """Return the axis of a step column and its number of extra rows E.
 
     Args:
-        field: top-level field name, or the dotted name of a nested column.
+        field: the column's dotted name; its first part says which extra rows it may have.
         rows: length of the field's leading dimension.
         steps: T, the number of steps of the trajectory.
 
@@ -124,9 +125,10 @@ def axis_of(field: str, rows: int, steps: int) -> tuple[Axis, int]:
     if rows == steps:
         return Axis.SAMPLES, 0
     extra = rows - steps
-    may_have_extra = field in FIRST_ROW_EXTRA or field in LAST_ROW_EXTRA
+    top = field.split(".", 1)[0]
+    may_have_extra = top in FIRST_ROW_EXTRA or top in LAST_ROW_EXTRA
     if may_have_extra and extra > 0 and steps % extra == 0:
-        return (Axis.FIRST_EXTRA if field in FIRST_ROW_EXTRA else Axis.LAST_EXTRA), extra
+        return (Axis.FIRST_EXTRA if top in FIRST_ROW_EXTRA else Axis.LAST_EXTRA), extra
     allowed = f"T = {steps}" + (" or T + E with T divisible by E" if may_have_extra else "")
     raise InvalidTrajectoryError(f"field {field}: has {rows} rows, must have {allowed}")
 

@@ -20,6 +20,7 @@ import torch
 from trajstore.arena import Lease
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
+from trajstore.leaves import document_of, leaves_of
 from trajstore.schema import DOCUMENT, Extent, Schema, dtypes, intern_schema
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory, get_model_weights_id
 
@@ -207,33 +208,29 @@ def _record_of_step(trajectory: Any) -> Record:
         shape = tuple(tensor.shape)
         if len(shape) < 2 or shape[1] != batch:
             raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...] with B = {batch}")
-        axis, more = axis_of(name, shape[0], steps)
-        if more and extra and more != extra:
-            raise InvalidTrajectoryError(
-                f"field {name}: has {shape[0]} rows = T + {more}, but {extra_field} has {steps + extra} = T + {extra}"
-            )
-        if more:
-            extra, extra_field = more, name
+        axis, extra, extra_field = _axis_among(name, shape[0], steps, extra, extra_field)
         columns.append((name, tensor.dtype, shape[2:], axis))
         tensors.append(tensor)
     leaves: dict[str, Any] = {}
     for field in DICT_FIELDS:
         for path, value in walk(getattr(trajectory, field, None) or {}, (field,)):
             name = join_name(path)
-            if value is None:
-                continue
             if not isinstance(value, torch.Tensor | np.ndarray):
                 leaves[name] = value
                 continue
             tensor = _as_tensor(name, value)
             shape = tuple(tensor.shape)
-            if shape[:2] != (steps, batch):
+            if len(shape) < 2:
+                leaves[name] = tensor  # no row for each step: given back, never sampled
+                continue
+            if shape[1] != batch:
                 raise InvalidTrajectoryError(
                     f"field {name}: shape {list(shape)}, must begin with [T, B] = [{steps}, {batch}]"
                 )
-            columns.append((name, tensor.dtype, shape[2:], Axis.SAMPLES))
+            axis, extra, extra_field = _axis_among(name, shape[0], steps, extra, extra_field)
+            columns.append((name, tensor.dtype, shape[2:], axis))
             tensors.append(tensor)
-    size = _document_column({"leaves": leaves} if leaves else {}, columns, tensors)
+    size = _document_column(document_of(leaves), columns, tensors)
     versions = next((tensor for (name, *_), tensor in zip(columns, tensors, strict=True) if name == "versions"), None)
     weights = trajectory.model_weights_id or get_model_weights_id(
         versions if versions is not None else torch.zeros(1, dtype=torch.float32)
@@ -247,6 +244,18 @@ def _record_of_step(trajectory: Any) -> Record:
         model_weights_id=str(weights),
         versions=version_range(versions),
     )
+
+
+def _axis_among(name: str, rows: int, steps: int, extra: int, extra_field: str) -> tuple[Axis, int, str]:
+    """Return a column's axis, and the trajectory's E with the column that told it, as far as is known now."""
+    if rows == steps:
+        return Axis.SAMPLES, extra, extra_field
+    axis, more = axis_of(name, rows, steps)
+    if extra and more != extra:
+        raise InvalidTrajectoryError(
+            f"field {name}: has {rows} rows = T + {more}, but {extra_field} has {steps + extra} = T + {extra}"
+        )
+    return axis, more, name
 
 
 _NUMPY_FLOATS = frozenset({torch.float16, torch.float32, torch.float64})
@@ -355,7 +364,7 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
             values[column.name] = tensor
     try:
         if schema.kind == "step":
-            merged: dict[str, Any] = {**values, **document.get("leaves", {})}
+            merged: dict[str, Any] = {**values, **leaves_of(document)}
             return Trajectory(**known, **nest(merged))
         return _agent_trajectory(values, document)
     except TypeError as error:  # names that are no fields, or values that are no objects

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import Buffer
-from trajstore.schema import ColumnSpec, Schema
+from trajstore.schema import ColumnSpec, Extent, Schema
 
 MEMORY = -1
 """Source number of slots in memory."""
@@ -57,8 +57,8 @@ class MappedShard:
     maps: int = 1
     """How many maps of files this holds."""
 
-    extra: int | None = None
-    """Extra rows E of a shard of one trajectory whose index does not tell."""
+    extent: Extent | None = None
+    """Extent of a shard of one trajectory whose index does not tell extra rows and document."""
 
 
 class ShardOpener(Protocol):
@@ -202,12 +202,12 @@ class Residency:
 
     # -- residency --------------------------------------------------------------------------------
 
-    def ensure(self, slots: npt.NDArray[np.int64], on_extra: Callable[[int, int], None]) -> list[int]:
+    def ensure(self, slots: npt.NDArray[np.int64], on_extent: Callable[[int, Extent], None]) -> list[int]:
         """Make slots resident; return those that cannot be read in place.
 
         Args:
             slots: any slots, repeated or not.
-            on_extra: told the slot and E of a shard whose index does not tell E.
+            on_extent: told the slot and extent of a shard whose index does not tell it.
 
         Raises:
             CorruptStoreError: a file is missing or has changed its size.
@@ -225,8 +225,8 @@ class Residency:
             self._settle(slot, shard)
             self._mapped[slot] = shard.maps
             self._maps += shard.maps
-            if shard.extra is not None:
-                on_extra(slot, shard.extra)
+            if shard.extent is not None:
+                on_extent(slot, shard.extent)
         if self._maps > self._map_limit:
             self._unmap_oldest(set(np.unique(slots).tolist()))
         return undecoded

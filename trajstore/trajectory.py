@@ -18,19 +18,20 @@ class Trajectory:
     ========================================== =============== =====================================
     field                                      shape           note
     ========================================== =============== =====================================
-    ``actions``, ``intervene_flags``           [T, B, A]
+    ``actions``, ``intervene_flags``           [T or T+E, B, A] each epoch may end with an extra row
     ``rewards``                                [T, B, C]
     ``terminations, truncations, dones``       [T or T+E, B, C] each epoch begins with a bootstrap row
     ``prev_logprobs``                          [T, B, A]       under the policy that acted
     ``prev_values``                            [T or T+E, B, 1] each epoch ends with a bootstrap row
     ``versions``                               [T, B, 1]       weight version that acted
-    ``curr_obs``, ``next_obs``, ``forward_inputs``  dict of [T, B, ...]  nested to any depth
+    ``curr_obs``, ``next_obs``                 dict of [T, B, ...]  nested to any depth
+    ``forward_inputs``                         dict of [T or T+E, B, ...]  as for actions
     ========================================== =============== =====================================
 
     ``prev_logprobs`` or, without it, ``rewards`` gives T and B. ``max_episode_length`` is in steps;
-    ``model_weights_id`` names the weights that acted. Leaves of the dicts that are not tensors must be
-    JSON values; they are stored with the trajectory and are not sampled. Checked when the trajectory is
-    added to a buffer, not here.
+    ``model_weights_id`` names the weights that acted. Leaves of the dicts without a row for each step, which
+    are tensors of fewer than two dimensions and JSON values (None, text, lists), are stored with the trajectory,
+    given back, and never sampled. Checked when the trajectory is added to a buffer, not here.
     """
 
     max_episode_length: int = 0

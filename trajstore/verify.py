@@ -266,6 +266,7 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
             result.problems.append(Problem(name, str(record)))
         else:
             result.problems += [Problem(name, message) for message in found.damage(done)]
+            result.notes += [f"{name}: {message}" for message in found.unrepresented(done)]
             result.trajectories += 1
         result.files += 1
         result.nbytes += sizes.pop(name, 0)

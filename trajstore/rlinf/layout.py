@@ -7,7 +7,7 @@ fields, tensors ``[T, B, ...]``, nested dicts for observations; fields that are 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -15,9 +15,10 @@ import orjson
 import torch
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
-from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of, join_name, nest, walk
+from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
 from trajstore.formats.base import EncodedFile
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, write_torch_zip
+from trajstore.leaves import document_of, is_json
 from trajstore.record import Record, raw_bytes, trajectory_of
 from trajstore.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
 from trajstore.storage import check_name
@@ -109,15 +110,34 @@ def _object(data: bytes, source: str) -> dict[str, Any]:
 Leaf = TensorPlace | torch.Tensor
 
 
-def columns_of_file(content: Any, source: str) -> tuple[Schema, Extent, list[Leaf]]:
-    """Return columns, extent and, per column, where or what the tensor is, of one trajectory file.
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """One trajectory file as columns.
 
-    Tensors that do not begin with T (or T + E) and B, and leaves that are no tensors, are left out, as RLinf
-    leaves them out when it samples.
+    Attributes:
+        schema: its columns; what is no column stands in the document.
+        extent: its rows.
+        leaves: per column, where or what the tensor is.
+        kept: fields that are kept in the document and not sampled, though RLinf would sample them, and why.
+        left_out: fields that cannot be represented, and why.
+    """
+
+    schema: Schema
+    extent: Extent
+    leaves: list[Leaf]
+    kept: dict[str, str]
+    left_out: dict[str, str]
+
+
+def columns_of_file(content: Any, source: str, read: Callable[[TensorPlace], torch.Tensor]) -> FileContent:
+    """Return one trajectory file as columns.
+
+    Tensors that begin with T (or T + E) and B become columns; other tensors and JSON values go into the document.
 
     Args:
         content: the file's dict, or RLinf's object, with tensors or their places as leaves.
         source: the file's name, for messages.
+        read: returns a tensor by its place.
 
     Raises:
         CorruptStoreError: it is not a trajectory.
@@ -130,23 +150,52 @@ def columns_of_file(content: Any, source: str) -> tuple[Schema, Extent, list[Lea
     extra = 0
     columns: list[ColumnSpec] = []
     leaves: list[Leaf] = []
-    for field in (*TENSOR_FIELDS, *DICT_FIELDS):
-        value = content.get(field)
-        items = [((field,), value)] if field in TENSOR_FIELDS else _items(value, (field,))
-        for path, leaf in items:
-            if not _is_plain(leaf) or len(leaf.shape) < 2 or leaf.shape[1] != batch:
-                continue
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            try:
-                axis, more = axis_of(path[0] if len(path) == 1 else "", leaf.shape[0], steps)
-            except InvalidTrajectoryError:
-                continue
-            if dtype not in dtypes() or (more and extra and more != extra):
-                continue
-            extra = more or extra
-            columns.append(ColumnSpec(join_name(path), dtype, tuple(leaf.shape[2:]), axis))
-            leaves.append(leaf)
-    return Schema("step", tuple(columns)), Extent(steps, batch, extra), leaves
+    others: dict[str, Any] = {}
+    kept: dict[str, str] = {}
+    left_out = {str(name): "no field of a trajectory" for name in content if name not in _FILE_FIELDS}
+    for name, leaf in _items(content, left_out):
+        if not isinstance(leaf, torch.Tensor | TensorPlace):
+            if is_json(leaf):
+                others[name] = leaf
+            else:
+                left_out[name] = f"a {type(leaf).__name__} that is neither a tensor nor JSON"
+            continue
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        if not _is_plain(leaf) or dtype not in dtypes():
+            left_out[name] = f"a tensor of {dtype} whose values do not lie one beside the other"
+            continue
+        shape = tuple(leaf.shape)
+        try:
+            if len(shape) < 2 or shape[1] != batch:
+                raise InvalidTrajectoryError("")
+            axis, more = axis_of(name, shape[0], steps)
+            if more and extra and more != extra:
+                raise InvalidTrajectoryError("")
+        except InvalidTrajectoryError:
+            others[name] = leaf
+            if len(shape) >= 2 or name in TENSOR_FIELDS:
+                kept[name] = f"shape {list(shape)} does not begin with [T, B] = [{steps}, {batch}]"
+            continue
+        extra = more or extra
+        columns.append(ColumnSpec(name, dtype, shape[2:], axis))
+        leaves.append(leaf)
+    others = {
+        name: read(leaf)
+        if isinstance(leaf, TensorPlace)
+        else leaf.contiguous()
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for name, leaf in others.items()
+    }
+    document = document_of(others)
+    text = orjson.dumps(document) if document else b""
+    if text:
+        columns.append(ColumnSpec(DOCUMENT, "uint8", (), Axis.DOCUMENT))
+        leaves.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return FileContent(Schema("step", tuple(columns)), Extent(steps, batch, extra, len(text)), leaves, kept, left_out)
+
+
+_FILE_FIELDS = frozenset({*TENSOR_FIELDS, *DICT_FIELDS, "max_episode_length", "model_weights_id"})
 
 
 def fields_of_file(content: Any) -> dict[str, Any]:
@@ -155,17 +204,30 @@ def fields_of_file(content: Any) -> dict[str, Any]:
     return {name: values[name] for name in ("model_weights_id", "max_episode_length") if values.get(name)}
 
 
-def _items(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the leaves of a nested dict that somebody else wrote; what has no text for a key is left out."""
-    if not isinstance(value, Mapping):
-        return
+def _items(content: Mapping[Any, Any], left_out: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a trajectory that somebody else wrote, by dotted name; what has no name is left out."""
+    for field in TENSOR_FIELDS:
+        if isinstance(content.get(field), Mapping):
+            left_out[field] = "a dict, must be a tensor"
+        elif content.get(field) is not None:
+            yield field, content[field]
+    for field in DICT_FIELDS:
+        value = content.get(field)
+        if isinstance(value, Mapping):
+            yield from _nested(value, (field,), left_out)
+        elif value is not None:
+            left_out[field] = f"a {type(value).__name__}, must be a dict"
+
+
+def _nested(value: Mapping[Any, Any], path: tuple[str, ...], left_out: dict[str, str]) -> Iterator[tuple[str, Any]]:
     for key, item in value.items():
+        name = join_name((*path, str(key)))
         if not isinstance(key, str):
-            continue
-        if isinstance(item, Mapping):
-            yield from _items(item, (*path, key))
+            left_out[name] = f"key {key!r} is a {type(key).__name__}, must be text"
+        elif isinstance(item, Mapping) and item:
+            yield from _nested(item, (*path, key), left_out)
         else:
-            yield (*path, key), item
+            yield name, item
 
 
 def _is_plain(leaf: Any) -> TypeGuard[Leaf]:
@@ -206,8 +268,8 @@ def encode_trajectory(record: Record, trajectory_id: int, suffix: str) -> tuple[
             rows = extent.rows(column.axis)
             values[column.name] = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
     leaves = trajectory_of(schema, extent, record.tensors) if extent.document else Trajectory()
-    for field in DICT_FIELDS:
-        for path, leaf in walk(getattr(leaves, field), (field,)):
+    for path, leaf in walk({name: getattr(leaves, name) for name in (*TENSOR_FIELDS, *DICT_FIELDS)}):
+        if len(path) > 1 or (leaf is not None and path[0] in TENSOR_FIELDS):
             values.setdefault(join_name(path), leaf)
     nested = nest(values)
     content: dict[str, Any] = {

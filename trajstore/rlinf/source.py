@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
+    InvalidTrajectoryError,
     StoreNotFoundError,
     UnsafeContentError,
     listed,
@@ -37,9 +40,11 @@ from trajstore.rlinf.layout import (
     parse_index,
     parse_metadata,
 )
-from trajstore.schema import Extent
+from trajstore.schema import DOCUMENT, Extent
 from trajstore.sources import Source
 from trajstore.storage import Directory
+
+logger = logging.getLogger(__name__)
 
 _OPEN_FILES = 8
 
@@ -51,16 +56,16 @@ class _File:
         self.source = f"{directory.url}/{name}"
         self.map = map_file(directory.local_path(name), None)
         content = self._content(name)
-        self.schema, self.extent, self.leaves = columns_of_file(content, self.source)
         self.said = fields_of_file(content)
-        if any(isinstance(leaf, TensorPlace) and not leaf.is_contiguous for leaf in self.leaves):
-            self.schema, self.extent, self.leaves = columns_of_file(self._loaded(), self.source)
+        self.content = columns_of_file(content, self.source, self._read)
 
     def _content(self, name: str) -> Any:
         if name.endswith(".pkl"):
             return safe_loads(memoryview(self.map), classes=TRAJECTORY_CLASSES, source=self.source)
         placed = locate(memoryview(self.map), source=self.source)
-        return self._loaded() if placed is None else placed
+        if placed is None or any(isinstance(v, TensorPlace) and not v.is_contiguous for v in _values(placed)):
+            return self._loaded()
+        return placed
 
     def _loaded(self) -> Any:
         content = memoryview(self.map)
@@ -73,12 +78,31 @@ class _File:
                 f"{self.source}: damaged, or cannot be loaded without running code: {error}"
             ) from error
 
+    def _read(self, place: TensorPlace) -> torch.Tensor:
+        return self.bytes_at(place.offset, prod(place.shape) * place.dtype.itemsize, place.dtype).reshape(place.shape)
+
+    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of the file as a flat tensor, copied."""
+        data = bytearray(memoryview(self.map)[offset : offset + nbytes])
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+
+    def unrepresented(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that are not sampled or not kept, and why."""
+        yield from ((name, f"is left out: {reason}") for name, reason in self.content.left_out.items())
+        yield from ((name, f"is kept, but never sampled: {reason}") for name, reason in self.content.kept.items())
+
     def mapped(self) -> MappedShard | None:
         base = address_of(self.map)
-        places = [leaf.offset for leaf in self.leaves if isinstance(leaf, TensorPlace)]
-        if len(places) != len(self.leaves):
-            return None
-        return MappedShard(self.schema, tuple(base + offset for offset in places), self.map, extra=self.extent.extra)
+        addresses = []
+        for column, leaf in zip(self.content.schema.columns, self.content.leaves, strict=True):
+            if isinstance(leaf, TensorPlace):
+                addresses.append(base + leaf.offset)
+            elif column.name == DOCUMENT:
+                addresses.append(leaf.data_ptr())
+            else:
+                return None
+        keep = (self.map, self.content.leaves)
+        return MappedShard(self.content.schema, tuple(addresses), keep, extent=self.content.extent)
 
 
 class _FileReader(ShardReader):
@@ -86,17 +110,22 @@ class _FileReader(ShardReader):
         self._file = file
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
-        leaf = self._file.leaves[column]
-        spec = self._file.schema.columns[column]
+        content = self._file.content
+        leaf, spec = content.leaves[column], content.schema.columns[column]
         if isinstance(leaf, TensorPlace):
-            first = leaf.offset + start * spec.row_nbytes
-            data = bytearray(memoryview(self._file.map)[first : first + (stop - start) * spec.row_nbytes])
-            flat = (
-                torch.frombuffer(data, dtype=torch.uint8).view(leaf.dtype) if data else torch.empty(0, dtype=leaf.dtype)
-            )
+            width = spec.row_nbytes
+            flat = self._file.bytes_at(leaf.offset + start * width, (stop - start) * width, leaf.dtype)
             return flat.reshape(stop - start, *spec.row_shape)
-        rows = self._file.extent.rows(spec.axis)
-        return leaf.reshape(rows, *spec.row_shape)[start:stop].contiguous()
+        return leaf.reshape(content.extent.rows(spec.axis), *spec.row_shape)[start:stop].contiguous()
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested dicts with keys of any kind."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _values(item)
+    else:
+        yield value
 
 
 class RLinfSource(Source):
@@ -120,6 +149,7 @@ class RLinfSource(Source):
         self.suffix = str(metadata.get("trajectory_format") or "pt")
         self.index = _index_of(directory, entries)
         self._files: OrderedDict[int, _File] = OrderedDict()
+        self._told: set[str] = set()
 
     @staticmethod
     def exists(directory: Directory) -> bool:
@@ -186,31 +216,47 @@ class RLinfSource(Source):
         if found is None:
             name = self.entries[row].file_name(self.suffix)
             found = _File(self.directory, name)
-            if (found.extent.steps, found.extent.batch) != self.entries[row].shape[:2]:
+            extent = found.content.extent
+            if (extent.steps, extent.batch) != self.entries[row].shape[:2]:
                 raise CorruptStoreError(
-                    f"{found.source}: is {[found.extent.steps, found.extent.batch]} steps x environments, "
+                    f"{found.source}: is {[extent.steps, extent.batch]} steps x environments, "
                     f"the index says {list(self.entries[row].shape[:2])}"
                 )
+            self._tell(found)
             self._files[row] = found  # only what fits: its rows are read by the index's numbers
             if len(self._files) > _OPEN_FILES:
                 self._files.popitem(last=False)
         return found
 
+    def _tell(self, file: _File) -> None:
+        """Say once for each field what of it is not sampled or not kept."""
+        for fields, outcome in ((file.content.left_out, "left out"), (file.content.kept, "kept, but never sampled")):
+            for name, reason in fields.items():
+                if name not in self._told:
+                    self._told.add(name)
+                    logger.warning(
+                        "%s: field %s is %s: %s (said once for this field)", file.source, name, outcome, reason
+                    )
+
+    def unrepresented(self, row: int) -> list[str]:
+        """Return what of a trajectory's file is not sampled or not kept, and why."""
+        return [f"field {name} {message}" for name, message in self.file(row).unrepresented()]
+
     def extent(self, row: int) -> Extent | None:
-        return self.file(row).extent
+        return self.file(row).content.extent
 
     def manifest(self, row: int) -> ShardManifest:
         file = self.file(row)
         name = self.entries[row].file_name(self.suffix)
-        columns = file.schema.columns
+        columns = file.content.schema.columns
         return ShardManifest(
             name=name,
             format="rlinf",
-            schema=file.schema,
+            schema=file.content.schema,
             files=(StoredFile(name, len(file.map), 0),),
             places=(None,) * len(columns),
             column_crc32=(None,) * len(columns),
-            rows=tuple(file.extent.rows(column.axis) for column in columns),
+            rows=tuple(file.content.extent.rows(column.axis) for column in columns),
         )
 
     def map_shard(self, row: int) -> MappedShard | None:
@@ -238,18 +284,23 @@ class RLinfSource(Source):
     def record(self, row: int) -> Record:
         """Return a trajectory as columns."""
         file, entry = self.file(row), self.entries[row]
-        reader = _FileReader(file)
-        tensors = tuple(
-            reader.rows(number, 0, file.extent.rows(column.axis)) for number, column in enumerate(file.schema.columns)
-        )
+        content, reader = file.content, _FileReader(file)
+        tensors = {
+            column.name: reader.rows(number, 0, content.extent.rows(column.axis))
+            for number, column in enumerate(content.schema.columns)
+        }
+        try:
+            versions = version_range(tensors.get("versions"))
+        except InvalidTrajectoryError:  # RLinf takes NaN; the rest of the trajectory is as good as ever
+            versions = None
         return Record(
-            file.schema,
-            file.extent,
-            tensors,
+            content.schema,
+            content.extent,
+            tuple(tensors.values()),
             entry.num_samples,
             entry.max_episode_length,
             entry.model_weights_id,
-            version_range(dict(zip((c.name for c in file.schema.columns), tensors, strict=True)).get("versions")),
+            versions,
         )
 
 
