@@ -1,0 +1,82 @@
+"""Draws without replacement."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sampling.chance import fits
+from tests.sampling.told import told
+from trajstore.errors import EmptyBufferError
+from trajstore.sampling import EpochSampler
+from trajstore.sampling.permutation import permuted
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 63, 64, 65, 1000, 4097])
+def test_a_permutation_has_everything_once(count: int) -> None:
+    assert sorted(permuted(np.arange(count), count, key=7).tolist()) == list(range(count))
+
+
+def test_permutations_are_uniform() -> None:
+    """Where the first of six things lands, and which of its 720 orders comes, over many keys."""
+    orders = [tuple(permuted(np.arange(6), 6, key).tolist()) for key in range(14_400)]
+    places = Counter(order[0] for order in orders)
+    assert fits(list(places.values()), [1] * 6)
+    assert len(set(orders)) == 720
+    assert fits(list(Counter(orders).values()), [1] * 720)
+
+
+def test_long_permutations_are_uniform() -> None:
+    """What stands first, what follows what, and whether neighbours stay neighbours."""
+    firsts = np.array([permuted(np.array([0, 1, 4999]), 5000, key) for key in range(2000)])
+    for column in firsts.T:
+        assert fits(np.bincount(column // 500, minlength=10).tolist(), [1] * 10)
+    assert fits(np.bincount((firsts[:, 1] - firsts[:, 0]) % 5000 // 500, minlength=10).tolist(), [1] * 10)
+
+
+def test_every_row_comes_once_an_epoch_whatever_the_batches() -> None:
+    sampler, generator = EpochSampler(), torch.Generator().manual_seed(3)
+    sampler.added(told({5: 7, 6: 4, 9: 12}))
+    rows = [row for _ in range(23) for row in _rows(sampler, 2, generator)]
+    everything = sorted((number, at) for number, size in {5: 7, 6: 4, 9: 12}.items() for at in range(size))
+    assert sorted(rows[:23]) == sorted(rows[23:]) == everything
+    assert rows[:23] != rows[23:]
+    assert sampler.figures() == {"epoch": 2.0, "epoch_done": 1.0, "passed_over_rows": 0.0}
+
+
+def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_over() -> None:
+    sampler, generator = EpochSampler(unit="trajectory", epochs=2), torch.Generator().manual_seed(0)
+    sampler.added(told(dict.fromkeys(range(10), 3)))
+    first = [number for number, _ in _rows(sampler, 4, generator)]
+    gone = next(number for number in range(10) if number not in first)
+    sampler.evicted([gone])
+    sampler.added(told({10: 3}))
+    rest = [number for number, _ in _rows(sampler, 5, generator)]
+    assert sorted(first + rest) == [number for number in range(10) if number != gone]
+    second = [number for number, _ in _rows(sampler, 100, generator)]
+    assert sorted(second) == sorted({*range(11)} - {gone})
+    assert sampler.figures()["passed_over_rows"] == 1
+    with pytest.raises(EmptyBufferError, match="all 2 epochs"):
+        sampler.draw(1, generator)
+
+
+def test_a_state_goes_on_where_it_was_taken() -> None:
+    sampler, generator = EpochSampler(), torch.Generator().manual_seed(5)
+    additions = told(dict.fromkeys(range(8), 5))
+    sampler.added(additions)
+    sampler.draw(13, generator)
+    state, rng = sampler.state_dict(), generator.get_state()
+    expected = [row for _ in range(9) for row in _rows(sampler, 7, generator)]
+    other = EpochSampler()
+    other.added(additions)
+    other.load_state_dict(state)
+    generator.set_state(rng)
+    assert [row for _ in range(9) for row in _rows(other, 7, generator)] == expected
+
+
+def _rows(sampler: EpochSampler, count: int, generator: torch.Generator) -> list[tuple[int, int]]:
+    drawn = sampler.draw(count, generator)
+    return list(zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True))

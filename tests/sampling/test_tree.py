@@ -1,0 +1,59 @@
+"""The sum tree against numpy's running sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.errors import ConfigurationError
+from trajstore.sampling.tree import SumTree
+
+weight = st.one_of(st.just(0.0), st.floats(1e-9, 1e9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_sums_least_and_searches_are_those_of_a_plain_array(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 700))
+    tree, plain = SumTree(size), np.zeros(size)
+    for _ in range(data.draw(st.integers(1, 4))):
+        leaves = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=40)), np.int64)
+        weights = np.array(data.draw(st.lists(weight, min_size=len(leaves), max_size=len(leaves))))
+        tree.set(leaves, weights)
+        for leaf, value in zip(leaves.tolist(), weights.tolist(), strict=True):
+            plain[leaf] = value
+    assert np.array_equal(tree.leaves, plain)
+    assert tree.total == pytest.approx(plain.sum())
+    low, high = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
+    assert tree.total_before(low) == pytest.approx(plain[:low].sum())
+    positive = plain[low:high][plain[low:high] > 0]
+    assert tree.least(low, high) == (positive.min() if len(positive) else np.inf)
+    if tree.total > 0:
+        targets = np.array(data.draw(st.lists(st.floats(0, 1), min_size=1, max_size=30))) * tree.total
+        found = tree.find(targets)
+        assert np.all(plain[found] > 0)
+        ends = np.cumsum(plain)
+        room = 1e-9 * tree.total
+        assert np.all(ends[found] >= targets - room)
+        assert np.all(ends[found] - plain[found] <= targets + room)
+
+
+def test_replacing_keeps_the_weights_and_makes_room() -> None:
+    tree = SumTree(5)
+    tree.set(np.arange(5), np.arange(5.0))
+    tree.replace(tree.leaves.copy(), 1000)
+    assert tree.capacity == 1000
+    assert tree.total == 10
+    tree.set(np.array([999]), np.array([7.0]))
+    assert tree.find(np.array([10.5]))[0] == 999
+    assert tree.least(0, 1000) == 1
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_a_weight_that_is_none_is_refused_and_nothing_is_set(bad: float) -> None:
+    tree = SumTree(4)
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        tree.set(np.array([0, 1]), np.array([1.0, bad]))
+    assert tree.total == 0

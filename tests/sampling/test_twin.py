@@ -1,0 +1,165 @@
+"""Samplers against plain twins: additions, evictions, draws and updates in any order."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.sampling.told import told
+from trajstore.errors import EmptyBufferError
+from trajstore.sampling import FreshestSampler, Priorities, Recency, Staleness, UseLimit, WeightedSampler
+from trajstore.sampling.factors import Factor
+
+MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.01
+
+
+class WeightedTwin(RuleBasedStateMachine):
+    """The weight of every row, worked out from scratch, is what the sampler's tree has."""
+
+    @initialize(seed=st.integers(0, 9), per=st.sampled_from(["sample", "trajectory", None]))
+    def begin(self, seed: int, per: str | None) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        factors: list[Factor] = [Recency(HALF_LIFE), Staleness(MAX_AGE, FLOOR), UseLimit(MAX_USES, COOLDOWN)]
+        priorities = None if per is None else Priorities(alpha=0.5, eps=0.1, per=per)  # type: ignore[arg-type]
+        self.per = per
+        self.sampler = WeightedSampler(factors, priorities)
+        self.rows: dict[int, dict[str, object]] = {}
+        self.added = self.batches = 0
+        self.largest = 1.0
+
+    @rule(
+        sizes=st.lists(st.integers(1, 4), min_size=1, max_size=30),
+        version=st.integers(-1, 2),
+        task=st.sampled_from("ab"),
+    )
+    def add(self, sizes: list[int], version: int, task: str) -> None:
+        newest = max([row["version"] for row in self.rows.values()], default=5) + version  # type: ignore[type-var,operator]
+        numbers = range(self.added, self.added + len(sizes))
+        self.newest = max(getattr(self, "newest", newest), newest)
+        self.sampler.added(told(dict(zip(numbers, sizes, strict=True)), [newest] * len(sizes), [task] * len(sizes)))
+        for number, size in zip(numbers, sizes, strict=True):
+            self.rows[number] = {
+                "size": size,
+                "version": newest,
+                "task": task,
+                "uses": 0,
+                "ready": 0,
+                "priority": [self.largest] * size,
+            }
+        self.added += len(sizes)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(gone)
+        for number in gone:
+            del self.rows[number]
+
+    @precondition(lambda self: self.rows)
+    @rule(count=st.integers(1, 5), priority=st.floats(0, 50))
+    def draw_and_update(self, count: int, priority: float) -> None:
+        try:
+            drawn = self.sampler.draw(count, self.generator)
+        except EmptyBufferError:
+            assert sum(map(sum, self.expected().values())) == 0
+            return
+        self.batches += 1
+        for number in set(drawn.ids.tolist()):
+            row = self.rows[number]
+            row["uses"] += 1  # type: ignore[operator]
+            row["ready"] = self.batches + COOLDOWN
+        if self.per is not None:
+            self.sampler.update(drawn.ids, drawn.samples, [priority] * len(drawn))
+            self.largest = max(self.largest, priority)
+            for number, sample in zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True):
+                values: list[float] = self.rows[number]["priority"]  # type: ignore[assignment]
+                if self.per == "sample":
+                    values[sample] = priority
+                else:
+                    values[:] = [priority] * len(values)
+
+    def expected(self) -> dict[int, list[float]]:
+        weights = {}
+        for number, row in self.rows.items():
+            newer = [
+                other
+                for other, its in self.rows.items()
+                if its["task"] == row["task"] and (its["version"], other) > (row["version"], number)
+            ]
+            young = row["version"] >= self.newest - MAX_AGE  # type: ignore[operator]
+            held = young or len(newer) < FLOOR
+            usable = row["uses"] < MAX_USES and row["ready"] <= self.batches  # type: ignore[operator]
+            age = (self.added - 1 - number) / HALF_LIFE
+            trajectory = float(held and usable) * (2.0**-age if age < 1074 else 0.0)
+            powers = [(value + 0.1) ** 0.5 if self.per else 1.0 for value in row["priority"]]  # type: ignore[attr-defined]
+            weights[number] = [trajectory * power for power in powers]
+        return weights
+
+    @invariant()
+    def weights_are_as_expected(self) -> None:
+        roster, tree = self.sampler._roster, self.sampler._tree
+        expected = self.expected()
+        entries = roster.find(np.array(sorted(expected), np.int64))
+        assert np.all(entries >= 0)
+        assert roster.live == len(expected)
+        leaves, counts = roster.leaf_runs(entries)
+        if self.per == "sample":
+            wanted = [weight for number in sorted(expected) for weight in expected[number]]
+            assert counts.tolist() == [len(expected[number]) for number in sorted(expected)]
+        else:
+            wanted = [sum(expected[number]) for number in sorted(expected)]
+        # Recency scales weights by a power of two of its own choice: only their ratios say something.
+        seen = tree.leaves[leaves]
+        total, all_seen = sum(wanted), seen.sum()
+        assert (total == 0) == (all_seen == 0)
+        if total:
+            assert np.allclose(seen / all_seen, np.array(wanted) / total, rtol=1e-6, atol=1e-12)
+        assert tree.total == np.float64(tree.leaves.sum()) or np.isclose(tree.total, tree.leaves.sum())
+        assert np.isclose(all_seen, tree.leaves.sum())
+
+
+class FreshestTwin(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.sampler = FreshestSampler(decay=1.5, max_uses=3)
+        self.rows: dict[int, list[int]] = {}
+        self.added = 0
+
+    @rule(versions=st.lists(st.integers(0, 6), min_size=1, max_size=8))
+    def add(self, versions: list[int]) -> None:
+        numbers = range(self.added, self.added + len(versions))
+        self.sampler.added(told(dict.fromkeys(numbers, 1), versions))
+        self.rows |= {number: [version, 0] for number, version in zip(numbers, versions, strict=True)}
+        self.added += len(versions)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(gone)
+        for number in gone:
+            del self.rows[number]
+
+    @precondition(lambda self: self.rows)
+    @rule(count=st.integers(1, 4), data=st.data())
+    def draw(self, count: int, data: st.DataObject) -> None:
+        first = data.draw(st.sampled_from(sorted(self.rows)))
+        good = [number for number, (_, uses) in self.rows.items() if uses < 3 and number >= first]
+        wanted = sorted(good, key=lambda number: (-(self.rows[number][0] - 1.5 * self.rows[number][1]), number))[:count]
+        try:
+            drawn = self.sampler.draw(count, torch.Generator(), first).ids.tolist()
+        except EmptyBufferError:
+            drawn = []
+        assert drawn == wanted
+        for number in drawn:
+            self.rows[number][1] += 1
+
+
+TestWeightedTwin = WeightedTwin.TestCase
+TestWeightedTwin.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestFreshestTwin = FreshestTwin.TestCase
+TestFreshestTwin.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)

@@ -1,0 +1,187 @@
+"""Weighted draws: their distribution, importance weights, factors, state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sampling.chance import fits
+from tests.sampling.told import told
+from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.index import UNKNOWN_VERSION
+from trajstore.sampling import Drawn, Priorities, Recency, Staleness, UseLimit, WeightedSampler, sampler_of
+
+
+def rows_of(drawn: Drawn) -> list[tuple[int, int]]:
+    return list(zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_without_factors_every_transition_is_as_likely(stratified: bool) -> None:
+    sizes = {3: 5, 4: 1, 8: 14}
+    sampler = WeightedSampler(stratified=stratified)
+    sampler.added(told(sizes))
+    drawn = rows_of(sampler.draw(20_000, torch.Generator().manual_seed(0)))
+    every = [(number, at) for number, size in sizes.items() for at in range(size)]
+    assert fits([drawn.count(row) for row in every], [1] * 20)
+
+
+def test_a_window_excludes_older_trajectories() -> None:
+    sampler = WeightedSampler()
+    sampler.added(told(dict.fromkeys(range(50), 2)))
+    drawn = sampler.draw(5000, torch.Generator().manual_seed(0), first=45)
+    assert fits(np.bincount(drawn.ids, minlength=50).tolist(), [0] * 45 + [1] * 5)
+
+
+@pytest.mark.parametrize("per", ["sample", "trajectory"])
+def test_priorities_are_chances_and_importance_weights_correct_them(per: str) -> None:
+    """Against the formulas written out over all rows."""
+    alpha, beta, eps = 0.7, 0.5, 0.01
+    sizes = {1: 3, 2: 4, 7: 2}
+    sampler = WeightedSampler(priorities=Priorities(alpha, beta, eps, per=per))  # type: ignore[arg-type]
+    sampler.added(told(sizes))
+    every = [(number, at) for number, size in sizes.items() for at in range(size)]
+    priority = {row: (row[0] if per == "trajectory" else 1 + 2.5 * at) for at, row in enumerate(every)}
+    ids, samples = np.array([row[0] for row in every]), np.array([row[1] for row in every])
+    sampler.update(ids, samples, [priority[row] for row in every])
+    chance = {row: (priority[row] + eps) ** alpha for row in every}
+    drawn = sampler.draw(30_000, torch.Generator().manual_seed(1))
+    rows = rows_of(drawn)
+    assert fits([rows.count(row) for row in every], [chance[row] for row in every])
+    assert drawn.weights is not None
+    least = min(chance.values())
+    expected = [(least / chance[row]) ** beta for row in rows]
+    assert drawn.weights.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_new_rows_get_the_largest_priority_seen() -> None:
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
+    sampler.added(told({0: 2}))
+    sampler.update(np.array([0]), np.array([1]), [9.0])
+    sampler.added(told({1: 1}))
+    drawn = rows_of(sampler.draw(19_000, torch.Generator().manual_seed(0)))
+    assert fits([drawn.count(row) for row in [(0, 0), (0, 1), (1, 0)]], [1, 9, 9])
+
+
+def test_rows_that_are_gone_are_counted_when_priorities_come_back() -> None:
+    sampler = WeightedSampler(priorities=Priorities())
+    sampler.added(told({0: 2, 1: 2}))
+    sampler.evicted([0])
+    assert sampler.update(np.array([0, 1]), np.array([0, 0]), [1.0, 2.0]) == 1
+
+
+@pytest.mark.parametrize("bad", [[-1.0], [float("nan")], [float("inf")], [1.0, 2.0]])
+def test_priorities_that_are_none_are_refused(bad: list[float]) -> None:
+    sampler = WeightedSampler(priorities=Priorities())
+    sampler.added(told({0: 2}))
+    with pytest.raises(ConfigurationError, match="priorities"):
+        sampler.update(np.array([0]), np.array([0]), bad)
+
+
+def test_recency_halves_with_every_half_life() -> None:
+    sampler = WeightedSampler([Recency(2)])
+    sampler.added(told({number: number + 1 for number in range(6)}))
+    drawn = sampler.draw(20_000, torch.Generator().manual_seed(0))
+    chances = [(number + 1) * 2 ** (-(5 - number) / 2) for number in range(6)]
+    assert fits(np.bincount(drawn.ids, minlength=6).tolist(), chances)
+
+
+def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unknown_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler = WeightedSampler([Recency(0.5, "versions")], unit="sample")
+    for step in range(0, 3000, 100):
+        sampler.added(told({2 * step: 1, 2 * step + 1: 1}, [step, UNKNOWN_VERSION]))
+    sampler.added(told({9000: 1, 9001: 1}, [2900, 2901]))
+    drawn = sampler.draw(10_000, torch.Generator().manual_seed(0))
+    assert fits([int(np.sum(drawn.ids == number)) for number in (5800, 9000, 9001, 5801)], [1, 1, 4, 0])
+    assert sum("says no policy version" in message for message in caplog.messages) == 1
+
+
+def test_staleness_draws_recent_versions_and_of_every_task_a_few() -> None:
+    sampler = WeightedSampler([Staleness(max_age=2, floor=2)], unit="trajectory")
+    sampler.added(told(dict.fromkeys(range(6), 1), [1, 2, 3, 1, 2, 9], ["slow"] * 3 + ["other"] * 2 + ["quick"]))
+    assert _all(sampler) == {1, 2, 3, 4, 5}
+    assert sampler.figures() == {"eligible_trajectories": 5.0, "starving_tasks": 2.0}
+    sampler.added(told({6: 1}, [8], ["slow"]))
+    assert _all(sampler) == {2, 3, 4, 5, 6}
+    sampler.evicted([2, 4])
+    assert _all(sampler) == {1, 3, 5, 6}
+    sampler.added(told({7: 1}, [12], ["quick"]))
+    assert _all(sampler) == {1, 6, 3, 5, 7}
+    assert sampler.figures()["starving_tasks"] == 3
+
+
+def test_staleness_without_a_floor_says_why_nothing_is_left() -> None:
+    sampler = WeightedSampler([Staleness(max_age=0)])
+    sampler.added(told({0: 1, 1: 1}, [1, 5]))
+    sampler.evicted([1])
+    with pytest.raises(EmptyBufferError, match="none of 1 trajectories is left to draw from after staleness"):
+        sampler.draw(1, torch.Generator())
+
+
+def test_use_limit_and_cooldown() -> None:
+    sampler, generator = WeightedSampler([UseLimit(max_uses=2, cooldown=1)], unit="trajectory"), torch.Generator()
+    sampler.added(told(dict.fromkeys(range(4), 1)))
+    batches = [set(sampler.draw(2, generator).ids.tolist()) for _ in range(4)]
+    assert batches[0] | batches[1] == batches[2] | batches[3] == {0, 1, 2, 3}
+    assert sampler.figures() == {"used_up_trajectories": 4.0}
+    with pytest.raises(EmptyBufferError, match="after uses"):
+        sampler.draw(1, generator)
+
+
+def test_whole_trajectories_come_once_in_a_batch_with_the_chances_of_draws_one_by_one() -> None:
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=0, eps=0, per="trajectory"), unit="trajectory")
+    sampler.added(told({0: 4, 1: 9, 2: 1}))
+    sampler.update(np.arange(3), np.zeros(3, np.int64), [1.0, 2.0, 3.0])
+    generator = torch.Generator().manual_seed(0)
+    pairs = [tuple(sampler.draw(2, generator).ids.tolist()) for _ in range(6000)]
+    expected = {(a, b): (a + 1) / 6 * (b + 1) / (6 - a - 1) for a in range(3) for b in range(3) if a != b}
+    assert set(pairs) == set(expected)
+    assert fits([pairs.count(pair) for pair in expected], list(expected.values()))
+    assert sorted(sampler.draw(10, generator).ids.tolist()) == [0, 1, 2]
+
+
+def test_a_state_goes_on_where_it_was_taken() -> None:
+    def make() -> WeightedSampler:
+        factors = [Recency(3), UseLimit(max_uses=9, cooldown=2)]
+        return WeightedSampler(factors, Priorities(per="trajectory"), unit="trajectory")
+
+    sampler, generator = make(), torch.Generator().manual_seed(0)
+    sampler.added(told(dict.fromkeys(range(40), 3)))
+    for _ in range(5):
+        drawn = sampler.draw(4, generator)
+        sampler.update(drawn.ids, drawn.samples, np.arange(4.0))
+    sampler.evicted(range(7))
+    state, rng = sampler.state_dict(), generator.get_state()
+    expected = [sampler.draw(4, generator).ids.tolist() for _ in range(10)]
+    other = make()
+    other.added(told(dict.fromkeys(range(7, 40), 3)))
+    other.load_state_dict(state)
+    generator.set_state(rng)
+    assert [other.draw(4, generator).ids.tolist() for _ in range(10)] == expected
+    with pytest.raises(ConfigurationError, match="configured otherwise"):
+        WeightedSampler().load_state_dict(state)
+
+
+def test_samplers_from_configuration() -> None:
+    sampler = sampler_of(
+        {"name": "weighted", "unit": "trajectory", "staleness": {"max_age": 3}, "priorities": {"per": "trajectory"}}
+    )
+    assert isinstance(sampler, WeightedSampler)
+    assert [factor.name for factor in sampler.factors] == ["staleness"]
+    for wrong, message in (
+        ({"name": "wieghted"}, "must be one of weighted, epochs, freshest"),
+        ({"name": "epochs", "unti": "sample"}, "has no option 'unti'; there are unit, epochs"),
+        ({"name": "weighted", "staleness": 3}, "must be a dict of options"),
+        ({"name": "weighted", "recency": {}}, "half_life"),
+        ({"name": "weighted", "recency": {"half_life": 0}}, "above 0"),
+        ({"name": "weighted", "unit": "trajectory", "priorities": {}}, "per 'sample' needs unit 'sample'"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            sampler_of(wrong)
+
+
+def _all(sampler: WeightedSampler) -> set[int]:
+    return set(sampler.draw(100, torch.Generator()).ids.tolist())

@@ -1,0 +1,20 @@
+"""What a buffer tells samplers, made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trajstore.index import UNKNOWN_VERSION
+from trajstore.sampling import Additions
+
+
+def told(
+    samples: Mapping[int, int], versions: Sequence[int] | None = None, tasks: Sequence[str] | None = None
+) -> Additions:
+    """Return additions of trajectories, by id their number of samples."""
+    known = [UNKNOWN_VERSION] * len(samples) if versions is None else versions
+    return Additions(
+        np.array(list(samples), np.int64), np.array(list(samples.values()), np.int64), np.array(known, np.int64), tasks
+    )

@@ -1,0 +1,24 @@
+"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows."""
+
+from __future__ import annotations
+
+from trajstore.sampling.base import Additions, Drawn, Sampler
+from trajstore.sampling.config import sampler_of
+from trajstore.sampling.epochs import EpochSampler
+from trajstore.sampling.factors import Recency, Staleness, UseLimit
+from trajstore.sampling.freshest import FreshestSampler
+from trajstore.sampling.weighted import Priorities, WeightedSampler
+
+__all__ = [
+    "Additions",
+    "Drawn",
+    "EpochSampler",
+    "FreshestSampler",
+    "Priorities",
+    "Recency",
+    "Sampler",
+    "Staleness",
+    "UseLimit",
+    "WeightedSampler",
+    "sampler_of",
+]

@@ -1,0 +1,132 @@
+"""The machine code of :mod:`trajstore.sampling.tree`. Loaded on first use, because importing numba takes a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+FANOUT = 16
+"""Children of a node: two cache lines of sums, so that a search misses the cache once or twice a level."""
+
+_Array = np.ndarray[Any, Any]
+
+
+@numba.njit(nogil=True, cache=True)
+def set_leaves(sums: _Array, least: _Array, offsets: _Array, leaves: _Array, values: _Array) -> None:
+    """Set leaves and bring every node above them up to date.
+
+    ``sums[offsets[k] : offsets[k + 1]]`` is level k, the leaves at 0; ``least`` has the smallest positive leaf below
+    each node, infinity where there is none.
+    """
+    for i in range(len(leaves)):
+        value = values[i]
+        sums[leaves[i]] = value
+        least[leaves[i]] = value if value > 0 else np.inf
+    _update_above(sums, least, offsets, leaves)
+
+
+@numba.njit(nogil=True, cache=True)
+def _update_above(sums: _Array, least: _Array, offsets: _Array, leaves: _Array) -> None:
+    width = FANOUT
+    for level in range(1, len(offsets) - 1):
+        below, here = offsets[level - 1], offsets[level]
+        size_below = offsets[level] - below
+        last = -1
+        for i in range(len(leaves)):
+            node = leaves[i] // width
+            if node == last:
+                continue
+            last = node
+            start = node * FANOUT
+            total = 0.0
+            smallest = np.inf
+            for child in range(below + start, below + min(start + FANOUT, size_below)):
+                total += sums[child]
+                smallest = min(smallest, least[child])
+            sums[here + node] = total
+            least[here + node] = smallest
+        width *= FANOUT
+
+
+@numba.njit(nogil=True, cache=True)
+def rebuild(sums: _Array, least: _Array, offsets: _Array) -> None:
+    """Work out every node above the leaves anew, and ``least`` of the leaves."""
+    for leaf in range(offsets[1]):
+        least[leaf] = sums[leaf] if sums[leaf] > 0 else np.inf
+    for level in range(1, len(offsets) - 1):
+        below, here = offsets[level - 1], offsets[level]
+        size_below = here - below
+        for node in range(offsets[level + 1] - here):
+            total = 0.0
+            smallest = np.inf
+            for child in range(node * FANOUT, min((node + 1) * FANOUT, size_below)):
+                total += sums[below + child]
+                smallest = min(smallest, least[below + child])
+            sums[here + node] = total
+            least[here + node] = smallest
+
+
+@numba.njit(nogil=True, cache=True)
+def total_before(sums: _Array, offsets: _Array, leaf: int) -> float:
+    """Return the sum of all leaves before one."""
+    total = 0.0
+    node = leaf
+    for level in range(len(offsets) - 1):
+        first = node - node % FANOUT
+        size = offsets[level + 1] - offsets[level]
+        for sibling in range(first, min(node, size)):
+            total += sums[offsets[level] + sibling]
+        node //= FANOUT
+    return total
+
+
+@numba.njit(nogil=True, cache=True)
+def least_between(least: _Array, offsets: _Array, low: int, high: int) -> float:
+    """Return the smallest positive leaf in ``[low, high)``, infinity if there is none."""
+    smallest = np.inf
+    level = 0
+    while low < high:
+        base = offsets[level]
+        while low < high and low % FANOUT:
+            smallest = min(smallest, least[base + low])
+            low += 1
+        while low < high and high % FANOUT:
+            high -= 1
+            smallest = min(smallest, least[base + high])
+        low //= FANOUT
+        high //= FANOUT
+        level += 1
+    return smallest
+
+
+@numba.njit(nogil=True, cache=True)
+def find_leaves(sums: _Array, offsets: _Array, targets: _Array, found: _Array) -> None:
+    """Find for each target the leaf at which the running total of leaves first exceeds it; targets are overwritten.
+
+    A target at or above the total, by rounding, finds the last positive leaf. All targets go down level by level, so
+    that the memory that one waits for is fetched while others are searched.
+    """
+    found[:] = 0
+    for level in range(len(offsets) - 2, -1, -1):
+        base = offsets[level]
+        size = offsets[level + 1] - base
+        for i in range(len(targets)):
+            rest = targets[i]
+            child = found[i] * FANOUT
+            stop = min(child + FANOUT, size)
+            chosen = child
+            before = 0.0
+            while child < stop:
+                weight = sums[base + child]
+                if weight > 0:
+                    chosen = child
+                    before = rest
+                    if rest < weight:
+                        break
+                    rest -= weight
+                child += 1
+            # Rounding can leave a rest beyond the last child: it stays beyond all that is below the last positive one.
+            targets[i] = before
+            found[i] = chosen

@@ -1,0 +1,111 @@
+"""What every sampler is told, gives, and promises. Pure: no I/O, no clock, the generator is passed in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+Unit = Literal["sample", "trajectory"]
+"""What is drawn: transitions (one step of one environment), or whole trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """Trajectories that a sampler hears of, in the order in which they were added.
+
+    Attributes:
+        ids: trajectory ids, ``[n]``.
+        samples: transitions of each (T·B; 1 for an agent trajectory), ``[n]``.
+        versions: newest policy version of each, ``[n]``; :data:`~trajstore.index.UNKNOWN_VERSION` where none is known.
+        tasks: task of each, or None where nobody asked for them.
+    """
+
+    ids: IntArray
+    samples: IntArray
+    versions: IntArray
+    tasks: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a sampler drew, ``n`` rows.
+
+    Attributes:
+        ids: trajectory id of each row, ``[n]``.
+        samples: place of the row within its trajectory (``t * B + b``), ``[n]``; zeros where trajectories are drawn.
+        weights: importance weight of each row, float32 ``[n]``, the largest possible one is 1; None where every row
+            stands for itself.
+    """
+
+    ids: IntArray
+    samples: IntArray
+    weights: npt.NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Sampler(ABC):
+    """Chooses rows. One caller at a time; who shares it between threads holds a lock.
+
+    Attributes:
+        unit: what one row is.
+        needs_tasks: whether :attr:`Additions.tasks` must be told.
+    """
+
+    unit: Unit = "sample"
+    needs_tasks: bool = False
+
+    @abstractmethod
+    def added(self, additions: Additions) -> None:
+        """Take trajectories in; each id is told once, unless it was evicted in between."""
+
+    @abstractmethod
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        """Draw these no more; unknown ids are passed over."""
+
+    @abstractmethod
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+        """Draw rows.
+
+        Args:
+            count: how many; fewer come back only where the sampler's own rule says so.
+            generator: where all chance comes from.
+            first: id of the oldest trajectory of the window; None = all.
+
+        Raises:
+            EmptyBufferError: nothing can be drawn; says why.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened (the generator aside)."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state; what it says of trajectories that are not there now is passed over, and counted.
+
+        Call it after :meth:`added` was told of the trajectories.
+        """
+
+    def figures(self) -> dict[str, float]:
+        """Return flat numbers for metrics."""
+        return {}
+
+
+def uniform(count: int, generator: torch.Generator) -> FloatArray:
+    """Return float64 numbers, uniform in ``[0, 1)``, ``[count]``."""
+    drawn: FloatArray = torch.rand(count, generator=generator, dtype=torch.float64).numpy()
+    return drawn

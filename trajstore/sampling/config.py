@@ -1,0 +1,56 @@
+"""Samplers from plain dicts, as they stand in YAML files, with the names of the classes' arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from trajstore.errors import ConfigurationError
+from trajstore.sampling.base import Sampler
+from trajstore.sampling.epochs import EpochSampler
+from trajstore.sampling.factors import Factor, Recency, Staleness, UseLimit
+from trajstore.sampling.freshest import FreshestSampler
+from trajstore.sampling.weighted import Priorities, WeightedSampler
+
+_FACTORS: Mapping[str, Callable[..., Factor]] = {"recency": Recency, "staleness": Staleness, "uses": UseLimit}
+_T = TypeVar("_T")
+
+_NAMES = ("weighted", "epochs", "freshest")
+
+
+def sampler_of(value: Mapping[str, Any]) -> Sampler:
+    """Return the sampler that a dict describes.
+
+    ``{"name": "weighted", "unit": "sample", "priorities": {"alpha": 0.6}, "staleness": {"max_age": 4}}``: ``name`` says
+    which sampler, the other keys are its arguments; of a weighted one ``priorities`` and each factor (``recency``,
+    ``staleness``, ``uses``) are dicts of theirs.
+
+    Raises:
+        ConfigurationError: a name or an argument is unknown, or out of range; says which.
+    """
+    arguments = dict(value)
+    name = arguments.pop("name", None)
+    if name == "epochs":
+        return _call("epochs", EpochSampler, arguments)
+    if name == "freshest":
+        return _call("freshest", FreshestSampler, arguments)
+    if name != "weighted":
+        raise ConfigurationError(f"sampler: name {name!r}, must be one of {', '.join(_NAMES)}")
+    factors = [_call(key, make, arguments.pop(key)) for key, make in _FACTORS.items() if key in arguments]
+    if "priorities" in arguments:
+        arguments["priorities"] = _call("priorities", Priorities, arguments["priorities"])
+    return _call("weighted", WeightedSampler, arguments, factors)
+
+
+def _call(name: str, make: Callable[..., _T], arguments: Any, *first: Any) -> _T:
+    if not isinstance(arguments, Mapping):
+        raise ConfigurationError(f"sampler: {name}: must be a dict of options, is {arguments!r}")
+    known = [parameter for parameter in inspect.signature(make).parameters if parameter != "factors"]
+    unknown = sorted(set(arguments) - set(known))
+    if unknown:
+        raise ConfigurationError(f"sampler: {name} has no option {unknown[0]!r}; there are {', '.join(known)}")
+    try:
+        return make(*first, **arguments)
+    except TypeError as error:
+        raise ConfigurationError(f"sampler: {name}: {error}") from error

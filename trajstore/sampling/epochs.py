@@ -1,0 +1,115 @@
+"""Uniform draws without replacement: every row once, in a random order, then anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
+from trajstore.sampling.permutation import permuted
+from trajstore.sampling.roster import Growing, Roster
+
+_KEY_BITS = 62
+
+
+class EpochSampler(Sampler):
+    """Draws every row of an epoch once, in an order that one random key gives.
+
+    An epoch is over what the window holds when it begins. What is added during an epoch belongs to the next one;
+    rows of trajectories evicted during it are passed over, and counted. A batch may end one epoch and begin another.
+
+    Args:
+        unit: what is drawn.
+        epochs: how many epochs; the batch that ends the last one may be shorter, and after it
+            :class:`EmptyBufferError` is raised. None = no end.
+    """
+
+    def __init__(self, *, unit: Unit = "sample", epochs: int | None = None) -> None:
+        if unit not in ("sample", "trajectory"):
+            raise ConfigurationError(f"unit {unit!r}, must be 'sample' or 'trajectory'")
+        if epochs is not None and epochs < 1:
+            raise ConfigurationError(f"epochs {epochs}, must be at least 1")
+        self.unit = unit
+        self._epochs = epochs
+        self._roster = Roster()
+        self._sizes = Growing(np.int64)
+        self._ids: IntArray = np.zeros(0, np.int64)
+        self._ends: IntArray = np.zeros(0, np.int64)
+        self._key = 0
+        self._place = 0
+        self._begun = 0
+        self._passed_over = 0
+
+    def added(self, additions: Additions) -> None:
+        self._roster.add(additions.ids, np.ones(len(additions), np.int64))
+        self._sizes.append(additions.samples if self.unit == "sample" else 1, len(additions))
+
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        self._roster.discard(ids)
+        if self._roster.is_sparse():
+            self._sizes.keep(self._roster.compact()[0])
+
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+        ids: list[IntArray] = []
+        samples: list[IntArray] = []
+        missing = count
+        while missing > 0:
+            total = int(self._ends[-1]) if len(self._ends) else 0
+            if self._place == total:
+                if self._epochs is not None and self._begun == self._epochs:
+                    if ids:
+                        break
+                    raise EmptyBufferError(f"all {self._epochs} epochs have been drawn")
+                self._begin(generator, first)
+                continue
+            places = np.arange(self._place, min(total, self._place + missing))
+            self._place += len(places)
+            rows = permuted(places, total, self._key)
+            entries = np.searchsorted(self._ends, rows, side="right")
+            there = self._roster.find(self._ids[entries]) >= 0
+            self._passed_over += int(np.count_nonzero(~there))
+            entries, rows = entries[there], rows[there]
+            ids.append(self._ids[entries])
+            samples.append(rows - np.where(entries > 0, self._ends[entries - 1], 0))
+            missing -= len(entries)
+        return Drawn(np.concatenate(ids), np.concatenate(samples))
+
+    def _begin(self, generator: torch.Generator, first: int | None) -> None:
+        entries = np.flatnonzero(self._roster.alive)
+        if first is not None:
+            oldest = self._roster.find(np.array([first]))[0]
+            entries = entries[entries >= oldest]
+        sizes = self._sizes.values[entries]
+        if not sizes.sum():
+            raise EmptyBufferError("cannot sample from an empty buffer")
+        self._ids, self._ends = self._roster.ids[entries].copy(), np.cumsum(sizes)
+        self._key = int(torch.randint(0, 1 << _KEY_BITS, (), generator=generator))
+        self._place = 0
+        self._begun += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "ids": torch.from_numpy(self._ids.copy()),
+            "ends": torch.from_numpy(self._ends.copy()),
+            "key": self._key,
+            "place": self._place,
+            "epoch": self._begun,
+            "passed_over": self._passed_over,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._ids, self._ends = np.asarray(state["ids"]).copy(), np.asarray(state["ends"]).copy()
+        self._key, self._place, self._begun = int(state["key"]), int(state["place"]), int(state["epoch"])
+        self._passed_over = int(state["passed_over"])
+
+    def figures(self) -> dict[str, float]:
+        total = int(self._ends[-1]) if len(self._ends) else 0
+        return {
+            "epoch": float(self._begun),
+            "epoch_done": self._place / total if total else 0.0,
+            "passed_over_rows": float(self._passed_over),
+        }

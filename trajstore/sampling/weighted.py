@@ -1,0 +1,314 @@
+"""Draws in proportion to weights: priorities, age, staleness and use, alone or multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.sampling.base import Additions, Drawn, FloatArray, IntArray, Sampler, Unit, uniform
+from trajstore.sampling.factors import Factor
+from trajstore.sampling.roster import Growing, Roster
+from trajstore.sampling.tree import SumTree
+
+_LEAST_CAPACITY = 1024
+
+
+@dataclass(frozen=True)
+class Priorities:
+    """How priorities become chances and weights.
+
+    A row of priority p is drawn with a chance in proportion to ``(p + eps) ** alpha``; its importance weight is
+    ``(least / own) ** beta``, ``least`` being the smallest chance in the window (of transitions with priorities per
+    trajectory: in the batch), so that the largest weight is 1. New rows get the largest priority seen so far.
+    Source: Schaul et al., "Prioritized Experience Replay", 2016, equations 1 and 2.
+
+    Attributes:
+        alpha: 0 = uniform, 1 = in proportion.
+        beta: 0 = no correction, 1 = full correction of the bias.
+        eps: added to every priority, so that a row of priority 0 can be drawn again.
+        per: ``"sample"``: every transition has a priority of its own; ``"trajectory"``: all of a trajectory share one.
+    """
+
+    alpha: float = 0.6
+    beta: float = 0.4
+    eps: float = 1e-6
+    per: Unit = "sample"
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.alpha < np.inf and 0 <= self.beta < np.inf and 0 <= self.eps < np.inf):
+            raise ConfigurationError(
+                f"priorities: alpha {self.alpha}, beta {self.beta} and eps {self.eps} must be finite, at least 0"
+            )
+        if self.per not in ("sample", "trajectory"):
+            raise ConfigurationError(f"priorities: per {self.per!r}, must be 'sample' or 'trajectory'")
+
+
+class WeightedSampler(Sampler):
+    """Draws rows in proportion to their weight, the product of all factors and of the row's priority.
+
+    Drawing transitions, each transition of a trajectory has the trajectory's weight, and rows can come twice. Drawing
+    trajectories, none comes twice in a batch, and fewer than asked for come where fewer have a weight above 0. A draw
+    and a change cost O(log n) for n leaves; nothing ever passes over all of them, save growing, which is amortised.
+
+    Args:
+        factors: weights of trajectories.
+        priorities: weights of rows; they are changed with :meth:`update`.
+        unit: what is drawn.
+        stratified: draw one row from each of ``count`` equal parts of the total weight instead of independently.
+            The rows then come sorted from old to new.
+    """
+
+    def __init__(
+        self,
+        factors: Sequence[Factor] = (),
+        priorities: Priorities | None = None,
+        *,
+        unit: Unit = "sample",
+        stratified: bool = False,
+    ) -> None:
+        if unit not in ("sample", "trajectory"):
+            raise ConfigurationError(f"unit {unit!r}, must be 'sample' or 'trajectory'")
+        if len({factor.name for factor in factors}) < len(factors):
+            raise ConfigurationError("a sampler can have each factor once")
+        if unit == "trajectory" and priorities is not None and priorities.per == "sample":
+            raise ConfigurationError(
+                "priorities: per 'sample' needs unit 'sample'; whole trajectories have per='trajectory'"
+            )
+        if unit == "trajectory" and stratified:
+            raise ConfigurationError("stratified draws repeat rows, and trajectories are drawn once each")
+        self.unit = unit
+        self.priorities = priorities
+        self.factors = tuple(factors)
+        self.needs_tasks = any(factor.needs_tasks for factor in factors)
+        self._stratified = stratified
+        self._by_sample = priorities is not None and priorities.per == "sample"
+        self._roster = Roster()
+        self._samples = Growing(np.int64)
+        self._powers = Growing(np.float64)
+        """``(priority + eps) ** alpha`` of each leaf, whatever its trajectory's weight; empty without priorities."""
+        self._largest = 1.0
+        self._tree = SumTree(_LEAST_CAPACITY)
+
+    # -- what is there ----------------------------------------------------------------------------
+
+    def added(self, additions: Additions) -> None:
+        leaves = additions.samples if self._by_sample else np.ones(len(additions), np.int64)
+        entries = self._roster.add(additions.ids, leaves)
+        self._samples.append(additions.samples, len(additions))
+        if self.priorities is not None:
+            self._powers.append(self._power(np.array([self._largest])), int(leaves.sum()))
+        changed = [entries, *(factor.added(entries, additions) for factor in self.factors)]
+        if self._roster.leaves > self._tree.capacity:
+            self._tree.replace(self._tree.leaves, 2 * self._roster.leaves)
+        self._weigh(changed)
+
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        entries = self._roster.discard(ids)
+        if not len(entries):
+            return
+        changed = [entries, *(factor.evicted(entries) for factor in self.factors)]
+        self._weigh(changed)
+        if self._roster.is_sparse():
+            kept, leaves = self._roster.compact()
+            self._samples.keep(kept)
+            if self.priorities is not None:
+                self._powers.keep(leaves)
+            for factor in self.factors:
+                factor.compacted(kept)
+            self._tree.replace(self._tree.leaves[leaves], max(_LEAST_CAPACITY, 2 * len(leaves)))
+
+    def _weigh(self, changed: Sequence[IntArray]) -> None:
+        entries = np.unique(np.concatenate(changed))
+        weights = self._roster.alive[entries].astype(np.float64)
+        for factor in self.factors:
+            weights *= factor.weights(entries)
+        if self.unit == "sample" and not self._by_sample:
+            weights *= self._samples.values[entries]
+        leaves, counts = self._roster.leaf_runs(entries)
+        weights = np.repeat(weights, counts)
+        if self.priorities is not None:
+            weights *= self._powers.values[leaves]
+        self._tree.set(leaves, weights)
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+        low = 0
+        if first is not None:
+            entry = self._roster.find(np.array([first]))
+            low = int(self._roster.first_leaf(entry)[0]) if entry[0] >= 0 else 0
+        leaves = self._without_repeats(count, generator, low) if self.unit == "trajectory" else None
+        if leaves is None:
+            leaves = self._leaves(count, generator, low)
+        entries = self._roster.entry_of(leaves)
+        if self._by_sample:
+            samples = leaves - self._roster.first_leaf(entries)
+        elif self.unit == "sample":
+            sizes = self._samples.values[entries]
+            samples = np.minimum((uniform(len(entries), generator) * sizes).astype(np.int64), sizes - 1)
+        else:
+            samples = np.zeros(len(entries), np.int64)
+        drawn = Drawn(self._roster.ids[entries], samples, self._importance(leaves, low))
+        different = np.unique(entries)
+        changed = [factor.drawn(different) for factor in self.factors]
+        if any(len(some) for some in changed):
+            self._weigh(changed)
+        return drawn
+
+    def _leaves(self, count: int, generator: torch.Generator, low: int) -> IntArray:
+        before = self._tree.total_before(low)
+        total = self._tree.total - before
+        if not total > 0:
+            raise self._empty(low)
+        chance = uniform(count, generator)
+        if self._stratified:
+            chance = (np.arange(count) + chance) / count
+        leaves = self._tree.find(before + chance * total)
+        astray = leaves < low  # by rounding, at the very edge of the window
+        if astray.any():
+            leaves[astray] = self._tree.find(np.array([before + 0.5 * total]))[0]
+        return leaves
+
+    def _without_repeats(self, count: int, generator: torch.Generator, low: int) -> IntArray:
+        """Draw again and again what is missing, leaving out what was drawn: as if one by one without replacement."""
+        found: list[IntArray] = []
+        weights: list[FloatArray] = []
+        missing = count
+        try:
+            while missing > 0 and self._tree.total - self._tree.total_before(low) > 0:
+                leaves = self._leaves(missing, generator, low)
+                leaves = leaves[np.sort(np.unique(leaves, return_index=True)[1])]
+                found.append(leaves)
+                weights.append(self._tree.leaves[leaves].copy())
+                self._tree.set(leaves, np.zeros(len(leaves)))
+                missing -= len(leaves)
+        finally:
+            for leaves, weight in zip(found, weights, strict=False):
+                self._tree.set(leaves, weight)
+        if not found:
+            raise self._empty(low)
+        return np.concatenate(found)
+
+    def _importance(self, leaves: IntArray, low: int) -> npt.NDArray[np.float32] | None:
+        if self.priorities is None:
+            return None
+        chances = self._tree.leaves[leaves]
+        if self._by_sample or self.unit == "trajectory":
+            least = self._tree.least(low, self._roster.leaves)
+        else:  # one leaf stands for all rows of a trajectory
+            chances = chances / self._samples.values[self._roster.entry_of(leaves)]
+            least = float(chances.min())
+        weights: npt.NDArray[np.float32] = ((least / chances) ** self.priorities.beta).astype(np.float32)
+        return weights
+
+    def _empty(self, low: int) -> EmptyBufferError:
+        if not self._roster.live:
+            return EmptyBufferError("cannot sample from an empty buffer")
+        names = ", ".join(factor.name for factor in self.factors) or "the window"
+        return EmptyBufferError(
+            f"cannot sample: none of {self._roster.live} trajectories is left to draw from after {names}"
+        )
+
+    # -- priorities -------------------------------------------------------------------------------
+
+    def update(self, ids: IntArray, samples: IntArray, priorities: npt.ArrayLike) -> int:
+        """Set the priorities of rows that were drawn; return how many of them are no longer there.
+
+        Args:
+            ids: trajectory ids, ``[n]``.
+            samples: places within their trajectories, ``[n]``; of no account with priorities per trajectory, where the
+                largest of a trajectory counts.
+            priorities: ``[n]``, at least 0, usually the absolute TD error.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+        """
+        if self.priorities is None:
+            raise ConfigurationError("this sampler has no priorities to update; give it priorities=Priorities(...)")
+        given = np.asarray(priorities, np.float64)
+        if given.shape != ids.shape or samples.shape != ids.shape:
+            raise ConfigurationError(f"priorities {list(given.shape)}: must be one for each of {len(ids)} rows")
+        if not np.all((given >= 0) & (given < np.inf)):
+            raise ConfigurationError("priorities must be finite numbers, at least 0")
+        entries = self._roster.find(ids)
+        there = entries >= 0
+        entries, given, samples = entries[there], given[there], samples[there]
+        if len(given):
+            self._largest = max(self._largest, float(given.max()))
+        leaves = self._roster.first_leaf(entries)
+        if self._by_sample:
+            if np.any((samples < 0) | (samples >= self._roster.leaf_counts(entries))):
+                raise ConfigurationError("samples: a place lies outside its trajectory")
+            leaves = leaves + samples
+        else:
+            order = np.argsort(given, kind="stable")  # the last of a trajectory's counts: the largest
+            leaves, entries, given = leaves[order], entries[order], given[order]
+        old = self._powers.values[leaves]
+        weights = self._tree.leaves[leaves]
+        new = self._power(given)
+        self._powers.values[leaves] = new
+        # What a leaf weighs besides its priority stays. A weight of 0 has no such part: it is worked out anew.
+        scaled = weights * np.divide(new, old, out=np.ones_like(new), where=old > 0)
+        self._tree.set(leaves, scaled)
+        again = np.unique(entries[(weights == 0) | (old == 0)])
+        if len(again):
+            self._weigh([again])
+        return int(np.count_nonzero(~there))
+
+    def _power(self, priorities: FloatArray) -> FloatArray:
+        settings = self.priorities or Priorities()
+        power: FloatArray = (priorities + settings.eps) ** settings.alpha
+        return power
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        entries = np.flatnonzero(self._roster.alive).astype(np.int64)
+        state: dict[str, Any] = {
+            "ids": torch.from_numpy(self._roster.ids[entries].copy()),
+            "factors": {factor.name: factor.state(entries) for factor in self.factors},
+        }
+        if self.priorities is not None:
+            leaves, counts = self._roster.leaf_runs(entries)
+            state |= {
+                "powers": torch.from_numpy(self._powers.values[leaves].copy()),
+                "leaves": torch.from_numpy(counts),
+                "largest": self._largest,
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state["factors"]) != {factor.name for factor in self.factors} or ("powers" in state) != (
+            self.priorities is not None
+        ):
+            raise ConfigurationError(
+                f"the state is of a sampler with {sorted(state['factors'])}"
+                f"{' and priorities' if 'powers' in state else ''}; this one is configured otherwise"
+            )
+        ids = np.asarray(state["ids"])
+        entries = self._roster.find(ids)
+        there = entries >= 0
+        for factor in self.factors:
+            rows = {
+                name: value[there] if isinstance(value, np.ndarray) else value
+                for name, value in state["factors"][factor.name].items()
+            }
+            factor.take_up(entries[there], rows)
+        if self.priorities is not None:
+            counts = np.asarray(state["leaves"])
+            if np.any(counts[there] != self._roster.leaf_counts(entries[there])):
+                raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
+            leaves, _ = self._roster.leaf_runs(entries[there])
+            self._powers.values[leaves] = np.asarray(state["powers"])[np.repeat(there, counts)]
+            self._largest = float(state["largest"])
+        self._weigh([np.arange(len(self._roster))])
+
+    def figures(self) -> dict[str, float]:
+        alive = np.flatnonzero(self._roster.alive).astype(np.int64)
+        return {name: value for factor in self.factors for name, value in factor.figures(alive).items()}
