@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,17 +60,21 @@ def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> Non
 def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     directory.lock_writer().release()  # only where somebody has written are readers announced
-    assert directory.oldest_reader() is None
+    assert directory.readers() == []
     first, second = directory.announce_reader(), directory.announce_reader()
-    assert directory.oldest_reader() == 0
-    first.update(7)
-    second.update(5)
-    assert directory.oldest_reader() == 5
+    assert [(reader.generation, reader.settled) for reader in directory.readers()] == [(0, False)] * 2
+    first.settle(7)
+    second.settle(5)
+    assert sorted((reader.generation, reader.settled) for reader in directory.readers()) == [(5, True), (7, True)]
+    second.look()
+    assert sorted((reader.generation, reader.settled) for reader in directory.readers()) == [(5, False), (7, True)]
+    assert all(f"process {os.getpid()} on " in reader.holder for reader in directory.readers())
     second.release()
     second.release()
-    assert directory.oldest_reader() == 7
     (tmp_path / "readers" / "dead.pin").write_bytes(b"%020d" % 1)
-    assert directory.oldest_reader() == 7
+    assert [reader.generation for reader in directory.readers()] == [7]
+    assert (tmp_path / "readers" / "dead.pin").exists()
+    assert [reader.generation for reader in directory.readers(tidy=True)] == [7]
     assert not (tmp_path / "readers" / "dead.pin").exists()
     first.release()
-    assert directory.oldest_reader() is None
+    assert directory.readers() == []

@@ -273,7 +273,10 @@ class TrajectoryReplayBuffer:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        """Return flat numbers: trajectories, samples, cached trajectories and bytes, bytes waiting, mapped shards."""
+        """Return flat numbers: trajectories, samples, cached trajectories and bytes, bytes waiting, mapped shards.
+
+        ``held_bytes`` are those of evicted trajectories that stay on disk because a reader still shows them.
+        """
         contents = self._view.contents
         with contents.lock:
             return {
@@ -283,6 +286,7 @@ class TrajectoryReplayBuffer:
                 "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
                 "pending_bytes": 0 if self._writer is None else self._writer.queue.pending_bytes,
                 "mapped_shards": contents.residency.mapped,
+                "held_bytes": 0 if self._writer is None else self._writer.log.garbage.held_bytes,
             }
 
     def clear_cache(self) -> None:

@@ -28,6 +28,7 @@ from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.fields import Axis
 from trajstore.formats.base import EncodedFile, ShardManifest
 from trajstore.index import TrajectoryIndex, check_columns, check_epochs
+from trajstore.lifetimes import Lifetimes
 from trajstore.pins import Pins
 from trajstore.schema import Schema
 from trajstore.sealed import LAYOUT, LAYOUT_VERSION, metadata_json, parse_metadata, seal, unseal
@@ -72,7 +73,7 @@ class Catalog:
         self.segment_end = 0
         self.segment_torn = 0
         self._schemas: list[Schema] = []
-        self._gone = np.zeros(0, np.bool_)
+        self.lifetimes = Lifetimes()
 
     @staticmethod
     def exists(directory: Directory) -> bool:
@@ -260,6 +261,8 @@ class Catalog:
         unpinned = np.flatnonzero(~self.pins.name(self.pinned["trajectory_id"]))
         if len(unpinned):
             self.pinned.drop(self.pinned.first + unpinned)
+            # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
+            self.lifetimes.note(self.needed_shards(), self.generation + 1)
 
     # -- applying ---------------------------------------------------------------------------------
 
@@ -293,6 +296,7 @@ class Catalog:
     def add(self, number: int, manifest: ShardManifest, columns: Mapping[str, Any]) -> int:
         """Take in a committed shard and its entries; return the shard's row."""
         row = self.shards.add(number, manifest)
+        self.lifetimes.add(row, self.generation + 1)
         self.index.append(columns)
         self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
         self.next_shard = max(self.next_shard, number + 1)
@@ -365,10 +369,7 @@ class Catalog:
         needed[self.pinned["shard"]] = True
         return needed
 
-    def take_unneeded(self) -> npt.NDArray[np.intp]:
-        """Return the shards whose files may go, each of them once."""
-        known = np.zeros(len(self.shards), np.bool_)
-        known[: len(self._gone)] = self._gone
-        gone = ~self.needed_shards()
-        self._gone = gone
-        return np.flatnonzero(gone & ~known)
+    def unneeded(self) -> npt.NDArray[np.intp]:
+        """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
+        self.lifetimes.note(self.needed_shards(), self.generation)
+        return self.lifetimes.waiting()

@@ -17,7 +17,7 @@ from trajstore.commits import LOG_FOLDER, encode_line, entries_to_json, manifest
 from trajstore.errors import StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.index import columns_of, starts_of
-from trajstore.maintenance import check_unused, collect_garbage, remove_leftovers, remove_segments
+from trajstore.maintenance import Garbage, check_unused, remove_segments
 from trajstore.pins import pin_file, pin_name
 from trajstore.record import Record
 from trajstore.storage import Directory
@@ -95,10 +95,11 @@ class CommitLog:
             directory.create()
             check_unused(directory)
             catalog = Catalog.create(directory)
+            self.garbage = Garbage(directory, catalog)
             self._write_snapshot(catalog)
             return catalog
         catalog = Catalog.open(directory)
-        remove_leftovers(directory, catalog)
+        self.garbage = Garbage(directory, catalog)
         if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
             # Start on a clean segment: a torn last record is left behind with its segment.
             segments = directory.names(LOG_FOLDER)
@@ -251,7 +252,7 @@ class CommitLog:
 
     def _collect_garbage(self, catalog: Catalog) -> None:
         if not self._holds:
-            collect_garbage(self.directory, catalog)
+            self.garbage.collect(catalog)
 
     # -- snapshots --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from trajstore.index import TrajectoryIndex
 from trajstore.partition import share_of
 from trajstore.rlinf.source import RLinfSource
 from trajstore.sources import Source, StoreSource
-from trajstore.storage import Directory, ReaderPin, open_directory
+from trajstore.storage import Directory, ReaderLease, open_directory
 
 _RANK = re.compile(r"rank_(\d+)")
 
@@ -32,7 +32,7 @@ class Loaded:
 
     Attributes:
         parts: every source with the entries to show of it, none perhaps, oldest first.
-        pins: announcements that keep the writer from deleting what is read.
+        leases: announcements that keep the writer from deleting what is read.
         state: of the buffer that saved it; ``rng_state`` is None where the draws cannot go on.
         counter: one more than the highest id of the share.
         next_id: one more than the highest id of all shares.
@@ -40,7 +40,7 @@ class Loaded:
     """
 
     parts: list[tuple[Source, TrajectoryIndex]]
-    pins: list[ReaderPin]
+    leases: list[ReaderLease]
     state: CheckpointState
     counter: int = 0
     next_id: int = 0
@@ -60,16 +60,16 @@ def load_sources(
     if share is not None:
         share_of(0, *share)
     directories = _directories(path, storage_options)
-    pins = [directory.announce_reader() for directory in directories]
+    leases = [directory.announce_reader() for directory in directories]
     try:
         found = [_open(directory, strict, pin) for directory in directories]
-        for (source, _, _, _), announced in zip(found, pins, strict=True):
-            announced.update(source.generation)
+        for (source, _, _, _), lease in zip(found, leases, strict=True):
+            lease.settle(source.generation)
         own = share[0] if share is not None and len(found) == share[1] and len(found) > 1 else 0
         state = found[own][2]
         if share is not None and len(found) > 1 and len(found) != share[1]:
             state = replace(state, rng_state=None)  # no rank of now is a rank of then
-        loaded = Loaded([], pins, state, skipped=sum(skipped for *_, skipped in found))
+        loaded = Loaded([], leases, state, skipped=sum(skipped for *_, skipped in found))
         _unite(loaded, [(source, index) for source, index, _, _ in found], share)
         if strict:
             for source, part in loaded.parts:
@@ -80,8 +80,8 @@ def load_sources(
             loaded.counter = loaded.next_id
         return loaded
     except BaseException:
-        for announced in pins:
-            announced.release()
+        for lease in leases:
+            lease.release()
         raise
 
 

@@ -17,13 +17,16 @@ import orjson
 
 from trajstore.errors import StoreLockedError
 from trajstore.formats.base import Buffer, EncodedFile
-from trajstore.storage import Directory, ReaderPin, WriterLock, check_name
+from trajstore.storage import Directory, Reader, ReaderLease, WriterLock, check_name
 
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 LOCK_NAME = "writer.lock"
 READERS_FOLDER = "readers"
+
+_DIGITS = 20
+"""Of the generation in a reader's lease."""
 
 _IOV_MAX = 512
 _MERGE_BELOW = 4096
@@ -165,22 +168,18 @@ class LocalDirectory(Directory):
         self.create()
         return LocalWriterLock(self.path / LOCK_NAME)
 
-    def announce_reader(self) -> ReaderPin:
+    def announce_reader(self) -> ReaderLease:
         if not (self.path / LOCK_NAME).exists():
-            return ReaderPin()  # nobody has ever written here in place (a checkpoint, a foreign directory)
+            return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
         try:
-            return LocalReaderPin(self.path / READERS_FOLDER)
+            return LocalReaderLease(self.path / READERS_FOLDER)
         except OSError as error:  # a read-only file system: nobody evicts there either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
-            return ReaderPin()
+            return ReaderLease()
 
-    def oldest_reader(self) -> int | None:
-        oldest: int | None = None
-        for name in self.names(READERS_FOLDER):
-            generation = _read_pin(self.path / name)
-            if generation is not None:
-                oldest = generation if oldest is None else min(oldest, generation)
-        return oldest
+    def readers(self, *, tidy: bool = False) -> list[Reader]:
+        found = (_read_lease(self.path / name, tidy) for name in self.names(READERS_FOLDER))
+        return [reader for reader in found if reader is not None]
 
 
 class LocalWriterLock(WriterLock):
@@ -214,8 +213,12 @@ class LocalWriterLock(WriterLock):
             self._descriptor = None
 
 
-class LocalReaderPin(ReaderPin):
-    """A file with the generation that is being read, under an flock that ends with the reader."""
+class LocalReaderLease(ReaderLease):
+    """A file that says what is being read, under an flock that ends with the reader.
+
+    Its text: 20 digits, the generation that is shown; a space, or ``+`` while a newer one is looked for; JSON that says
+    who. An empty file is one that is looking for its first generation.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -229,11 +232,18 @@ class LocalReaderPin(ReaderPin):
                 self._descriptor = descriptor
             else:  # the writer took it for a dead reader's before it was locked
                 os.close(descriptor)
+        self._write(b"%020d+%b" % (0, orjson.dumps(holder_document())), 0)
 
-    def update(self, generation: int) -> None:
+    def look(self) -> None:
+        self._write(b"+", _DIGITS)
+
+    def settle(self, generation: int) -> None:
+        self._write(b"%020d " % generation, 0)
+
+    def _write(self, text: bytes, offset: int) -> None:
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # saying less keeps more files: an empty file stands for 0
-                os.pwrite(self._descriptor, b"%020d" % generation, 0)
+            with contextlib.suppress(OSError):  # no room for a new file's text: an empty one holds everything
+                os.pwrite(self._descriptor, text, offset)
 
     def release(self) -> None:
         if self._descriptor is not None:
@@ -244,20 +254,27 @@ class LocalReaderPin(ReaderPin):
             self._descriptor = None
 
 
-def _read_pin(path: Path) -> int | None:
-    """Return the generation that a live reader holds; the file of a dead one is removed."""
+def _read_lease(path: Path, tidy: bool) -> Reader | None:
+    """Return the live reader that a lease is of; that of a dead one is removed if it is to be tidied."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(descriptor, 20, 0)
-        return int(text) if len(text) == 20 and text.isdigit() else 0
+        text = os.pread(descriptor, 4096, 0)
+        known = len(text) >= _DIGITS and text[:_DIGITS].isdigit()
+        return Reader(
+            name=path.name,
+            generation=int(text[:_DIGITS]) if known else 0,
+            settled=known and text[_DIGITS : _DIGITS + 1] != b"+",
+            holder=describe_holder(text[_DIGITS + 1 :]),
+        )
     else:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        if tidy:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
         return None
     finally:
         os.close(descriptor)

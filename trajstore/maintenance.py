@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from trajstore.commits import LOG_FOLDER, segment_generation
 from trajstore.errors import CorruptStoreError
 from trajstore.local import TEMPORARY_SUFFIX
 from trajstore.pins import PINS_FOLDER
-from trajstore.storage import Directory
+from trajstore.shards import shard_number
+from trajstore.storage import Directory, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -38,36 +40,83 @@ def check_unused(directory: Directory) -> None:
             )
 
 
-def remove_leftovers(directory: Directory, catalog: Catalog) -> list[str]:
-    """Delete temporary files and shards that no committed record names; return their names.
+class Garbage:
+    """Deletes shards that neither live nor pinned trajectories nor readers need. Only for the writer.
 
-    Only for the holder of the writer's lock. Does nothing while somebody reads, who may still use evicted shards.
+    Args:
+        directory: the writer's.
+        catalog: its state when the writer opened it.
     """
-    if directory.oldest_reader() is not None:
-        return []
-    needed = set(catalog.shards.files(np.flatnonzero(catalog.needed_shards()).tolist()))
-    names = [name for name in directory.names(SHARDS_FOLDER) if name not in needed]
-    names += [name for name in directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
-    if names:
-        logger.info("removing %d files that an interrupted writer left in %s", len(names), directory.url)
-        _remove(directory, names)
-    return names
 
+    def __init__(self, directory: Directory, catalog: Catalog) -> None:
+        self.held_bytes = 0
+        """Bytes of the shards that only readers need, when this was last looked at."""
+        self._directory = directory
+        self._opened = catalog.generation
+        self._told: set[str] = set()
+        self._leftovers = self._find_leftovers(catalog)
+        catalog.unneeded()  # what nobody needs by now is unneeded from this generation on
 
-def collect_garbage(directory: Directory, catalog: Catalog) -> None:
-    """Delete shards that neither live nor pinned trajectories nor readers need.
+    def _find_leftovers(self, catalog: Catalog) -> list[str]:
+        """Delete what an interrupted writer left and nobody can read; return the files that readers may still see."""
+        rows = np.arange(len(catalog.shards), dtype=np.int64)
+        known = {name for _, names in catalog.shards.file_names(rows) for name in names}
+        unknown = [name for name in self._directory.names(SHARDS_FOLDER) if name not in known]
+        earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
+        names = [name for name in unknown if name not in set(earlier)]  # no commit ever named them
+        names += [name for name in self._directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
+        if names:
+            logger.info("removing %d files that an interrupted writer left in %s", len(names), self._directory.url)
+            _remove(self._directory, names)
+        return earlier
 
-    A file that cannot be deleted now is tried again by the next writer that opens the directory.
-    """
-    try:
-        reader = directory.oldest_reader()
-    except OSError as error:  # somebody may be reading; what called this has been done all the same
-        logger.warning("could not see who reads %s, nothing is deleted: %s", directory.url, error)
-        return
-    if reader is None or reader >= catalog.generation:
-        rows = catalog.take_unneeded()
-        if len(rows):
-            _remove(directory, catalog.shards.files(rows.tolist()))
+    def collect(self, catalog: Catalog) -> None:
+        """Delete what can go now.
+
+        A file that cannot be deleted is tried again by the next writer that opens the directory.
+        """
+        rows = catalog.unneeded()
+        self.held_bytes = 0
+        if not len(rows) and not self._leftovers:
+            return
+        try:
+            readers = self._directory.readers(tidy=True)
+        except OSError as error:  # somebody may be reading; what called this has been done all the same
+            logger.warning("could not see who reads %s, nothing is deleted: %s", self._directory.url, error)
+            return
+        if self._leftovers and all(reader.generation >= self._opened for reader in readers):
+            _remove(self._directory, self._leftovers)
+            self._leftovers = []
+        held = np.zeros(len(rows), np.bool_)
+        holding: list[Reader] = []
+        for reader in readers:
+            by_reader = catalog.lifetimes.held(rows, reader)
+            if by_reader.any():
+                held |= by_reader
+                holding.append(reader)
+        going = rows[~held]
+        if len(going):
+            _remove(self._directory, catalog.shards.files(going.tolist()))
+            catalog.lifetimes.remove(going)
+        if holding:
+            self.held_bytes = int(catalog.shards.nbytes()[rows[held]].sum())
+            self._tell(catalog, holding)
+
+    def _tell(self, catalog: Catalog, holding: Sequence[Reader]) -> None:
+        """Warn, once for each reader, when readers hold more than the store itself."""
+        live = int(catalog.index["nbytes"].sum())
+        fresh = [reader for reader in holding if reader.name not in self._told]
+        if self.held_bytes <= live or not fresh:
+            return
+        self._told.update(reader.name for reader in fresh)
+        logger.warning(
+            "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
+            "a reader lets go of them when it calls refresh() or close()",
+            self._directory.url,
+            self.held_bytes,
+            live,
+            "; ".join(reader.holder for reader in fresh),
+        )
 
 
 def remove_segments(directory: Directory, catalog: Catalog) -> None:

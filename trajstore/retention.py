@@ -43,7 +43,9 @@ class Retention:
         going = np.zeros(count, np.bool_)
         if self.max_policy_age is not None:
             versions = index["version_high"]
-            going |= (versions != UNKNOWN_VERSION) & (versions < versions.max() - self.max_policy_age)
+            known = versions != UNKNOWN_VERSION
+            if known.any():
+                going |= known & (versions < int(versions[known].max()) - self.max_policy_age)
         for limit, sizes in (
             (self.max_trajectories, None),
             (self.max_samples, "num_samples"),

@@ -7,6 +7,7 @@ shards are a few megabytes this way.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,12 @@ _NAME = "{name}"
 def shard_name(number: int) -> str:
     """Return the name of the shard with this number."""
     return f"shard_{number:08d}"
+
+
+def shard_number(file: str) -> int | None:
+    """Return the number of the shard that a file belongs to, by its name; None if the name is not a shard's."""
+    match = re.match(r"shards/shard_(\d{8,})[./]", file)
+    return None if match is None else int(match[1])
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -49,14 +50,37 @@ class WriterLock(ABC):
         self.release()
 
 
-class ReaderPin:
-    """Tells the writer that somebody reads; this one tells nothing (the directory keeps no list of readers)."""
+class ReaderLease:
+    """Tells the writer what somebody reads; this one tells nothing (the directory keeps no list of readers).
 
-    def update(self, generation: int) -> None:
-        """Say that nothing evicted up to this generation is needed any more."""
+    A new lease is looking: it holds everything until :meth:`settle`.
+    """
+
+    def look(self) -> None:
+        """Say that a newer generation is about to be read: from now on everything newer stays, too."""
+
+    def settle(self, generation: int) -> None:
+        """Say that this generation is shown, and that no other is needed."""
 
     def release(self) -> None:
         """Say that nothing is needed any more. Calling it again does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A reader as the writer sees it.
+
+    Attributes:
+        name: of its lease.
+        generation: what it shows.
+        settled: whether it shows that generation alone; otherwise it is about to show a newer one.
+        holder: process and host, for people.
+    """
+
+    name: str
+    generation: int
+    settled: bool
+    holder: str
 
 
 class Directory(ABC):
@@ -121,13 +145,17 @@ class Directory(ABC):
             StoreLockedError: somebody else is; names process, host and time.
         """
 
-    def announce_reader(self) -> ReaderPin:
+    def announce_reader(self) -> ReaderLease:
         """Tell the writer that somebody reads, so that evicted files stay; remote directories cannot."""
-        return ReaderPin()
+        return ReaderLease()
 
-    def oldest_reader(self) -> int | None:
-        """Return the oldest generation that somebody may still read; None if nobody reads (that is known of)."""
-        return None
+    def readers(self, *, tidy: bool = False) -> list[Reader]:
+        """Return who reads, as far as that is known.
+
+        Args:
+            tidy: remove what dead readers left (for the writer).
+        """
+        return []
 
 
 def open_directory(url: str | Path, **options: Any) -> Directory:

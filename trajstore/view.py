@@ -16,7 +16,7 @@ from trajstore.contents import Contents
 from trajstore.loading import Loaded, load_sources
 from trajstore.retention import Retention
 from trajstore.sources import StoreSource
-from trajstore.storage import ReaderPin
+from trajstore.storage import ReaderLease
 
 _MAP_LIMIT = 16384
 
@@ -71,7 +71,7 @@ class View:
         self._cache_bounds = cache_bounds
         self._storage_options = storage_options
         self._own: Catalog | None = None
-        self._pins: list[ReaderPin] = []
+        self._leases: list[ReaderLease] = []
         self._request: LoadRequest | None = None
         self.contents = self._empty()
 
@@ -125,10 +125,10 @@ class View:
         """Show these contents instead of the present ones, while nothing is being added."""
         with self.contents.lock:
             self.contents = contents
-            old, self._pins = self._pins, loaded.pins
+            old, self._leases = self._leases, loaded.leases
         self._request = request
-        for pin in old:
-            pin.release()
+        for lease in old:
+            lease.release()
 
     def request_if_changed(self) -> LoadRequest | None:
         """Return what to load again; None if nothing was loaded, or no writer has committed to it since."""
@@ -143,9 +143,9 @@ class View:
 
     def release(self) -> None:
         """Announce no reader any more; files of loaded directories may go."""
-        for pin in self._pins:
-            pin.release()
-        self._pins = []
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
 
     # -- leaving ----------------------------------------------------------------------------------
 
