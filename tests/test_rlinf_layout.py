@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import pickle
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
     StoreNotFoundError,
+    TrajectoryUnavailableError,
     UnsafeContentError,
 )
 from trajstore.fields import walk
@@ -114,14 +118,71 @@ def test_two_epochs_skip_the_bootstrap_rows_and_keep_them_in_the_file(rlinf: Pat
         assert torch.equal(batch["dones"][i], kept[at])
 
 
-def test_an_incomplete_checkpoint_is_refused_with_the_names_or_loaded_without_them(rlinf: Path) -> None:
+def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """RLinf's index lists all that were ever added, its files are those that the window held."""
+    path = rlinf / "checkpoint_from_cache"
+    buffer = TrajectoryReplayBuffer(sample_window_size=5)
+    with caplog.at_level(logging.WARNING):
+        assert buffer.load_checkpoint(path) == 2
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert re.search(r"2 of 7 .*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", said[0])
+    assert (len(buffer), buffer.is_ready(7), buffer.trajectory_counter) == (7, True, 7)
+    assert buffer.total_samples == json.loads((path / "metadata.json").read_text())["total_samples"]
+    files = [torch.load(file, weights_only=True)["rewards"] for file in path.glob("*.pt")]
+    stored = {digest(row) for rewards in files for row in rewards.flatten(0, 1)}
+    for window in (5, 0, 100, 2):
+        buffer.sample_window_size = window
+        assert {digest(row) for row in buffer.sample(200)["rewards"]} <= stored
+    with pytest.raises(TrajectoryUnavailableError, match="trajectory 1 is listed and counted, but its file is absent"):
+        buffer.get(1)
+
+
+def test_strict_says_which_files_are_absent_whatever_the_layout(rlinf: Path) -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     with pytest.raises(IncompleteCheckpointError, match=r"2 of 7.*trajectory_0_e4a7a66b.*trajectory_1_f375879d"):
-        buffer.load_checkpoint(rlinf / "checkpoint_from_cache")
+        buffer.load_checkpoint(rlinf / "checkpoint_from_cache", strict=True)
     assert len(buffer) == 0
-    assert buffer.load_checkpoint(rlinf / "checkpoint_from_cache", strict=False) == 2
-    assert buffer.trajectory_ids.tolist() == [2, 3, 4, 5, 6]
-    assert buffer.sample(8)["rewards"].shape == (8, 4)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_is_added_after_a_checkpoint_from_memory(rlinf: Path, tmp_path: Path, saved: bool) -> None:
+    options: dict[str, Any] = {"auto_save": True, "auto_save_path": tmp_path / "own"} if saved else {}
+    with TrajectoryReplayBuffer(sample_window_size=3, **options) as buffer:
+        buffer.load_checkpoint(rlinf / "checkpoint_from_cache")
+        given = [buffer.get(6)] * 8
+        ids = [buffer.add_trajectories([item])[0] for item in given]
+        assert (ids, len(buffer)) == (list(range(7, 15)), 15)
+        assert buffer.sample(10)["rewards"].shape == (10, 4)
+        buffer.save_checkpoint(tmp_path / "next")
+        buffer.evict([0, 1, 4])
+        assert len(buffer) == 12
+        assert buffer.sample(10)["rewards"].shape == (10, 4)
+    again = TrajectoryReplayBuffer(sample_window_size=0)
+    again.load_checkpoint(tmp_path / "next")
+    assert again.trajectory_ids.tolist() == [*range(2, 7), *(range(7, 15) if saved else range(12, 15))]
+
+
+def test_absent_files_between_others_are_not_counted(rlinf: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(rlinf / "checkpoint_from_cache", tmp_path / "copy")
+    next(path.glob("trajectory_4_*")).unlink()
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    assert buffer.load_checkpoint(path) == 3
+    assert buffer.trajectory_ids.tolist() == [0, 1, 2, 3, 5, 6]
+    for file in path.glob("*.pt"):
+        file.unlink()
+    with pytest.raises(IncompleteCheckpointError, match="none of the 7 trajectories"):
+        buffer.load_checkpoint(path)
+
+
+def test_shares_of_a_checkpoint_from_memory_are_of_what_is_there(rlinf: Path) -> None:
+    shares = []
+    for rank in range(2):
+        buffer = TrajectoryReplayBuffer(sample_window_size=0)
+        buffer.load_checkpoint(rlinf / "checkpoint_from_cache", True, rank, 2)
+        assert len(buffer.sample(4)["rewards"]) == 4
+        shares.append(buffer.trajectory_ids.tolist())
+    assert shares == [[2, 3, 4], [5, 6]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -196,7 +196,7 @@ class TrajectoryReplayBuffer:
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
         with self._view.current() as contents:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gone)
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
             drawn = self._draws.samples(window, num_chunks)
             prepared = contents.prepare(drawn, window.first, window.end, columns)
         return nest(contents.read(prepared, out))
@@ -208,7 +208,7 @@ class TrajectoryReplayBuffer:
             EmptyBufferError: there is nothing to sample from.
         """
         with self._view.current() as contents:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gone)
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
     def get(self, trajectory_id: int) -> AnyTrajectory:
@@ -356,7 +356,7 @@ class TrajectoryReplayBuffer:
         local_rank: int = 0,
         world_size: int = 1,
         *,
-        strict: bool = True,
+        strict: bool | None = None,
         pin: str | None = None,
     ) -> int:
         """Replace the contents by those of a directory, which is read in place and never written to.
@@ -369,11 +369,15 @@ class TrajectoryReplayBuffer:
             is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
             local_rank: 0-based.
             world_size: number of shares.
-            strict: refuse an index that names absent files; else skip and count them.
+            strict: refuse an index that names absent files (True), or pass over them (False). By default a
+                directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory only list more
+                trajectories than they hold, which is told in a warning; any other directory is refused.
+                Of RLinf's directories, files absent before the oldest one that is there are counted by
+                ``len`` and ``is_ready``, as RLinf counts them, and never drawn.
             pin: name of a checkpoint inside the store.
 
         Returns:
-            The number of trajectories that were skipped because their files are absent.
+            The number of trajectories whose files are absent.
 
         Raises:
             StoreNotFoundError: there is nothing that can be loaded.

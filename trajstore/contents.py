@@ -126,6 +126,8 @@ class Contents:
         self.residency = Residency(map_limit)
         self.gone = range(0)
         """Positions of those that were kept in memory only and have left it: one run, as they leave in order."""
+        self.start = 0
+        """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
         self._first_slot: list[int] = []
         self._held: dict[int, _Held] = {}
         self._decoded: list[int] = []
@@ -147,11 +149,17 @@ class Contents:
             self.index = part  # arrays are shared, not copied
             self.index.own("shard", *_STARTS, "extra", "document")
             self.index.weights = part.weights.copy()
+            self._note_listed()
             return
         columns = part.take(np.arange(part.first, part.end))
-        columns["shard"] = columns["shard"] + first
+        columns["shard"] = np.where(columns["shard"] == GONE, GONE, columns["shard"] + first)
         columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
         self.index.append(columns)
+        self._note_listed()
+
+    def _note_listed(self) -> None:
+        """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
+        self.start = self.index.first + int(np.count_nonzero(self.index["shard"] == GONE))
 
     def add(self, owned: Sequence[OwnedRecord], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
         """Append trajectories that are in memory; ``pending`` ones stay there until they are committed."""
@@ -230,9 +238,12 @@ class Contents:
                 if held is not None:
                     self.residency.release(held.slot)
             slots = np.unique(self.index.arrays["shard"][positions])
+            listed = max(self.start - self.index.first, 0)
+            listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)
+            self.start = self.index.first + listed
             if self.gone:
-                lost = self.index.first + np.flatnonzero(self.index["shard"] == GONE)
+                lost = self.start + np.flatnonzero(self.index["shard"][listed:] == GONE)
                 self.gone = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
             # A map would hold the disk space of a shard whose file is deleted.
             for slot in slots[~np.isin(slots, self.index["shard"])].tolist():
@@ -407,6 +418,10 @@ class Contents:
         slot = int(self.index.arrays["shard"][position])
         if slot == GONE:
             number = int(self.index.arrays["trajectory_id"][position])
+            if position < self.start:
+                raise TrajectoryUnavailableError(
+                    f"trajectory {number} is listed and counted, but its file is not there"
+                )
             raise TrajectoryUnavailableError(f"trajectory {number} was kept in memory only and has left it")
         undecoded = self.residency.ensure(np.array([slot], np.int64), self._set_extent)
         extent = self.index.entry(position).extent

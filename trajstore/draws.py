@@ -38,22 +38,24 @@ class Window:
     samples: int
 
     @staticmethod
-    def newest(index: TrajectoryIndex, size: int, gone: range) -> Window:
+    def newest(index: TrajectoryIndex, size: int, gone: range, start: int = 0) -> Window:
         """Return the ``size`` newest trajectories, or as many as there are; 0 = all.
 
         Args:
             index: what the buffer shows.
             size: how many.
             gone: positions of trajectories that cannot be read.
+            start: position of the oldest that can be read; none before it is of the window.
         """
-        gap = gone or range(index.first, index.first)
+        start = max(start, index.first)
+        gap = gone or range(start, start)
         after = index.end - gap.stop
         wanted = size if size > 0 else len(index)
         if wanted <= after:
             first = index.end - wanted
             gap = range(first, first)
         else:
-            first = max(index.first, gap.start - (wanted - after))
+            first = max(start, gap.start - (wanted - after))
         start, low, high, stop = (index.samples_before(at) for at in (first, gap.start, gap.stop, index.end))
         return Window(first, gap, index.end, low - start, high - low, low - start + stop - high)
 

@@ -53,7 +53,7 @@ def load_sources(
     *,
     storage_options: Mapping[str, Any],
     share: tuple[int, int] | None,
-    strict: bool,
+    strict: bool | None,
     pin: str | None,
 ) -> Loaded:
     """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
@@ -71,7 +71,7 @@ def load_sources(
             state = replace(state, rng_state=None)  # no rank of now is a rank of then
         loaded = Loaded([], leases, state, skipped=sum(skipped for *_, skipped in found))
         _unite(loaded, [(source, index) for source, index, _, _ in found], share)
-        if strict:
+        if strict is not False:
             for source, part in loaded.parts:
                 _check_present(source, part)
         counters = [item.trajectory_counter for _, _, item, _ in found]
@@ -99,12 +99,16 @@ def _directories(path: str | Path, options: Mapping[str, Any]) -> list[Directory
     raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
 
 
-def _open(directory: Directory, strict: bool, pin: str | None) -> tuple[Source, TrajectoryIndex, CheckpointState, int]:
+def _open(
+    directory: Directory, strict: bool | None, pin: str | None
+) -> tuple[Source, TrajectoryIndex, CheckpointState, int]:
     """Return a directory's source, the entries that it shows, the buffer's state, and how many entries were skipped."""
     if not Catalog.exists(directory):
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
-        rlinf = RLinfSource.open(directory, strict)
+        rlinf = RLinfSource.open(directory, strict is True)
+        if rlinf.missing:
+            rlinf.tell_missing()
         return rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), len(rlinf.missing)
     catalog = Catalog.open(directory)
     values = catalog.metadata()
@@ -114,7 +118,7 @@ def _open(directory: Directory, strict: bool, pin: str | None) -> tuple[Source, 
         values |= catalog.pins.state(pin)
     state = CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
     source = StoreSource(catalog)
-    if strict:
+    if strict is not False:
         return source, index, state, 0  # only what a rank takes needs to be there
     missing = source.missing(index)
     if missing:
@@ -136,7 +140,8 @@ def _check_present(source: Source, part: TrajectoryIndex) -> None:
 
 def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:
     """Choose the entries of each source: all, or one rank's share of the union; nothing twice, no id twice."""
-    distinct = [_distinct(index, loaded.seen) if len(found) > 1 else index for _, index in found]
+    alone = len(found) == 1 and share is None
+    distinct = [index if alone else _distinct(_readable(index), loaded.seen) for _, index in found]
     total = sum(len(index) for index in distinct)
     start, stop = (0, total) if share is None else share_of(total, *share)
     ids = np.concatenate([index["trajectory_id"] for index in distinct])
@@ -151,6 +156,15 @@ def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], shar
         loaded.parts.append((source, part))  # also without an entry: a later commit may change that
         loaded.counter = max(loaded.counter, int(part["trajectory_id"].max(initial=-1)) + 1)
         before += len(index)
+
+
+def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
+    """Return the entries that have a shard: what RLinf counts but never wrote is not shared out."""
+    lost = np.flatnonzero(index["shard"] < 0)
+    if len(lost):
+        index = index.slice(0, len(index))
+        index.drop(index.first + lost)
+    return index
 
 
 def _distinct(index: TrajectoryIndex, seen: set[bytes]) -> TrajectoryIndex:

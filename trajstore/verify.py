@@ -260,7 +260,8 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
     _check_state(METADATA_NAME, found.metadata, result)
     sizes = file_sizes(directory)
     for entry in found.missing:
-        result.problems.append(Problem(entry.file_name(found.suffix), "named by the index, but missing"))
+        usual = "; RLinf's checkpoint of a buffer in memory lists such too" if entry in found.before else ""
+        result.problems.append(Problem(entry.file_name(found.suffix), f"named by the index, but missing{usual}"))
     for done, (name, record) in enumerate(iterate_rlinf(found)):
         if isinstance(record, TrajstoreError):
             result.problems.append(Problem(name, str(record)))

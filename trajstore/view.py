@@ -31,13 +31,13 @@ class LoadRequest:
     Attributes:
         path: directory or URL.
         share: (local_rank, world_size), or None to load everything.
-        strict: refuse an index that names absent files.
+        strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a checkpoint inside the store.
     """
 
     path: str | Path
     share: tuple[int, int] | None
-    strict: bool
+    strict: bool | None
     pin: str | None
 
     @property

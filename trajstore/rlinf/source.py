@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _OPEN_FILES = 8
 
+NO_SHARD = -1
+
 
 class _File:
     """One trajectory file: its columns, mapped (``places``) or decoded."""
@@ -135,19 +137,26 @@ class RLinfSource(Source):
         metadata: RLinf's ``metadata.json``.
         entries: trajectories whose files are there, by row.
         missing: trajectories that the index names, but whose files are absent.
+        before: those of them that are older than all that are there; ``index`` has them too, without a shard.
     """
 
     linkable = False
 
     def __init__(
-        self, directory: Directory, metadata: Mapping[str, Any], entries: list[RLinfEntry], missing: list[RLinfEntry]
+        self,
+        directory: Directory,
+        metadata: Mapping[str, Any],
+        entries: list[RLinfEntry],
+        missing: list[RLinfEntry],
+        before: list[RLinfEntry],
     ) -> None:
         self.directory = directory
         self.metadata = metadata
         self.entries = entries
         self.missing = missing
+        self.before = before
         self.suffix = str(metadata.get("trajectory_format") or "pt")
-        self.index = _index_of(directory, entries)
+        self.index = _index_of(directory, before, entries)
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._told: set[str] = set()
 
@@ -188,13 +197,37 @@ class RLinfSource(Source):
         if missing and strict:
             raise IncompleteCheckpointError(
                 f"{len(missing)} of {len(names)} trajectories of {directory.url} are not there: {listed(missing)}; "
-                "copy the files there, or load with strict=False to leave them out"
+                "copy the files there, or load with strict=False to do without them"
             )
         there: list[RLinfEntry] = []
         absent: list[RLinfEntry] = []
+        before: list[RLinfEntry] = []
         for entry, name in zip(entries, names, strict=True):
             (there if name in present else absent).append(entry)
-        return cls(directory, metadata, there, absent)
+            if not there:
+                before.append(entry)
+        return cls(directory, metadata, there, absent, before)
+
+    def tell_missing(self) -> None:
+        """Warn of the trajectories that the index names and that are not there.
+
+        Raises:
+            IncompleteCheckpointError: none is there.
+        """
+        names = listed(entry.file_name(self.suffix) for entry in self.missing)
+        if not self.entries:
+            raise IncompleteCheckpointError(
+                f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: {names}; "
+                "copy the files there"
+            )
+        logger.warning(
+            "%s: %d of %d trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory; "
+            "they are never drawn: %s (strict=True refuses such a directory)",
+            self.directory.url,
+            len(self.missing),
+            len(self.missing) + len(self.entries),
+            names,
+        )
 
     @staticmethod
     def _read_index(directory: Directory) -> list[RLinfEntry]:
@@ -304,9 +337,10 @@ class RLinfSource(Source):
         )
 
 
-def _index_of(directory: Directory, entries: list[RLinfEntry]) -> TrajectoryIndex:
-    """Return the entries as an index; extra rows are told when a file is opened."""
+def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfEntry]) -> TrajectoryIndex:
+    """Return the entries as an index, those before without a shard; extra rows are told when a file is opened."""
     index = TrajectoryIndex()
+    entries = before + there
     count = len(entries)
     if not count:
         return index
@@ -326,7 +360,7 @@ def _index_of(directory: Directory, entries: list[RLinfEntry]) -> TrajectoryInde
             "version_high": np.full(count, UNKNOWN_VERSION),
             "weights": np.array([index.weights.add(e.model_weights_id) for e in entries], np.int32),
             "uuid": np.frombuffer(uuids, "V16"),
-            "shard": np.arange(count, dtype=np.int32),
+            "shard": np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD),
             "start_samples": zeros,
             "start_extra": zeros,
             "start_document": zeros,
