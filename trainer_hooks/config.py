@@ -47,19 +47,23 @@ class ExperienceReplayConfig:
     """Whether replayed rows are in the group of their task, or each in a group of its own."""
     max_policy_age: int | None = None
     """Training steps after which a trajectory is no longer replayed; ``None`` = any age."""
-    task_sampling: TaskSampling = "uniform"
+    task_sampling: TaskSampling = "by_task"
     store: Mapping[str, Any] | None = None
     """``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in memory."""
     max_trajectories_per_task: int = 10
+    success_threshold: float = 1.0
+    """Outcome from which on a rollout is a success."""
     experience_lbound: int | None = 0
-    """A task enters the pool if more of its rollouts than this succeeded,"""
+    """A task enters the pool if more than this of ``n_rollout`` rollouts succeeded,"""
     experience_rbound: int | None = 8
-    """and fewer than this."""
+    """and fewer than this. (ExGRPO's upper bound is inclusive.)"""
     exp_select_mode: SelectMode = "argmin"
     use_current_policy_entropy: bool = True
     replay_difficulty: int | None = None
     """The one number of successes whose tasks are replayed; ``None`` = all."""
-    save_filter: SaveFilter = "positive"
+    save_filter: SaveFilter = "success"
+    """``success``: every success enters the pool; ``best``: only the best by entropy; ``positive``: every rollout with
+    an outcome above 0, failures with partial rewards among them."""
     min_reward: float | None = None
     """Outcome that a trajectory must have at the least to be replayed."""
     seed: int = 1234

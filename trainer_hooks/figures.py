@@ -68,7 +68,9 @@ class ReplayFigures:
         extras = [batch.non_tensors["extras"][row] for row in rows]
         return [
             None
-            if not one["is_experience_replay"] or one["policy_version"] is None
+            if not one["is_experience_replay"]
+            or one["policy_version"] is None
+            or one["policy_version"] > self._manager.global_steps
             else self._manager.global_steps - one["policy_version"]
             for one in extras
         ]

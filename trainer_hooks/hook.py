@@ -284,6 +284,7 @@ class ReplayHook(Generic[Task]):
         task_ids: Sequence[str],
         is_experience_replay: Sequence[bool],
         policy_versions: Sequence[int | None],
+        asked: Mapping[str, int] | None = None,
     ) -> dict[str, float]:
         """Do what :meth:`step_done` does, for a trainer with batches of its own.
 
@@ -293,6 +294,8 @@ class ReplayHook(Generic[Task]):
             task_ids: for every row of the batch.
             is_experience_replay: for every row of the batch.
             policy_versions: for every row of the batch; None = unknown.
+            asked: rollouts that were to be made, by task, where some did not come back. Those are unknown: neither
+                successes nor failures.
 
         Raises:
             InvalidTrajectoryError: a rollout lacks its task, its entropies or its mask.
@@ -302,15 +305,16 @@ class ReplayHook(Generic[Task]):
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):
-            figures = self.admit(done)
+            figures = self.admit(done, asked)
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
         return {**taken, **replay.collate.metrics, **figures}
 
-    def admit(self, done: Sequence[AgentTrajectory]) -> dict[str, float]:
+    def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
 
         Args:
             done: as for :meth:`rollouts_done`.
+            asked: as for :meth:`rollouts_done`.
         """
         if self._replay is None:
             return {}
@@ -318,8 +322,8 @@ class ReplayHook(Generic[Task]):
         entropys = [_column(one, "entropys", one.entropys) for one in done]
         masks = [_column(one, "response_mask", one.response_mask) for one in done]
         refused = manager.refused.total()
-        manager.update_difficulty2task_dict(done)
-        kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropys, masks)
+        manager.update_difficulty2task_dict(done, asked)
+        kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropys, masks, asked)
         offered = len(kept) + manager.refused.total() - refused
         manager.save_trajectories_to_memory(kept)
         return metrics.refused_metrics(manager.refused.total() - refused, offered)

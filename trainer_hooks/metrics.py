@@ -126,8 +126,8 @@ def batch_metrics(
     """Return what a batch is made of; every argument but the last has one entry per row.
 
     ``experience_tasks`` (tasks with at least one replayed row), ``tasks``, ``replayed_rows``, ``rows``; and of the
-    replayed rows whose policy version is known ``age_mean``, ``age_max``, ``age_min``: ``global_steps`` minus the
-    version, in training steps.
+    replayed rows whose policy's age is known ``age_mean``, ``age_max``, ``age_min``: ``global_steps`` minus the
+    version, in training steps; and ``age_unknown_rows``, the replayed rows without a version, or with a newer one.
     """
     replayed = [row for row, flag in enumerate(is_experience_replay) if flag]
     result = {
@@ -138,7 +138,8 @@ def batch_metrics(
     }
     figures = {name: float(value) for name, value in result.items()}
     versions = (policy_versions[row] for row in replayed)
-    ages = [global_steps - version for version in versions if version is not None]
+    ages = [global_steps - version for version in versions if version is not None and version <= global_steps]
+    figures["age_unknown_rows"] = float(len(replayed) - len(ages))
     if ages:
         figures |= {"age_mean": sum(ages) / len(ages), "age_max": float(max(ages)), "age_min": float(min(ages))}
     return {PREFIX + name: value for name, value in figures.items()}

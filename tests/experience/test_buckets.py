@@ -13,18 +13,17 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.buckets import (
     TASK_SAMPLING,
     DifficultyBuckets,
-    TaskOutcome,
     bucket_probabilities,
-    count_outcomes,
     draw_tasks,
 )
+from trajstore.experience.outcomes import TaskOutcome, count_outcomes, is_success
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
 N_ROLLOUT = 8
 
 
-def test_only_fresh_rollouts_with_outcome_one_count(make: Make) -> None:
+def test_only_fresh_rollouts_count_and_those_without_an_outcome_are_unknown(make: Make) -> None:
     rollouts = [
         make("a", outcome=1.0),
         make("a", outcome=0.9),
@@ -33,13 +32,33 @@ def test_only_fresh_rollouts_with_outcome_one_count(make: Make) -> None:
         make("a", outcome=1.0, metadata={"is_experience_replay": True}),
         make("b", outcome=1.0),
     ]
-    assert count_outcomes(rollouts) == {"a": TaskOutcome(4, 1), "b": TaskOutcome(1, 1)}
+    assert count_outcomes(rollouts) == {"a": TaskOutcome(4, 2, 1), "b": TaskOutcome(1, 1, 1)}
+    assert count_outcomes(rollouts, 0.9, {"a": 3, "b": 4}) == {"a": TaskOutcome(4, 2, 2), "b": TaskOutcome(4, 1, 1)}
 
 
-def test_solved_is_measured_against_the_rollouts_made() -> None:
-    assert TaskOutcome(5, 5).solved
-    assert not TaskOutcome(5, 4).solved
-    assert not TaskOutcome(0, 0).solved
+@pytest.mark.parametrize(
+    ("outcome", "n_rollout", "solved", "difficulty"),
+    [
+        (TaskOutcome(5, 5, 5), 8, True, 8),  # a replay task makes fewer than n_rollout
+        (TaskOutcome(5, 5, 4), 8, False, 6),
+        (TaskOutcome(8, 8, 3), 8, False, 3),
+        (TaskOutcome(4, 1, 1), 4, False, 3),  # three siblings raised
+        (TaskOutcome(8, 7, 7), 8, False, 7),
+        (TaskOutcome(8, 1, 0), 8, False, 0),
+        (TaskOutcome(1, 1, 1), 2, False, 1),  # n = 2, k = 1: one success says little
+        (TaskOutcome(2, 2, 2), 4, True, 4),
+        (TaskOutcome(2, 2, 2), 8, False, 7),
+        (TaskOutcome(4, 0, 0), 4, False, None),
+        (TaskOutcome(7, 7, 1), 64, False, 9),
+        (TaskOutcome(300, 300, 1), 8, False, 1),
+        (TaskOutcome(1, 1, 1), 1, True, 1),
+    ],
+)
+def test_a_task_is_solved_on_full_evidence_only_and_its_difficulty_is_out_of_n(
+    outcome: TaskOutcome, n_rollout: int, solved: bool, difficulty: int | None
+) -> None:
+    assert outcome.solved(n_rollout) is solved
+    assert outcome.difficulty(n_rollout) == difficulty
 
 
 def test_a_rollout_without_task_is_refused(make: Make) -> None:
@@ -73,8 +92,8 @@ def test_a_task_in_two_buckets_is_refused() -> None:
 @pytest.mark.parametrize(
     ("strategy", "weight"),
     [
-        ("uniform", lambda d, m: m),
-        ("random", lambda d, m: 1),
+        ("by_task", lambda d, m: m),
+        ("by_difficulty", lambda d, m: 1),
         ("normal", lambda d, m: math.exp(-((d - 4) ** 2) / 2)),
         ("linear", lambda d, m: d / 8),
         ("sqrt", lambda d, m: math.sqrt(d / 8)),
@@ -135,7 +154,25 @@ def test_uniform_is_over_tasks_and_random_over_buckets() -> None:
     rng = np.random.default_rng(0)
     share = {
         strategy: Counter(draw_tasks(buckets, 1, strategy, N_ROLLOUT, rng)[0] for _ in range(2000))["alone"] / 2000
-        for strategy in ("uniform", "random")
+        for strategy in ("by_task", "by_difficulty")
     }
-    assert share["uniform"] == pytest.approx(0.1, abs=0.03)
-    assert share["random"] == pytest.approx(0.5, abs=0.05)
+    assert share["by_task"] == pytest.approx(0.1, abs=0.03)
+    assert share["by_difficulty"] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.9, 0.95, 1.3, 0.1, 1.0, 2.0, 1e300])
+def test_an_outcome_given_as_the_threshold_reaches_it_in_either_precision(threshold: float) -> None:
+    below = float(np.nextafter(np.float32(min(threshold, 1e38)), np.float32(0)))
+    assert is_success(threshold, threshold)
+    if threshold < 1e38:
+        assert is_success(float(np.float32(threshold)), threshold)
+    assert is_success(sum([threshold / 3] * 3), threshold)
+    assert not is_success(below, threshold)
+    for unknown in (None, math.nan, math.inf, -math.inf):
+        assert not is_success(unknown, threshold)
+
+
+@pytest.mark.parametrize("name", ["uniform", "random"])
+def test_a_name_with_two_meanings_is_refused_and_both_are_named(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{name}'.*by_difficulty, every task as likely is by_task"):
+        bucket_probabilities({1: 1}, name, N_ROLLOUT)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ class Task:
 
 def manager_with(make: Make, replayable: list[str], skipped: list[str], *, histories: int = 1) -> ExperienceManager:
     manager = ExperienceManager(PoolRules(n_rollout=4))
-    outcomes = {task: [1.0] * histories + [0.0] for task in replayable} | {task: [1.0] for task in skipped}
+    outcomes = {task: [1.0] * histories + [0.0] for task in replayable} | {task: [1.0] * 4 for task in skipped}
     rollouts = [make(task, i, o) for task, found in outcomes.items() for i, o in enumerate(found)]
     if rollouts:
         shape = (len(rollouts), 4)

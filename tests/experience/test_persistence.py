@@ -30,8 +30,8 @@ RULES = PoolRules(n_rollout=8)
 
 def filled(make: Make, **fields: object) -> ExperienceManager:
     manager = ExperienceManager(RULES)
-    rollouts = [make(task, i, float(i % 2), **fields) for task in ("a", "b") for i in range(6)]
-    rollouts += [make("solved", i, 1.0, **fields) for i in range(3)]
+    rollouts = [make(task, i, float(i % 2), **fields) for task in ("a", "b") for i in range(8)]
+    rollouts += [make("solved", i, 1.0, **fields) for i in range(4)]
     manager.update_difficulty2task_dict(rollouts)
     shape = (len(rollouts), 4)
     kept = manager.update_skip_uid_set_and_filter_trajectories(rollouts, torch.ones(shape), torch.ones(shape))
@@ -62,7 +62,7 @@ def test_a_pool_goes_to_disk_and_back(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "experience_pool" / "step_10"
     manager.save_experience_pool_to_disk(folder)
     assert sorted(path.name for path in folder.iterdir()) == sorted(POOL_FILES)
-    assert json.loads((folder / "difficulty2task_dict.json").read_text()) == {"3": ["a", "b"]}
+    assert json.loads((folder / "difficulty2task_dict.json").read_text()) == {"4": ["a", "b"]}
     assert json.loads((folder / "skip_uid_set.json").read_text()) == ["solved"]
 
     other = ExperienceManager(RULES)

@@ -56,7 +56,7 @@ def test_a_solved_task_leaves_and_a_failure_brings_it_back(make: Make) -> None:
     step(manager, rollouts(make, "a", [1, 1, 1], first=10))  # three fresh rollouts of a replay task: all there were
     assert (manager.skip_uid_set, manager.difficulty2task_dict, manager.task2trajectories) == ({"a"}, {}, {})
     step(manager, rollouts(make, "a", [1, 1, 0], first=20))
-    assert (manager.skip_uid_set, manager.difficulty2task_dict) == (set(), {2: ["a"]})
+    assert (manager.skip_uid_set, manager.difficulty2task_dict) == (set(), {3: ["a"]})
     assert numbers(manager.task2trajectories["a"]) == [20, 21]
 
 
@@ -67,14 +67,14 @@ def test_the_two_updates_may_come_in_either_order(make: Make) -> None:
         manager.update_skip_uid_set_and_filter_trajectories(batch, torch.ones(2, 4), torch.ones(2, 4))
         manager.update_difficulty2task_dict(batch)
         solved = outcomes == [1, 1]
-        assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {1: ["a"]}))
+        assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {2: ["a"]}))
 
 
 def test_replayed_rows_say_nothing_about_the_policy(make: Make) -> None:
     manager = pool()
     replayed = make("a", 9, 1.0, metadata={"is_experience_replay": True})
     kept = step(manager, [*rollouts(make, "a", [1, 0]), replayed])
-    assert manager.difficulty2task_dict == {1: ["a"]}
+    assert manager.difficulty2task_dict == {2: ["a"]}
     assert numbers(kept) == [0]
 
 
@@ -142,9 +142,9 @@ def test_a_positive_rollout_without_entropy_is_refused_and_not_called_certain(ma
 
 @pytest.mark.parametrize(("mode", "order"), [("argmin", [2, 3, 1]), ("argmax", [1, 3, 2])])
 def test_the_k_best_come_out_in_order(make: Make, mode: str, order: list[int]) -> None:
-    manager = pool(exp_select_mode=mode)
-    manager.save_trajectories_to_memory([make(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
     for n in range(5):
+        manager = pool(exp_select_mode=mode)
+        manager.save_trajectories_to_memory([make(tokens=t, entropy=e) for t, e in ((1, 3.0), (2, 1.0), (3, 2.0))])
         assert numbers(manager.get_offpolicy_trajectories_from_memory("a", n)) == order[:n]
     assert manager.get_offpolicy_trajectories_from_memory("unknown", 3) == []
 
@@ -232,7 +232,7 @@ def test_what_comes_out_is_a_marked_copy(make: Make) -> None:
 
 def test_sampling_takes_valid_tasks_of_the_wanted_bucket(make: Make) -> None:
     manager = pool(replay_difficulty=2)
-    for name, outcomes in {"a": [1, 0], "b": [1, 1, 0], "c": [1, 1, 0], "d": [0, 0]}.items():
+    for name, outcomes in {"a": [1, 0, 0, 0], "b": [1, 1, 0, 0], "c": [1, 0], "d": [0, 0]}.items():
         step(manager, rollouts(make, name, outcomes))
     assert sorted(manager.sample_tasks_from_replaypool(9)) == ["b", "c"]
     assert manager.sample_tasks_from_replaypool(9, difficulty=1, strategy="linear") == ["a"]
@@ -297,7 +297,7 @@ def test_a_damaged_state_dict_changes_nothing(make: Make, damage: dict[str, obje
     step(manager, rollouts(make, "a", [1, 0]))
     with pytest.raises(CorruptStoreError):
         manager.load_state_dict(manager.state_dict() | damage)
-    assert manager.difficulty2task_dict == {1: ["a"]}
+    assert manager.difficulty2task_dict == {2: ["a"]}
     assert len(manager) == 1
 
 
@@ -316,3 +316,108 @@ def test_a_trajectory_that_the_store_gave_up_leaves_the_pool(make: Make) -> None
     store.evict([lost])
     assert numbers(manager.get_offpolicy_batch(["a"], 4)) == [1]
     assert len(manager) == 1
+
+
+@pytest.mark.parametrize("threshold", [0.7, 0.9, 0.95, 1.3, 2.0])
+def test_a_success_is_what_reaches_the_threshold_that_was_given(make: Make, threshold: float) -> None:
+    manager = pool(success_threshold=threshold)
+    exactly = float(torch.tensor(threshold))  # as a reward function of float32 gives it
+    kept = step(manager, rollouts(make, "a", [exactly, threshold, 0.99 * threshold, 0.0]))
+    assert numbers(kept) == [0, 1]
+    assert manager.difficulty2task_dict == {2: ["a"]}
+
+
+def test_partial_rewards_are_failures_and_are_not_replayed(make: Make) -> None:
+    manager = pool()
+    step(manager, rollouts(make, "a", [0.1, 0.1, 1.0, 0.0]) + rollouts(make, "b", [0.1, 0.9, 0.0, 0.0]))
+    assert {task: numbers(held) for task, held in manager.task2trajectories.items()} == {"a": [2]}
+    assert manager.get_valid_replay_task_ids() == ["a"]
+
+
+def test_outcomes_that_are_no_numbers_are_refused_and_counted(make: Make) -> None:
+    manager = pool()
+    outcomes = [1.0, float("nan"), float("inf"), 0.0]
+    assert numbers(step(manager, [*rollouts(make, "a", outcomes), make("a", 9, None)])) == [0]
+    assert manager.refused == {"outcome_not_finite": 2, "no_outcome": 1}
+    assert manager.difficulty2task_dict == {2: ["a"]}, "of two known rollouts one succeeded"
+    step(manager, rollouts(make, "a", [float("nan")] * 4, first=20))
+    assert manager.difficulty2task_dict == {2: ["a"]}, "nothing is known: it stays where it is"
+
+
+def test_log_probs_above_zero_are_no_log_probs(make: Make) -> None:
+    manager = pool()
+    above, rounded = torch.tensor([-0.5, 9.0, 3.0, -1.0]), torch.tensor([-0.5, 9.0, 1e-6, 0.0])
+    given = [make(tokens=1, old_log_probs=above), make(tokens=2, old_log_probs=rounded)]
+    assert manager.save_trajectories_to_memory(given) == 1, "the second token is not the model's and does not count"
+    assert manager.refused == {"log_probs_above_zero": 1}
+
+
+def test_rollouts_that_did_not_come_back_are_unknown(make: Make) -> None:
+    manager = pool()
+    step(manager, rollouts(make, "a", [1, 1, 0, 0]))
+    later = rollouts(make, "a", [1], first=10)  # three siblings raised
+    manager.update_difficulty2task_dict(later, {"a": 4})
+    kept = manager.update_skip_uid_set_and_filter_trajectories(later, torch.ones(1, 4), torch.ones(1, 4), {"a": 4})
+    assert (manager.skip_uid_set, manager.difficulty2task_dict) == (set(), {3: ["a"]})
+    assert numbers(kept) == [10]
+    assert numbers(manager.task2trajectories["a"]) == [0, 1]
+
+
+def test_one_success_beside_one_history_does_not_forget_the_task(make: Make) -> None:
+    manager = pool(n_rollout=2)
+    step(manager, rollouts(make, "a", [1, 0]))
+    step(manager, rollouts(make, "a", [1], first=10))  # n = 2, k = 1
+    assert (manager.skip_uid_set, manager.difficulty2task_dict) == (set(), {1: ["a"]})
+    assert numbers(manager.task2trajectories["a"]) == [0, 10]
+
+
+def test_a_task_that_was_solved_stays_so_until_a_failure_is_seen(make: Make) -> None:
+    manager = pool()
+    step(manager, rollouts(make, "a", [1] * 4))
+    step(manager, rollouts(make, "a", [1], first=10))
+    assert (manager.skip_uid_set, manager.difficulty2task_dict, len(manager)) == ({"a"}, {}, 0)
+    step(manager, rollouts(make, "a", [1, 0], first=20))
+    assert (manager.skip_uid_set, manager.difficulty2task_dict, len(manager)) == (set(), {2: ["a"]}, 1)
+
+
+@pytest.mark.parametrize("mode", ["argmin", "argmax"])
+def test_histories_take_turns(make: Make, mode: str) -> None:
+    manager = pool(exp_select_mode=mode)
+    manager.save_trajectories_to_memory([make(tokens=t, entropy=1.0 + t) for t in range(6)])
+    drawn = [numbers(manager.get_offpolicy_batch(["a"], 1))[0] for _ in range(18)]
+    order = list(range(6)) if mode == "argmin" else list(range(5, -1, -1))
+    assert drawn == order * 3
+    manager.save_trajectories_to_memory([make(tokens=9, entropy=9.0)])
+    assert numbers(manager.get_offpolicy_batch(["a"], 2))[0] == 9, "what was never drawn comes first"
+
+
+def test_uses_survive_a_state_dict_and_a_restart(make: Make) -> None:
+    store = MemoryStore()
+    manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
+    manager.save_trajectories_to_memory([make(tokens=t, entropy=1.0 + t) for t in range(3)])
+    manager.get_offpolicy_batch(["a"], 2)
+    other = pool()
+    other.load_state_dict(manager.state_dict())
+    assert numbers(other.get_offpolicy_batch(["a"], 1)) == [2]
+    step(manager, rollouts(make, "b", [1, 0]))  # the next change of the pool records them
+    reopened = ExperienceManager(PoolRules(n_rollout=4), store=store)
+    assert numbers(reopened.get_offpolicy_batch(["a"], 1)) == [2]
+    manager.compact()
+    assert numbers(ExperienceManager(PoolRules(n_rollout=4), store=store).get_offpolicy_batch(["a"], 1)) == [2]
+
+
+def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
+    manager.global_steps = 500
+    step(manager, [make("a", t, o, policy_version=500) for t, o in ((1, 1.0), (2, 0.0))])
+    again = ExperienceManager(PoolRules(n_rollout=4, max_policy_age=2), store=store)
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        for number in (1, 2, 1):
+            again.global_steps = number
+    assert [record.getMessage() for record in caplog.records if "up to 500, this is step 1" in record.getMessage()]
+    assert len(caplog.records) == 1
+    assert again.get_valid_replay_task_ids() == []
+    assert again.get_offpolicy_batch(["a"], 1) == []

@@ -106,13 +106,16 @@ class PoolMachine(RuleBasedStateMachine):
         )
         for task, found in work.items():
             successes = sum(outcome == 1.0 for outcome, _, _ in found)
-            if successes == len(found):
+            if successes == len(found) >= 2:
                 self.skip.add(task)
                 self.bucket.pop(task, None)
                 self.held.pop(task, None)
                 continue
+            if successes == len(found) and task in self.skip:
+                continue
             self.skip.discard(task)
-            self.bucket[task] = successes
+            share = successes * 4 / len(found)
+            self.bucket[task] = max(min(successes, 1), min(int(share + 0.5), 3))
             for outcome, entropy, tokens in found:
                 held = self.held.setdefault(task, [])
                 if outcome == 1.0 and all(tokens != other for other, _ in held):

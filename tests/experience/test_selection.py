@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
-from trajstore.experience.buckets import TaskOutcome
+from trajstore.experience.outcomes import TaskOutcome
 from trajstore.experience.selection import (
     PoolEntry,
     PoolRules,
@@ -83,8 +83,8 @@ def test_messages_stand_for_absent_tokens(make: Make) -> None:
     ("low", "high", "allowed"), [(0, 8, range(1, 8)), (None, 8, range(8)), (2, None, range(3, 9)), (3, 5, [4])]
 )
 def test_bounds_are_exclusive(low: int | None, high: int | None, allowed: list[int]) -> None:
-    checked = rules(experience_lbound=low, experience_rbound=high)
-    assert [n for n in range(9) if in_bounds(TaskOutcome(8, n), checked)] == list(allowed)
+    checked = rules(n_rollout=9, experience_lbound=low, experience_rbound=high)
+    assert [n for n in range(9) if in_bounds(TaskOutcome(9, 9, n), checked)] == list(allowed)
 
 
 def test_save_filter(make: Make) -> None:
@@ -95,10 +95,13 @@ def test_save_filter(make: Make) -> None:
     def kept(**values: object) -> list[int]:
         return [int(one.rollout_id[2:]) for one in choose_to_save(rollouts, rules(**values), rng)]
 
-    assert kept() == [1, 2]
-    assert kept(save_filter="best") == [2]
-    assert kept(save_filter="best", exp_select_mode="argmax") == [1]
-    assert {kept(save_filter="best", exp_select_mode="random")[0] for _ in range(40)} == {1, 2}
+    assert kept() == [2]
+    assert kept(success_threshold=0.5) == [1, 2]
+    assert kept(save_filter="positive") == [1, 2], "on request failures with partial rewards are replayed"
+    half = {"success_threshold": 0.5, "save_filter": "best"}
+    assert kept(**half) == [2]
+    assert kept(**half, exp_select_mode="argmax") == [1]
+    assert {kept(**half, exp_select_mode="random")[0] for _ in range(40)} == {1, 2}
     assert choose_to_save(rollouts[:1], rules(save_filter="best"), rng) == []
 
 
@@ -121,7 +124,7 @@ def test_age_and_reward_decide_what_comes_out() -> None:
 
     assert eligible(entry(None, None), rules(), 100)
     aged = rules(max_policy_age=10)
-    assert [eligible(entry(v, 1.0), aged, 100) for v in (89, 90, 120, None)] == [False, True, True, False]
+    assert [eligible(entry(v, 1.0), aged, 100) for v in (89, 90, 120, None)] == [False, True, False, False]
     rewarded = rules(min_reward=0.5)
     assert [eligible(entry(1, o), rewarded, 100) for o in (0.4, 0.5, None)] == [False, True, False]
 

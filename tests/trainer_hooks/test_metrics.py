@@ -103,6 +103,7 @@ def test_batch_metrics() -> None:
         "experience_replay/age_mean": 5.0,
         "experience_replay/age_max": 7.0,
         "experience_replay/age_min": 3.0,
+        "experience_replay/age_unknown_rows": 1.0,
     }
     assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
 

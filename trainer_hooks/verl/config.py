@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience import is_success
 from trajstore.formats import get_format
 
 SECTION = "exp_manager"
@@ -23,6 +25,9 @@ OnError = Literal["raise", "warn"]
 OnResume = Literal["exact", "keep"]
 
 Section = TypeVar("Section")
+
+_BELOW_ONE = 1.0 - 2.0**-23
+"""Below 1 in float32 too, in which the pool compares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +76,8 @@ class OutcomeRule:
     key: str | None = None
     """Figure of the reward function's result (``acc``, say) that decides; ``None`` = the score itself."""
     success: float = 1.0
-    """From this value on a rollout is a success: its outcome is 1. Below, the outcome is value / success."""
+    """From this value on a rollout is a success: its outcome is 1. Below, the outcome is value / success. A score given
+    in float32 is compared as such: ``0.7`` of a reward function reaches ``success: 0.7``."""
 
     def __post_init__(self) -> None:
         if self.key is not None and (not isinstance(self.key, str) or not self.key):
@@ -81,7 +87,7 @@ class OutcomeRule:
             raise ConfigurationError(f"{SECTION}.outcome: success: {self.success!r}, must be a number above 0")
 
     def of(self, score: float, reward_extra: Mapping[str, Any]) -> float:
-        """Return the outcome of a rollout, at most 1.
+        """Return the outcome of a rollout, 1 for a success and below 1 otherwise; what is not finite stays so.
 
         Raises:
             InvalidTrajectoryError: the reward gave no such figure.
@@ -96,7 +102,9 @@ class OutcomeRule:
                 raise InvalidTrajectoryError(
                     f"{SECTION}.outcome.key: the reward function gave no number {self.key!r}; it gave: {known}"
                 )
-        return min(float(value) / self.success, 1.0)
+        if not math.isfinite(value):
+            return float(value)
+        return 1.0 if is_success(value, self.success) else min(value / self.success, _BELOW_ONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +143,10 @@ class ReplayBlock:
         replay = dict(_mapping(block.get("experience_replay"), REPLAY_SECTION))
         # Elsewhere a pool without a path is in memory; a run that shall survive a crash needs another default.
         replay.setdefault("store", {"path": str(folder / "pool")})
+        if "success_threshold" in replay:
+            raise ConfigurationError(
+                f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
+            )
         n_rollout = int(config.actor_rollout_ref.rollout.n)
         result = ReplayBlock(
             experience_replay=ExperienceReplayConfig.from_mapping(

@@ -1,11 +1,13 @@
 """Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
 
 Imports run downward: ``mixing`` → ``pool`` → ``cut``, ``scoring``, ``ledger`` → ``journal`` → ``store``,
-``selection`` → ``buckets``; ``persistence`` reads and writes a pool as files, ``contract`` compares tokenizers.
+``selection`` → ``buckets``, ``outcomes``; ``persistence`` reads and writes a pool as files, ``contract`` compares
+tokenizers.
 """
 
-from trajstore.experience.buckets import REPLAY_MARK, TASK_SAMPLING, TaskSampling
+from trajstore.experience.buckets import TASK_SAMPLING, TaskSampling
 from trajstore.experience.mixing import ExperienceMixCollateFn, RatioSchedule
+from trajstore.experience.outcomes import REPLAY_MARK, is_success
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.scoring import CurrentEntropy
@@ -25,6 +27,7 @@ __all__ = [
     "RatioSchedule",
     "Refusal",
     "TaskSampling",
+    "is_success",
     "mean_entropy",
     "newest_pool",
 ]

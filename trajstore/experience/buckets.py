@@ -1,72 +1,25 @@
 """Which tasks are how hard, and which of them are drawn. Pure; the generator is passed in.
 
-The *difficulty* of a task is the number of successes among the fresh rollouts of its newest step. Tasks of
-one difficulty share a *bucket*.
+The *difficulty* of a task is its number of successes out of ``n_rollout``, by the fresh rollouts of its newest step
+(:meth:`~trajstore.experience.outcomes.TaskOutcome.difficulty`). Tasks of one difficulty share a *bucket*.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.trajectory import AgentTrajectory
+from trajstore.errors import ConfigurationError
 
-TaskSampling = Literal["uniform", "random", "normal", "linear", "sqrt", "linear_clip"]
+TaskSampling = Literal["by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip"]
 TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
-
-REPLAY_MARK = "is_experience_replay"
-"""Key of ``metadata`` that is true on a trajectory that came out of the pool."""
-
-SUCCESS = 1.0
-"""The outcome that counts as a success."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskOutcome:
-    """What the fresh rollouts of one task came to in one step."""
-
-    rollouts: int
-    successes: int
-
-    @property
-    def solved(self) -> bool:
-        """Whether every rollout that was made succeeded; a replay task makes fewer than ``n_rollout``."""
-        return self.rollouts > 0 and self.successes == self.rollouts
-
-
-def outcome_of(trajectory: AgentTrajectory) -> float | None:
-    """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one."""
-    return None if trajectory.reward is None else trajectory.reward.outcome
-
-
-def is_replayed(trajectory: AgentTrajectory) -> bool:
-    """Return whether the trajectory came out of the pool, and so says nothing about the current policy."""
-    return bool(trajectory.metadata.get(REPLAY_MARK, False))
-
-
-def count_outcomes(trajectories: Iterable[AgentTrajectory]) -> dict[str, TaskOutcome]:
-    """Return rollouts and successes per task, in order of first appearance. Replayed trajectories are left out.
-
-    Raises:
-        InvalidTrajectoryError: a trajectory has no ``task_id``.
-    """
-    counts: dict[str, list[int]] = {}
-    for trajectory in trajectories:
-        if not trajectory.task_id:
-            raise InvalidTrajectoryError(
-                f"field task_id: empty (rollout {trajectory.rollout_id!r}); the pool keeps trajectories by task, set it"
-            )
-        if is_replayed(trajectory):
-            continue
-        count = counts.setdefault(trajectory.task_id, [0, 0])
-        count[0] += 1
-        count[1] += outcome_of(trajectory) == SUCCESS
-    return {task: TaskOutcome(rollouts, successes) for task, (rollouts, successes) in counts.items()}
+TASK_SAMPLING_HELP = (
+    f"must be one of {', '.join(TASK_SAMPLING)}; what is called uniform or random elsewhere (a difficulty is drawn"
+    " first, each as likely) is by_difficulty, every task as likely is by_task"
+)
 
 
 class DifficultyBuckets:
@@ -129,14 +82,14 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
 
     With difficulty d, bucket size m and n = ``n_rollout``, a bucket's weight is
 
-    ================ ============================================================
-    ``uniform``      m: every task is equally likely
-    ``random``       1: the bucket is drawn first, then a task of it
-    ``normal``       exp(-(d - n/2)² / 2): half-solved tasks, sigma 1
-    ``linear``       d / n: easy tasks
-    ``sqrt``         sqrt(d / n)
-    ``linear_clip``  min(d / n, 1/2)
-    ================ ============================================================
+    ================= ===========================================================
+    ``by_task``       m: every task is equally likely
+    ``by_difficulty`` 1: every bucket is equally likely, then a task of it
+    ``normal``        exp(-(d - n/2)² / 2): half-solved tasks, sigma 1
+    ``linear``        d / n: easy tasks
+    ``sqrt``          sqrt(d / n)
+    ``linear_clip``   min(d / n, 1/2)
+    ================= ===========================================================
 
     The last four are the weightings of ExGRPO (arXiv 2510.02245). A weight of zero is never drawn.
 
@@ -159,9 +112,9 @@ def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: i
         return -((difficulty - n_rollout / 2) ** 2) / 2 if size else -math.inf
     share = difficulty / n_rollout
     weight: float
-    if strategy == "uniform":
+    if strategy == "by_task":
         weight = size
-    elif strategy == "random":
+    elif strategy == "by_difficulty":
         weight = 1.0
     elif strategy == "linear":
         weight = share
@@ -170,7 +123,7 @@ def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: i
     elif strategy == "linear_clip":
         weight = min(share, 0.5)
     else:
-        raise ConfigurationError(f"task_sampling: {strategy!r}, must be one of {', '.join(TASK_SAMPLING)}")
+        raise ConfigurationError(f"task_sampling: {strategy!r}, {TASK_SAMPLING_HELP}")
     return math.log(weight) if size and weight > 0 else -math.inf
 
 

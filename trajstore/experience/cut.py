@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from trajstore.errors import CorruptStoreError
 from trajstore.experience.buckets import DifficultyBuckets
-from trajstore.experience.journal import GeneratorState, PoolState, set_generator_state
+from trajstore.experience.journal import (
+    GeneratorState,
+    PoolState,
+    Uses,
+    set_generator_state,
+    uses_from_json,
+    uses_to_json,
+)
 from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.trajectory import AgentTrajectory
 
@@ -31,11 +38,13 @@ class PoolCut:
     """The store whose ids ``entries`` has."""
     entries: dict[str, list[int]]
     trajectories: dict[str, list[AgentTrajectory]]
+    uses: Uses = field(default_factory=dict)
+    """How often each trajectory was drawn; cuts of earlier versions have none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cut as plain containers; inverse of :meth:`from_dict`."""
         plain = {task: [to_plain(one) for one in held] for task, held in self.trajectories.items()}
-        return {**vars(self), "version": _VERSION, "trajectories": plain}
+        return {**vars(self), "version": _VERSION, "trajectories": plain, "uses": uses_to_json(self.uses)}
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> PoolCut:
@@ -57,13 +66,15 @@ class PoolCut:
                 store_id=str(value["store_id"]),
                 entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
                 trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
+                uses=uses_from_json(value.get("uses", ())),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
 
     def state(self) -> PoolState:
         """Return buckets and skip set as a pool's state without trajectories."""
-        return PoolState(DifficultyBuckets(self.difficulty2task_dict), dict.fromkeys(self.skip_uid_set))
+        buckets = DifficultyBuckets(self.difficulty2task_dict)
+        return PoolState(buckets, dict.fromkeys(self.skip_uid_set), uses=dict(self.uses))
 
     def make_generator(self) -> np.random.Generator:
         """Return a random generator in the cut's state."""

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.experience.buckets import REPLAY_MARK, DifficultyBuckets
+from trajstore.experience.buckets import DifficultyBuckets
+from trajstore.experience.outcomes import REPLAY_MARK
 from trajstore.experience.selection import PoolEntry, PoolRules, Refusal, admit, eligible, entry_of
 from trajstore.experience.store import PoolStore
 from trajstore.trajectory import AgentTrajectory
@@ -30,6 +31,19 @@ JOURNAL_KEY = "experience_pool"
 """Key of ``metadata`` under which a record says what it is."""
 
 GeneratorState = dict[str, str | int]
+
+Uses = dict[tuple[str, bytes], int]
+"""Task and digest of the tokens -> how often they were drawn."""
+
+
+def uses_to_json(uses: Mapping[tuple[str, bytes], int]) -> list[list[Any]]:
+    """Return uses as JSON: ``[[task, digest in hex, count], ...]``; inverse of :func:`uses_from_json`."""
+    return [[task, digest.hex(), count] for (task, digest), count in uses.items()]
+
+
+def uses_from_json(value: Iterable[Sequence[Any]]) -> Uses:
+    """Return the uses that :func:`uses_to_json` described."""
+    return {(str(task), bytes.fromhex(digest)): int(count) for task, digest, count in value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,17 @@ class PoolState:
     buckets: DifficultyBuckets = field(default_factory=DifficultyBuckets)
     skip: dict[str, None] = field(default_factory=dict)
     entries: dict[str, tuple[PoolEntry, ...]] = field(default_factory=dict)
+    uses: Uses = field(default_factory=dict)
+    """How often a trajectory was drawn; absent = never. By task and tokens, so that it outlives the id."""
+
+    def uses_of(self, entries: Iterable[PoolEntry]) -> list[int]:
+        """Return how often each of these entries was drawn."""
+        return [self.uses.get((entry.task_id, entry.digest), 0) for entry in entries]
+
+    def live_uses(self) -> Uses:
+        """Return the uses of the entries that there are."""
+        keys = ((entry.task_id, entry.digest) for entry in self.all_entries())
+        return {key: self.uses[key] for key in keys if key in self.uses}
 
     def differs(self, task: str, change: TaskChange) -> bool:
         """Return whether :meth:`apply` would change anything of a task."""
@@ -172,11 +197,16 @@ def replayed_copy(record: AgentTrajectory) -> AgentTrajectory:
 
 
 def tasks_record(
-    changes: Mapping[str, TaskChange], *, sequence: int, global_steps: int, generator: np.random.Generator
+    changes: Mapping[str, TaskChange],
+    *,
+    uses: Uses,
+    sequence: int,
+    global_steps: int,
+    generator: np.random.Generator,
 ) -> AgentTrajectory:
-    """Return the record of a step's changes to buckets and skip set."""
+    """Return the record of a step's changes to buckets and skip set, and of uses that changed since the last record."""
     tasks = [[task, change.difficulty, change.skip, change.forget] for task, change in changes.items()]
-    return _record("tasks", sequence, global_steps, generator, tasks=tasks)
+    return _record("tasks", sequence, global_steps, generator, tasks=tasks, uses=uses_to_json(uses))
 
 
 def snapshot_record(
@@ -191,6 +221,7 @@ def snapshot_record(
         buckets=[[difficulty, tasks] for difficulty, tasks in state.buckets.to_dict().items()],
         skip=list(state.skip),
         entries=[[task, [entry.trajectory_id for entry in entries]] for task, entries in state.entries.items()],
+        uses=uses_to_json(state.live_uses()),
     )
 
 
@@ -271,6 +302,7 @@ def recover(store: PoolStore, rules: PoolRules) -> Recovered:
 def _from_snapshot(store: PoolStore, record_id: int, head: dict[str, Any], below: list[int], result: Recovered) -> None:
     result.state.buckets = DifficultyBuckets({int(difficulty): tasks for difficulty, tasks in head["buckets"]})
     result.state.skip = dict.fromkeys(head["skip"])
+    result.state.uses = uses_from_json(head.get("uses", ()))  # absent in pools of earlier versions
     result.fingerprint = result.state.adopt(store, dict(head["entries"]))
     live = {entry.trajectory_id for entry in result.state.all_entries()}
     for other in below:
@@ -306,6 +338,7 @@ def _replay(record_id: int, record: AgentTrajectory, head: dict[str, Any], rules
         )
     changes = {task: TaskChange(difficulty, skip, forget) for task, difficulty, skip, forget in head["tasks"]}
     result.garbage.extend(result.state.apply(changes))
+    result.state.uses.update(uses_from_json(head.get("uses", ())))
     _note_head(record_id, head, result)
 
 

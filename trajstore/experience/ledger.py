@@ -55,6 +55,7 @@ class PoolLedger:
         self._garbage = found.garbage
         self._added = found.added
         self._held: frozenset[int] = frozenset()
+        self._drawn: dict[tuple[str, bytes], None] = {}
 
     @property
     def durable(self) -> bool:
@@ -83,12 +84,24 @@ class PoolLedger:
         if not needed:
             return
         record = journal.tasks_record(
-            needed, sequence=self._sequence, global_steps=self.global_steps, generator=self.generator
+            needed,
+            uses={key: self.state.uses[key] for key in self._drawn},
+            sequence=self._sequence,
+            global_steps=self.global_steps,
+            generator=self.generator,
         )
         self._records.extend(self._store.add_trajectories([record]))
+        self._drawn = {}
         self._sequence += 1
         self._garbage.extend(self.state.apply(needed))
         self._compact_if_due()
+
+    def note_used(self, entries: Sequence[PoolEntry]) -> None:
+        """Count one use of each of these entries. It is recorded with the next change of the pool."""
+        for entry in entries:
+            key = (entry.task_id, entry.digest)
+            self.state.uses[key] = self.state.uses.get(key, 0) + 1
+            self._drawn[key] = None
 
     def add(self, plan: AdmissionPlan) -> None:
         """Store the trajectories of a plan, and carry the plan out."""
@@ -118,6 +131,7 @@ class PoolLedger:
             raise
         self._garbage = sorted({*self._garbage, *self._records, *before} - live)
         self.state, self._records, self.global_steps = fresh, snapshot, global_steps
+        self._drawn = {}
         journal.set_generator_state(self.generator, journal.generator_state(generator))
         self._collect()
 
@@ -135,7 +149,9 @@ class PoolLedger:
         Trajectories that the store gave up by itself leave the state.
         """
         self.state.keep_only(set(self._store.ids()))
+        self.state.uses = self.state.live_uses()
         snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
+        self._drawn = {}
         self._garbage.extend(self._records)
         self._records = snapshot
         self._collect()

@@ -14,16 +14,18 @@ import torch
 
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import journal, persistence
-from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, count_outcomes, draw_tasks
+from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trajstore.experience.contract import check_same, check_trajectories
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
 from trajstore.experience.selection import (
     AdmissionPlan,
     PoolEntry,
     PoolRules,
     Refusal,
+    has_known_age,
     plan_admissions,
     rank,
     rollouts_to_keep,
@@ -73,6 +75,8 @@ class ExperienceManager:
         check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
         self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
         self._scorer = EntropyScorer()
+        self._counting = False
+        self._warned_of_newer = False
 
     # ---- what the pool holds ----
 
@@ -83,7 +87,11 @@ class ExperienceManager:
 
     @global_steps.setter
     def global_steps(self, value: int) -> None:
+        goes_back = not self._counting or int(value) < self._ledger.global_steps
         self._ledger.global_steps = int(value)
+        self._counting = True
+        if goes_back:
+            self._warn_of_newer_versions()
 
     @property
     def difficulty2task_dict(self) -> dict[int, list[str]]:
@@ -124,19 +132,29 @@ class ExperienceManager:
 
     # ---- after a step ----
 
-    def update_difficulty2task_dict(self, trajectories: Sequence[AgentTrajectory]) -> None:
-        """Put every task of this step's rollouts into the bucket of its number of successes.
+    def update_difficulty2task_dict(
+        self, trajectories: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None
+    ) -> None:
+        """Put every task of this step's rollouts into the bucket of its difficulty (``TaskOutcome.difficulty``).
 
-        Replayed trajectories do not count. A failure takes a task out of the skip set; a task that is in the
-        skip set and is solved again stays without a bucket, so the order of the two updates does not matter.
+        Replayed trajectories do not count. A failure takes a task out of the skip set; a task that is in the skip
+        set and of which no failure was seen stays without a bucket, so the order of the two updates does not matter.
+        A task of which nothing is known, since no rollout of it has an outcome, stays where it is.
+
+        Args:
+            trajectories: the step's rollouts.
+            asked: rollouts that were to be made, by task, where some did not come back; those are unknown.
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``.
         """
         changes = {}
-        for task, outcome in count_outcomes(trajectories).items():
-            skip = outcome.solved and task in self._state.skip
-            changes[task] = journal.TaskChange(None if skip else outcome.successes, skip)
+        for task, outcome in count_outcomes(trajectories, self.rules.success_threshold, asked).items():
+            difficulty = outcome.difficulty(self.rules.n_rollout)
+            if difficulty is None:
+                continue
+            skip = not outcome.failed and task in self._state.skip
+            changes[task] = journal.TaskChange(None if skip else difficulty, skip)
         self._ledger.change(changes)
 
     def update_skip_uid_set_and_filter_trajectories(
@@ -144,13 +162,17 @@ class ExperienceManager:
         trajectories: Sequence[AgentTrajectory],
         entropys: Sequence[torch.Tensor] | torch.Tensor,
         response_mask: Sequence[torch.Tensor] | torch.Tensor,
+        asked: Mapping[str, int] | None = None,
     ) -> list[AgentTrajectory]:
         """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
+
+        A task is solved on full evidence only (``TaskOutcome.solved``).
 
         Args:
             trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
             entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``.
             response_mask: as ``entropys``; 1 where the model wrote.
+            asked: as for :meth:`update_difficulty2task_dict`.
 
         Returns:
             Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass
@@ -165,12 +187,12 @@ class ExperienceManager:
                 f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
                 f" {len(response_mask)}: row i must belong to trajectory i"
             )
-        outcomes = count_outcomes(trajectories)
+        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
         kept, refused = rollouts_to_keep(
             trajectories,
             entropys,
             response_mask,
-            outcomes=outcomes,
+            outcomes={task: one for task, one in outcomes.items() if self._may_enter(task, one)},
             rules=self.rules,
             global_steps=self.global_steps,
             generator=self._generator,
@@ -178,8 +200,10 @@ class ExperienceManager:
         self.refused.update(refused)
         changes = {}
         for task, outcome in outcomes.items():
-            difficulty = None if outcome.solved else self._state.buckets.difficulty(task)
-            changes[task] = journal.TaskChange(difficulty, outcome.solved, forget=outcome.solved)
+            if outcome.solved(self.rules.n_rollout):
+                changes[task] = journal.TaskChange(None, skip=True, forget=True)
+            elif outcome.failed:
+                changes[task] = journal.TaskChange(self._state.buckets.difficulty(task), skip=False)
         self._ledger.change(changes)
         return kept
 
@@ -224,9 +248,9 @@ class ExperienceManager:
         buckets = self._state.valid_buckets(self.rules, self.global_steps)
         only = self.rules.replay_difficulty if difficulty is None else difficulty
         if only is not None:
-            # Within one bucket every strategy is uniform, even one that gives this bucket no weight.
+            # Within one bucket every task is equally likely, even under a strategy that gives this bucket no weight.
             buckets = {only: buckets.get(only, [])}
-            strategy = "uniform"
+            strategy = "by_task"
         return draw_tasks(
             buckets, n, strategy or self.rules.task_sampling, self.rules.n_rollout, self._generator, exclude
         )
@@ -238,9 +262,10 @@ class ExperienceManager:
     def get_offpolicy_batch(self, tasks: Sequence[Any], n: int = 1) -> list[AgentTrajectory]:
         """Return up to ``n`` histories of each task, task by task, best first, none twice.
 
-        "Best" is by ``exp_select_mode``, on the entropy under the current policy if the rules want it and
-        :attr:`current_entropy` gives it, else on the saved one. Returned are copies, marked
-        ``metadata["is_experience_replay"]``.
+        Those that were drawn least often come first, so that a task's histories take turns; among equally often
+        drawn ones the best by ``exp_select_mode``, on the entropy under the current policy if the rules want it and
+        :attr:`current_entropy` gives it, else on the saved one. Each call counts as a use of what it returns.
+        Returned are copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
             tasks: task ids, or objects with a ``task_id``.
@@ -256,7 +281,9 @@ class ExperienceManager:
             saved = [entry.entropy for entry, _ in found]
             entropies = saved if current is None else current[start : start + len(found)]
             start += len(found)
-            order = rank(entropies, self.rules.exp_select_mode, self._generator)
+            uses = self._state.uses_of(entry for entry, _ in found)
+            order = rank(entropies, self.rules.exp_select_mode, self._generator, uses)
+            self._ledger.note_used([found[index][0] for index in order[:n]])
             chosen.extend(journal.replayed_copy(found[index][1]) for index in order[:n])
         return chosen
 
@@ -304,6 +331,7 @@ class ExperienceManager:
             store_id=self._ledger.store_id,
             entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
             trajectories={} if durable else self._held(),
+            uses=self._state.live_uses(),
         ).to_dict()
 
     def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
@@ -378,6 +406,30 @@ class ExperienceManager:
         self._fingerprint = fingerprint
 
     # ---- inside ----
+
+    def _may_enter(self, task: str, outcome: TaskOutcome) -> bool:
+        """Return whether a task's rollouts may enter: not if it is solved, or skipped and no failure was seen."""
+        return not outcome.solved(self.rules.n_rollout) and (outcome.failed or task not in self._state.skip)
+
+    def _warn_of_newer_versions(self) -> None:
+        """Warn, once, of trajectories that a policy newer than the step that is going on made."""
+        newer = [
+            entry.policy_version
+            for entry in self._state.all_entries()
+            if entry.policy_version is not None and not has_known_age(entry, self.global_steps)
+        ]
+        if newer and not self._warned_of_newer:
+            self._warned_of_newer = True
+            effect = "any age" if self.rules.max_policy_age is None else "too old for max_policy_age"
+            logger.warning(
+                "experience pool: %d trajectories have policy versions up to %d, this is step %d: the count of steps"
+                " began anew (no checkpoint?). Their age is unknown and counts as %s; begin with an empty pool, or"
+                " resume from the checkpoint that belongs to it",
+                len(newer),
+                max(newer),
+                self.global_steps,
+                effect,
+            )
 
     def _held(self) -> dict[str, list[AgentTrajectory]]:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""

@@ -15,13 +15,14 @@ import orjson
 import torch
 
 from trajstore.errors import ConfigurationError
-from trajstore.experience.buckets import TASK_SAMPLING, TaskOutcome, TaskSampling, is_replayed, outcome_of
+from trajstore.experience.buckets import TASK_SAMPLING, TASK_SAMPLING_HELP, TaskSampling
+from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
 from trajstore.trajectory import AgentTrajectory
 
 SelectMode = Literal["argmin", "argmax", "random"]
 SELECT_MODES: tuple[SelectMode, ...] = get_args(SelectMode)
 
-SaveFilter = Literal["positive", "best"]
+SaveFilter = Literal["success", "best", "positive"]
 SAVE_FILTERS: tuple[SaveFilter, ...] = get_args(SaveFilter)
 
 
@@ -32,12 +33,22 @@ class Refusal(StrEnum):
     """Not one token was written by the model."""
     LOG_PROBS_MISMATCH = "log_probs_mismatch"
     """Recorded log-probabilities are absent, of another length than the response, or not finite where they count."""
+    LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
+    """A recorded log-probability that counts is above 0 by more than rounding: it is none."""
+    NO_OUTCOME = "no_outcome"
+    """The rollout has no outcome, so it is neither a success nor a failure."""
+    OUTCOME_NOT_FINITE = "outcome_not_finite"
+    """The rollout's outcome is NaN or infinite."""
     NO_ENTROPY = "no_entropy"
     """No position has a (finite) entropy, so that there is no mean."""
     DUPLICATE = "duplicate"
     """The task has a trajectory with the same tokens already."""
     NOT_BETTER = "not_better"
     """The task has its full number of trajectories, and this one's entropy is no improvement."""
+
+
+LOG_PROB_ROUNDING = 1e-3
+"""How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +61,27 @@ class PoolRules:
 
     n_rollout: int
     """Rows that each task has in a batch."""
+    success_threshold: float = 1.0
+    """Outcome from which on a rollout is a success; see :func:`~trajstore.experience.outcomes.is_success`."""
     experience_lbound: int | None = 0
-    """A task's trajectories enter if it had more successes than this,"""
+    """A task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this,"""
     experience_rbound: int | None = 8
-    """and fewer than this."""
-    save_filter: SaveFilter = "positive"
-    """``positive``: every rollout with outcome > 0 enters; ``best``: only the best of these by entropy."""
+    """and below this. (ExGRPO's upper bound is inclusive: its 7 is 8 here.)"""
+    save_filter: SaveFilter = "success"
+    """``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every rollout with
+    an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they are replayed."""
     exp_select_mode: SelectMode = "argmin"
-    """Which entropy is best, both when entering a full task and when coming out."""
+    """Which entropy is best, both when entering a full task and among equally often used ones when coming out."""
     max_trajectories_per_task: int = 10
     max_policy_age: int | None = None
-    """Training steps after which a trajectory no longer comes out."""
+    """Training steps after which a trajectory no longer comes out. One whose version is unknown, or newer than the
+    step that is going on, has no known age and does not come out either."""
     min_reward: float | None = None
     """Outcome that a trajectory must have at the least to come out."""
     use_current_policy_entropy: bool = True
     replay_difficulty: int | None = None
     """The one bucket from which tasks are drawn."""
-    task_sampling: TaskSampling = "uniform"
+    task_sampling: TaskSampling = "by_task"
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -98,7 +113,11 @@ def rule_problems(values: Mapping[str, Any]) -> list[str]:
     whole("replay_difficulty", 0, optional=True)
     choice("save_filter", SAVE_FILTERS)
     choice("exp_select_mode", SELECT_MODES)
-    choice("task_sampling", TASK_SAMPLING)
+    if "task_sampling" in values and values["task_sampling"] not in TASK_SAMPLING:
+        problems.append(f"task_sampling: {values['task_sampling']!r}, {TASK_SAMPLING_HELP}")
+    threshold = values.get("success_threshold", 1.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        problems.append(f"success_threshold: {threshold!r}, must be a finite number")
     for key in ("experience_lbound", "experience_rbound", "min_reward"):
         value = values.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
@@ -176,7 +195,10 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
         return Refusal.LOG_PROBS_MISMATCH
     if trajectory.input_ids is not None and len(trajectory.input_ids) < len(mask):
         return Refusal.LOG_PROBS_MISMATCH
-    return None if bool(torch.isfinite(log_probs[mask]).all()) else Refusal.LOG_PROBS_MISMATCH
+    counted = log_probs[mask]
+    if not bool(torch.isfinite(counted).all()):
+        return Refusal.LOG_PROBS_MISMATCH
+    return Refusal.LOG_PROBS_ABOVE_ZERO if bool((counted > LOG_PROB_ROUNDING).any()) else None
 
 
 def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
@@ -198,32 +220,45 @@ def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Ref
 
 
 def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:
-    """Return whether ``experience_lbound < successes < experience_rbound``; both are exclusive."""
+    """Return whether ``experience_lbound < difficulty < experience_rbound``; both are exclusive."""
+    difficulty = outcome.difficulty(rules.n_rollout)
+    if difficulty is None:
+        return False
     low, high = rules.experience_lbound, rules.experience_rbound
-    return (low is None or low < outcome.successes) and (high is None or outcome.successes < high)
+    return (low is None or low < difficulty) and (high is None or difficulty < high)
 
 
-def is_positive(trajectory: AgentTrajectory) -> bool:
-    """Return whether the outcome is known and above zero."""
+def is_worth_keeping(trajectory: AgentTrajectory, rules: PoolRules) -> bool:
+    """Return whether a rollout's outcome lets it enter: a success or, by ``save_filter: positive``, any above 0."""
     outcome = outcome_of(trajectory)
-    return outcome is not None and outcome > 0
+    if rules.save_filter == "positive":
+        return is_known(outcome) and outcome is not None and outcome > 0
+    return is_success(outcome, rules.success_threshold)
+
+
+def outcome_refusal(trajectory: AgentTrajectory) -> Refusal | None:
+    """Return why a rollout's outcome says nothing; ``None`` if it does."""
+    outcome = outcome_of(trajectory)
+    if outcome is None:
+        return Refusal.NO_OUTCOME
+    return None if math.isfinite(outcome) else Refusal.OUTCOME_NOT_FINITE
 
 
 def choose_to_save(
     candidates: Sequence[AgentTrajectory], rules: PoolRules, generator: np.random.Generator
 ) -> list[AgentTrajectory]:
-    """Return which rollouts of one task are kept: those with outcome > 0, or by ``save_filter`` their best.
+    """Return which rollouts of one task are kept, by ``save_filter``.
 
     Args:
         candidates: rollouts of a task that is in bounds; each has its ``entropy``.
         rules: the pool's rules.
         generator: used by ``save_filter="best"`` with ``exp_select_mode="random"`` only.
     """
-    positive = [trajectory for trajectory in candidates if is_positive(trajectory)]
-    if rules.save_filter == "positive" or not positive:
-        return positive
-    entropies = [math.nan if trajectory.entropy is None else trajectory.entropy for trajectory in positive]
-    return [positive[rank(entropies, rules.exp_select_mode, generator)[0]]]
+    worthy = [trajectory for trajectory in candidates if is_worth_keeping(trajectory, rules)]
+    if rules.save_filter != "best" or not worthy:
+        return worthy
+    entropies = [math.nan if trajectory.entropy is None else trajectory.entropy for trajectory in worthy]
+    return [worthy[rank(entropies, rules.exp_select_mode, generator)[0]]]
 
 
 def rollouts_to_keep(
@@ -236,13 +271,13 @@ def rollouts_to_keep(
     global_steps: int,
     generator: np.random.Generator,
 ) -> tuple[list[AgentTrajectory], Counter[str]]:
-    """Return which rollouts of one step are kept, task by task, and how many positive ones were refused, by reason.
+    """Return which rollouts of one step are kept, task by task, and how many were refused, by reason.
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
         entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``.
         response_mask: as ``entropys``; 1 where the model wrote.
-        outcomes: of each of their tasks; solved ones are left out.
+        outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
         global_steps: policy version of rollouts that tell none.
         generator: see :func:`choose_to_save`.
@@ -251,41 +286,71 @@ def rollouts_to_keep(
         Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
+    refused: Counter[str] = Counter()
     for trajectory, values, mask in zip(trajectories, entropys, response_mask, strict=True):
         task = trajectory.task_id
-        if is_replayed(trajectory) or outcomes[task].solved or not in_bounds(outcomes[task], rules):
+        if is_replayed(trajectory):
+            continue
+        refusal = outcome_refusal(trajectory)
+        if refusal is not None:
+            refused[refusal.value] += 1
+            continue
+        if task not in outcomes or not in_bounds(outcomes[task], rules):
             continue
         entropy = mean_entropy(values, mask)
         version = global_steps if trajectory.policy_version is None else trajectory.policy_version
         candidates.setdefault(task, []).append(replace(trajectory, entropy=entropy, policy_version=version))
     kept: list[AgentTrajectory] = []
-    refused: Counter[str] = Counter()
     for rollouts in candidates.values():
         known = [trajectory for trajectory in rollouts if trajectory.entropy is not None]
         unknown = [trajectory for trajectory in rollouts if trajectory.entropy is None]
-        refused[Refusal.NO_ENTROPY.value] += sum(map(is_positive, unknown))
+        lost = sum(is_worth_keeping(trajectory, rules) for trajectory in unknown)
+        if lost:
+            refused[Refusal.NO_ENTROPY.value] += lost
         kept.extend(choose_to_save(known, rules, generator))
     return kept, refused
 
 
-def rank(entropies: Sequence[float], mode: SelectMode, generator: np.random.Generator) -> list[int]:
-    """Return the indices of ``entropies``, best first, each once. Equal ones keep their order."""
+def rank(
+    entropies: Sequence[float], mode: SelectMode, generator: np.random.Generator, uses: Sequence[int] | None = None
+) -> list[int]:
+    """Return the indices of ``entropies``, best first, each once. Equal ones keep their order.
+
+    Args:
+        entropies: in nats.
+        mode: ``argmin``: low entropy is good; ``argmax``: high; ``random``: any order.
+        generator: used by ``random``.
+        uses: how often each was used; fewer is better, before entropy. Otherwise the best would come for ever, and
+            the others never. Not used by ``random``, which comes to all of them.
+    """
     if mode == "random":
         return [int(index) for index in generator.permutation(len(entropies))]
     sign = 1 if mode == "argmin" else -1
-    return sorted(range(len(entropies)), key=lambda index: sign * entropies[index])
+    used = [0] * len(entropies) if uses is None else uses
+    return sorted(range(len(entropies)), key=lambda index: (used[index], sign * entropies[index]))
+
+
+def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
+    """Return whether the age of the policy that sampled is known.
+
+    A version newer than the step that is going on comes from another count of steps: a run that began anew on the
+    pool of an earlier one.
+    """
+    return entry.policy_version is not None and entry.policy_version <= global_steps
 
 
 def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
     """Return whether an entry may come out at this step: young enough and rewarded enough.
 
-    An unknown outcome is below any ``min_reward``, an unknown policy version too old for any ``max_policy_age``.
+    An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``.
     """
     if rules.min_reward is not None and (entry.outcome is None or entry.outcome < rules.min_reward):
         return False
     if rules.max_policy_age is None:
         return True
-    return entry.policy_version is not None and entry.policy_version >= global_steps - rules.max_policy_age
+    if entry.policy_version is None or not has_known_age(entry, global_steps):
+        return False
+    return entry.policy_version >= global_steps - rules.max_policy_age
 
 
 def admit(

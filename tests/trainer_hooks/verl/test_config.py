@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,6 +129,7 @@ WRONG = {
     "+exp_manager.outcome.success=inf": "exp_manager.outcome: success: inf",
     "+exp_manager.outcome.success=nan": "exp_manager.outcome: success: nan",
     "+exp_manager.outcome.success=true": "exp_manager.outcome: success: True",
+    "+exp_manager.experience_replay.success_threshold=0.5": "experience_replay.success_threshold: an outcome is 1",
     # replay
     f"+{REPLAY}.enable=1": f"{REPLAY}: enable: 1",
     f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",
@@ -209,6 +211,10 @@ def test_replay_with_either_name_of_the_loss(override_verl: Compose, mode: str, 
         (OutcomeRule(success=4.0), 3.0, {}, 0.75),
         (OutcomeRule(key="acc"), 0.0, {"acc": True}, 1.0),
         (OutcomeRule(key="acc", success=0.5), 0.0, {"acc": 0.25}, 0.5),
+        (OutcomeRule(success=0.7), 0.699999988079071, {}, 1.0),  # 0.7 as float32 has it
+        (OutcomeRule(success=0.9), 0.8999999761581421, {}, 1.0),
+        (OutcomeRule(success=1.3), 1.2999999523162842, {}, 1.0),
+        (OutcomeRule(), math.inf, {}, math.inf),
     ],
 )
 def test_outcome(rule: OutcomeRule, score: float, extra: dict[str, Any], expected: float) -> None:
