@@ -21,6 +21,7 @@ from trajstore.formats import get_format
 from trajstore.intake import Intake, MemoryIntake, StoreIntake
 from trajstore.listener import ViewListener, WeakListener, close_quietly
 from trajstore.loading import Loaded
+from trajstore.places import check_no_ranks
 from trajstore.record import record_of
 from trajstore.retention import Retention
 from trajstore.storage import open_directory
@@ -56,7 +57,7 @@ class TrajectoryReplayBuffer:
         on_commit: called with the ids of each commit, from a writer thread; must be quick.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders.
         StoreLockedError: another process writes to ``auto_save_path``.
         StoreWriteError: ``auto_save_path`` cannot be written.
         CorruptStoreError, UnsafeContentError, UnsupportedVersionError: what lies there cannot be continued.
@@ -97,6 +98,7 @@ class TrajectoryReplayBuffer:
 
     def _open(self, options: WriterOptions, on_commit: Callable[[Sequence[int]], None] | None) -> Intake:
         directory = open_directory(str(self.auto_save_path), **self._storage_options)
+        check_no_ranks(directory, **self._storage_options)
         self._listener = ViewListener(self._view, self._draws, on_commit)
         told = WeakListener(self._listener)
         self._writer = StoreWriter(directory, self._format, options, told)
@@ -369,20 +371,23 @@ class TrajectoryReplayBuffer:
             is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
             local_rank: 0-based.
             world_size: number of shares.
-            strict: refuse an index that names absent files (True), or pass over them (False). By default a
-                directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory only list more
-                trajectories than they hold, which is told in a warning; any other directory is refused.
+            strict: refuse a directory of which anything is damaged or absent (True; what lies in shards is not read:
+                sizes are compared), or leave out what cannot be read, work out what can be, and log a warning on each
+                (False). By default a directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory
+                only list more trajectories than they hold, which is told in a warning; any other directory is refused.
                 Of RLinf's directories, files absent before the oldest one that is there are counted by
                 ``len`` and ``is_ready``, as RLinf counts them, and never drawn.
             pin: name of a checkpoint inside the store.
 
         Returns:
-            The number of trajectories whose files are absent.
+            The number of trajectories whose files are absent, or which were left out because they are damaged.
 
         Raises:
             StoreNotFoundError: there is nothing that can be loaded.
-            IncompleteCheckpointError: files are absent (``strict``); lists them.
-            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
+            IncompleteCheckpointError: files or ranks are absent, or files cut (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; names
+                all ranks that cannot be.
+            StoreError: a store lies beside ``rank_*`` stores (``strict``).
         """
         self.flush()
         share = (local_rank, world_size) if is_distributed else None

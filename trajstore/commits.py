@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, listed
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
 from trajstore.index import UNKNOWN_VERSION, starts_of
 from trajstore.packing import StringTable
@@ -85,6 +85,16 @@ def decode_lines(data: bytes, source: str, offset: int = 0) -> LogTail:
         records.append(record)
         position = newline + 1
     return LogTail(records, offset + position, len(data) - position)
+
+
+def decode_each(data: bytes) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Yield every line of a segment: its record, None if it is damaged or torn, and the offset after it."""
+    position = 0
+    while position < len(data):
+        newline = data.find(b"\n", position)
+        end = len(data) if newline < 0 else newline + 1
+        yield (None if newline < 0 else _decode_line(data[position:newline])), end
+        position = end
 
 
 def _decode_line(line: bytes) -> dict[str, Any] | None:
@@ -221,6 +231,15 @@ def ranges_of(ids: Sequence[int]) -> list[list[int]]:
         else:
             ranges.append([int(number), int(number)])
     return ranges
+
+
+def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64], limit: int = 10) -> str:
+    """Return ids for a message, runs of them as ranges: ``"3 to 7, 9"``."""
+    ordered = np.unique(np.asarray(ids, np.int64))
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    firsts, lasts = ordered[np.append(0, breaks)], ordered[np.append(breaks, len(ordered)) - 1]
+    pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
+    return listed((str(low) if low == high else f"{low} to {high}" for low, high in pairs), limit)
 
 
 def iterate_ranges(ranges: Any) -> Iterator[tuple[int, int]]:

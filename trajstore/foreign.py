@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.places import file_sizes
 from trajstore.record import Record
 from trajstore.rlinf.source import RLinfSource
 from trajstore.statistics import RewardStatistics, id_gaps, policy_report, range_of
@@ -24,7 +23,7 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
     found = RLinfSource.open(directory, strict=False)
     readable, missing = found.entries, found.missing
     entries = sorted([*readable, *missing], key=lambda entry: entry.trajectory_id)
-    present = file_sizes(directory)
+    present = directory.sizes()
     count = len(readable) if measure == 0 else min(measure, len(readable))
     ids = np.array([entry.trajectory_id for entry in entries], np.int64)
     gaps = id_gaps(ids)
@@ -91,7 +90,7 @@ def inspect_pool(directory: Directory) -> Report:
 
     contents = read_pool(Path(directory.url))
     trajectories = [item for items in contents.task2trajectories.values() for item in items]
-    sizes = file_sizes(directory)
+    sizes = directory.sizes()
     versions = [item.policy_version for item in trajectories if item.policy_version is not None]
     lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
     outcomes = [

@@ -18,7 +18,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.fields import Axis
 from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex
 from trajstore.maintenance import SHARDS_FOLDER
-from trajstore.places import Place, file_sizes, find_place
+from trajstore.places import Place, find_place, mixed_sentence
 from trajstore.schema import DOCUMENT
 from trajstore.shard_access import ShardAccess
 from trajstore.statistics import (
@@ -78,14 +78,17 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Rep
         return inspect_pool(place.directory)
     parts = [_inspect_place(part, measure, progress) for part in place.parts]
     totals = {key: sum(part[key] for part in parts) for key in ("trajectories", "samples", "files", "size_on_disk")}
-    return {"kind": "run", "path": place.url, **totals, "parts": parts}
+    problems = [f"{place.url}: {text}" for text in place.lacking]
+    if place.mixed:
+        problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
+    return {"kind": "run", "path": place.url, **totals, "integrity": {"problems": problems}, "parts": parts}
 
 
 def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> Report:
     catalog = Catalog.open(directory)
     index = catalog.index
     metadata = catalog.metadata()
-    sizes = file_sizes(directory)
+    sizes = directory.sizes()
     report: Report = {
         "kind": "store",
         "path": directory.url,

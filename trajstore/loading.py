@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from trajstore.catalog import METADATA_NAME, Catalog
 from trajstore.checkpoint import CheckpointState
 from trajstore.errors import (
+    CorruptStoreError,
     IncompleteCheckpointError,
+    StoreError,
     StoreNotFoundError,
+    UnsafeContentError,
+    UnsupportedVersionError,
     listed,
 )
 from trajstore.index import TrajectoryIndex
 from trajstore.partition import share_of
+from trajstore.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.rlinf.source import RLinfSource
+from trajstore.salvage import open_leniently
 from trajstore.sources import Source, StoreSource
 from trajstore.storage import Directory, ReaderLease, open_directory
-
-_RANK = re.compile(r"rank_(\d+)")
 
 
 @dataclass
@@ -36,7 +40,8 @@ class Loaded:
         state: of the buffer that saved it; ``rng_state`` is None where the draws cannot go on.
         counter: one more than the highest id of the share.
         next_id: one more than the highest id of all shares.
-        skipped: trajectories left out because their files are absent.
+        skipped: trajectories left out because their files are absent or damaged.
+        warnings: a sentence on all that is damaged, and on what was left out or worked out again (``strict=False``).
     """
 
     parts: list[tuple[Source, TrajectoryIndex]]
@@ -45,7 +50,22 @@ class Loaded:
     counter: int = 0
     next_id: int = 0
     skipped: int = 0
+    warnings: list[str] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """One directory: the entries that it shows, the buffer's state, how many entries were left out, and why."""
+
+    source: Source
+    index: TrajectoryIndex
+    state: CheckpointState
+    skipped: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+_UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, UnsupportedVersionError)
 
 
 def load_sources(
@@ -59,23 +79,28 @@ def load_sources(
     """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
     if share is not None:
         share_of(0, *share)
-    directories = _directories(path, storage_options)
+    directories, lacking = _directories(path, storage_options)
     leases = [directory.announce_reader() for directory in directories]
     try:
-        found = [_open(directory, strict, pin) for directory in directories]
-        for (source, _, _, _), lease in zip(found, leases, strict=True):
-            lease.settle(source.generation)
-        own = share[0] if share is not None and len(found) == share[1] and len(found) > 1 else 0
-        state = found[own][2]
-        if share is not None and len(found) > 1 and len(found) != share[1]:
+        found, kept, errors = _open_all(directories, leases, strict, pin)
+        if (strict is not False and (lacking or errors)) or not found:
+            raise _all_of([*lacking, *errors], path)
+        whole = not lacking and not errors
+        same_ranks = share is not None and whole and len(found) == share[1] and len(found) > 1
+        state = found[share[0] if share is not None and same_ranks else 0].state
+        if share is not None and not same_ranks and len(directories) > 1:
             state = replace(state, rng_state=None)  # no rank of now is a rank of then
-        loaded = Loaded([], leases, state, skipped=sum(skipped for *_, skipped in found))
-        _unite(loaded, [(source, index) for source, index, _, _ in found], share)
+        loaded = Loaded([], kept, state, skipped=sum(item.skipped for item in found))
+        loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
+        for error, directory in errors.items():
+            count = _count_of(directory)
+            loaded.skipped += count or 0
+            lost = "an unknown number of" if count is None else f"{count:,}"
+            loaded.warnings.append(f"{directory.url} is left out with {lost} trajectories: {error}")
+        _unite(loaded, [(item.source, item.index) for item in found], share)
         if strict is not False:
-            for source, part in loaded.parts:
-                _check_present(source, part)
-        counters = [item.trajectory_counter for _, _, item, _ in found]
-        loaded.next_id = max([loaded.next_id, *counters])
+            _check_present(loaded.parts, path)
+        loaded.next_id = max([loaded.next_id, *(item.state.trajectory_counter for item in found)])
         if share is None:
             loaded.counter = loaded.next_id
         return loaded
@@ -85,57 +110,114 @@ def load_sources(
         raise
 
 
-def _directories(path: str | Path, options: Mapping[str, Any]) -> list[Directory]:
+def _open_all(
+    directories: Sequence[Directory], leases: Sequence[ReaderLease], strict: bool | None, pin: str | None
+) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
+    """Open each; return what was found with the announcements that it needs, and the errors of the rest."""
+    found: list[_Opened] = []
+    kept: list[ReaderLease] = []
+    errors: dict[Exception, Directory] = {}
+    for directory, lease in zip(directories, leases, strict=True):
+        try:
+            opened = _open(directory, strict, pin)
+        except _UNREADABLE as error:
+            errors[error] = directory
+            lease.release()
+            continue
+        lease.settle(opened.source.generation)
+        found.append(opened)
+        kept.append(lease)
+    return found, kept, errors
+
+
+def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
+    """Return one error that says what all of them say, of their class if they have one."""
+    if len(errors) == 1:
+        return errors[0]
+    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CorruptStoreError
+    return kind(
+        f"{path}: {len(errors)} things are wrong: {'; '.join(str(error) for error in errors)}; "
+        "load with strict=False to read the rest without them"
+    )
+
+
+def _count_of(directory: Directory) -> int | None:
+    """Return how many trajectories a directory that cannot be read says it has; None if it does not say."""
+    try:
+        size = orjson.loads(directory.read(METADATA_NAME))["size"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _directories(path: str | Path, options: Mapping[str, Any]) -> tuple[list[Directory], list[StoreError]]:
+    """Return what to open, and an error for each thing that is not as it should be."""
     directory = open_directory(path, **options)
-    if Catalog.exists(directory) or RLinfSource.exists(directory):
-        return [directory]
-    ranks: dict[int, str] = {}
-    for name in directory.names():
-        match = _RANK.fullmatch(name.split("/", 1)[0])
-        if match:
-            ranks[int(match[1])] = match[0]
-    if ranks:
-        return [open_directory(f"{str(path).rstrip('/')}/{ranks[rank]}", **options) for rank in sorted(ranks)]
-    raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
+    kind = kind_of(directory)
+    ranks = ranks_of(directory, path, **options)
+    if kind in ("store", "rlinf"):
+        mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
+        return [directory, *ranks.directories], mixed
+    if ranks.directories:
+        others = listed(ranks.names)
+        lacking: list[StoreError] = [
+            IncompleteCheckpointError(f"{path}: {text}; there are {others}") for text in ranks.lacking
+        ]
+        return list(ranks.directories), lacking
+    if kind is None and not directory.exists():
+        raise nothing_at(path, directory)
+    if kind is None:
+        raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
+    raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
 
 
-def _open(
-    directory: Directory, strict: bool | None, pin: str | None
-) -> tuple[Source, TrajectoryIndex, CheckpointState, int]:
-    """Return a directory's source, the entries that it shows, the buffer's state, and how many entries were skipped."""
-    if not Catalog.exists(directory):
+def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened:
+    if kind_of(directory) != "store":
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
         rlinf = RLinfSource.open(directory, strict is True)
         if rlinf.missing:
             rlinf.tell_missing()
-        return rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), len(rlinf.missing)
-    catalog = Catalog.open(directory)
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), len(rlinf.missing))
+    if strict is not False:
+        catalog = Catalog.open(directory)
+        index, state = _state_of(catalog, pin)
+        return _Opened(StoreSource(catalog), index, state)  # only what a rank takes needs to be there
+    catalog, warnings = open_leniently(directory)
+    index, state = _state_of(catalog, pin)
+    source = StoreSource(catalog)
+    lost = source.lost(index)
+    if lost is None:
+        return _Opened(source, index, state, 0, tuple(warnings))
+    first = index.first
+    index = index.slice(0, len(index))
+    index.drop(lost.positions - first)
+    return _Opened(source, index, state, len(lost.ids), (*warnings, f"{directory.url}: {lost}; they are left out"))
+
+
+def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:
     values = catalog.metadata()
     index = catalog.index
     if pin is not None:
         index = catalog.pinned_index(pin)
         values |= catalog.pins.state(pin)
-    state = CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
-    source = StoreSource(catalog)
-    if strict is not False:
-        return source, index, state, 0  # only what a rank takes needs to be there
-    missing = source.missing(index)
-    if missing:
-        index = index.slice(0, len(index))
-        index.drop(np.array([position for position, _ in missing], np.intp))
-    return source, index, state, len(missing)
+    return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
 
 
-def _check_present(source: Source, part: TrajectoryIndex) -> None:
-    """Refuse a share of a store some of whose files are absent."""
-    missing = source.missing(part) if isinstance(source, StoreSource) else []
-    if missing:
-        files = sorted({f"{source.directory.url}/{name}" for _, name in missing})
-        raise IncompleteCheckpointError(
-            f"{len(missing)} trajectories of {source.directory.url} are not there: {listed(files)}; "
-            "copy the files back, or load with strict=False to leave them out"
-        )
+def _check_present(parts: Sequence[tuple[Source, TrajectoryIndex]], path: str | Path) -> None:
+    """Refuse a share of stores some of whose files are absent or cut."""
+    errors = []
+    for source, part in parts:
+        lost = source.lost(part) if isinstance(source, StoreSource) else None
+        if lost is not None:
+            errors.append(
+                IncompleteCheckpointError(
+                    f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
+                    "trajectories out"
+                )
+            )
+    if errors:
+        raise _all_of(errors, path)
 
 
 def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:

@@ -64,7 +64,25 @@ class LocalDirectory(Directory):
         return self.local_path(name).stat().st_size
 
     def names(self, below: str = "") -> list[str]:
-        found: list[str] = []
+        return sorted(name for name, _ in self._files(below))
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        found: dict[str, int] = {}
+        for name, entry in self._files(below):
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = entry.stat().st_size
+        return dict(sorted(found.items()))
+
+    def listing(self) -> tuple[list[str], list[str]]:
+        files: list[str] = []
+        folders: list[str] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as entries:
+            for entry in entries:
+                (folders if entry.is_dir() else files).append(entry.name)
+        return sorted(files), sorted(folders)
+
+    def _files(self, below: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield every file below a folder with what the system says of it."""
         folders = [below + "/" if below else ""]
         while folders:
             folder = folders.pop()
@@ -77,9 +95,7 @@ class LocalDirectory(Directory):
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(f"{folder}{entry.name}/")
                     else:
-                        found.append(folder + entry.name)
-        found.sort()
-        return found
+                        yield folder + entry.name, entry
 
     def publish(self, files: Sequence[EncodedFile]) -> None:
         folders: dict[Path, None] = {}

@@ -60,7 +60,7 @@ class Garbage:
     def _find_leftovers(self, catalog: Catalog) -> list[str]:
         """Delete what an interrupted writer left and nobody can read; return the files that readers may still see."""
         rows = np.arange(len(catalog.shards), dtype=np.int64)
-        known = {name for _, names in catalog.shards.file_names(rows) for name in names}
+        known = {name for _, names, _ in catalog.shards.file_sizes(rows) for name in names}
         unknown = [name for name in self._directory.names(SHARDS_FOLDER) if name not in known]
         earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
         names = [name for name in unknown if name not in set(earlier)]  # no commit ever named them

@@ -105,17 +105,34 @@ class ObjectStore:
             version = "|".join(str(found[key]) for key in _VERSION_KEYS if found.get(key) is not None)
             return ObjectInfo(int(found["size"]), version)
 
-    def names(self, below: str = "") -> list[str]:
-        """Return the names of all objects below a folder, sorted."""
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Return the sizes of all objects below a folder, by name, sorted."""
         fs, root = self._filesystem()
         prefix = f"{root}{below}/" if below else root
         with self._naming(below):
             fs.invalidate_cache()
             try:
-                found = fs.find(prefix.rstrip("/"))
+                found = fs.find(prefix.rstrip("/"), detail=True)
             except FileNotFoundError:  # the bucket is absent
-                return []
-        return sorted(path[len(root) :] for path in found if path.startswith(prefix) and not path.endswith("/"))
+                return {}
+        chosen = sorted(path for path in found if path.startswith(prefix) and not path.endswith("/"))
+        return {path[len(root) :]: int(found[path]["size"]) for path in chosen}
+
+    def listing(self) -> tuple[list[str], list[str]]:
+        """Return the names of the objects and of the folders right below the URL, sorted."""
+        fs, root = self._filesystem()
+        with self._naming(""):
+            fs.invalidate_cache()
+            try:
+                found = fs.ls(root.rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return [], []
+        kinds: dict[str, list[str]] = {"file": [], "directory": []}
+        for item in found:
+            path = item["name"].rstrip("/")
+            if path.startswith(root) and item["type"] in kinds:
+                kinds[item["type"]].append(path[len(root) :])
+        return sorted(kinds["file"]), sorted(kinds["directory"])
 
     def any(self) -> bool:
         """Return whether there is any object."""

@@ -92,7 +92,13 @@ class RemoteDirectory(Directory):
         return self._objects.info(check_name(name)).size
 
     def names(self, below: str = "") -> list[str]:
-        return self._objects.names(check_name(below) if below else "")
+        return list(self.sizes(below))
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        return self._objects.sizes(check_name(below) if below else "")
+
+    def listing(self) -> tuple[list[str], list[str]]:
+        return self._objects.listing()
 
     def local_path(self, name: str) -> Path:
         info = self._objects.info(check_name(name))

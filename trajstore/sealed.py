@@ -19,6 +19,12 @@ def seal(name: str, body: bytes) -> bytes:
     return b'{"crc32":"%08x","%b":' % (zlib.crc32(body), name.encode()) + body + b"}"
 
 
+def begins_sealed(name: str, data: bytes) -> bool:
+    """Return whether a file begins as :func:`seal` begins it, damaged behind that or not."""
+    head = seal(name, b"")[:-1]
+    return data[:10] == head[:10] and data[18 : len(head)] == head[18:]
+
+
 def unseal(name: str, data: bytes, source: str) -> Any:
     """Return the parsed body of a sealed file.
 

@@ -182,14 +182,16 @@ class ShardTable:
                 total[of_family] = fewest[self._row[: self._count][of_family]]
         return total
 
-    def file_names(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.int64], list[str]]]:
-        """Yield the names of all files of some shards, without making manifests: rows, and a file of each."""
+    def file_sizes(
+        self, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], list[str], npt.NDArray[np.int64]]]:
+        """Yield all files of some shards, without making manifests: rows, and name and size of a file of each."""
         for number, family in enumerate(self._families):
             chosen = rows[self._family[rows] == number]
             names = [shard_name(shard) for shard in self._numbers[chosen].tolist()]
-            for template in family.file_names:
+            for file, template in enumerate(family.file_names):
                 parts = template.split(_NAME)
-                yield chosen, [name.join(parts) for name in names]
+                yield chosen, [name.join(parts) for name in names], family.arrays["sizes"][self._row[chosen], file]
 
     def files(self, rows: Sequence[int]) -> list[str]:
         """Return the names of all files of some shards."""

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore.catalog import Catalog
-from trajstore.errors import CorruptStoreError
+from trajstore.commits import ids_in_words
+from trajstore.errors import CorruptStoreError, listed
 from trajstore.formats import open_shard
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader
 from trajstore.index import TrajectoryIndex
 from trajstore.residency import MappedShard, address_of, map_file
 from trajstore.schema import Extent
 from trajstore.storage import Directory
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Entries of an index whose files are absent or have another size than they were written with.
+
+    Attributes:
+        positions: of the entries.
+        ids: their trajectory ids.
+        files: a sentence on each file.
+    """
+
+    positions: npt.NDArray[np.intp]
+    ids: npt.NDArray[np.int64]
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.ids):,} trajectories (ids {ids_in_words(self.ids)}) are lost: {listed(self.files)}"
 
 
 class Source(ABC):
@@ -83,20 +104,24 @@ class StoreSource(Source):
     def changed(self) -> bool:
         return self.catalog.behind()
 
-    def missing(self, index: TrajectoryIndex) -> list[tuple[int, str]]:
-        """Return (position, file) for each entry whose shard lacks a file."""
-        present = set(self.directory.names("shards"))
+    def lost(self, index: TrajectoryIndex) -> Lost | None:
+        """Return the entries whose shard lacks a file, or has one of another size; None if all are there.
+
+        One pass over the folder, whatever is in it: contents are not read.
+        """
+        found = self.directory.sizes("shards")
         needed = np.zeros(self.shards, np.bool_)
         needed[index["shard"]] = True
-        absent: dict[int, str] = {}
-        for rows, names in self.catalog.shards.file_names(np.flatnonzero(needed)):
-            if not present.issuperset(names):
-                pairs = zip(rows.tolist(), names, strict=True)
-                absent |= {row: name for row, name in pairs if name not in present}
-        if not absent:
-            return []
-        shard = index["shard"]
-        return [(index.first + at, absent[shard[at]]) for at in np.flatnonzero(np.isin(shard, list(absent))).tolist()]
+        wrong: dict[int, str] = {}
+        for rows, names, sizes in self.catalog.shards.file_sizes(np.flatnonzero(needed)):
+            there = np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
+            for at in np.flatnonzero(there != sizes).tolist():
+                what = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
+                wrong[int(rows[at])] = f"{names[at]} {what}"
+        if not wrong:
+            return None
+        at_fault = np.isin(index["shard"], list(wrong))
+        return Lost(index.first + np.flatnonzero(at_fault), index["trajectory_id"][at_fault], tuple(wrong.values()))
 
     @property
     def shards(self) -> int:

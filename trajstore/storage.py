@@ -119,6 +119,17 @@ class Directory(ABC):
         """Return the names of all files below a folder, at any depth, sorted; empty if the folder is absent."""
 
     @abstractmethod
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Return the sizes in bytes of all files that :meth:`names` lists, by name, in one pass over the folder.
+
+        A file that is removed meanwhile is left out.
+        """
+
+    @abstractmethod
+    def listing(self) -> tuple[list[str], list[str]]:
+        """Return the names of the files and of the folders right in the directory, sorted; no folder is entered."""
+
+    @abstractmethod
     def local_path(self, name: str) -> Path:
         """Return a local path from which the file can be mapped. Remote: fetched into the read cache first."""
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.checkpoint import CheckpointState
-from trajstore.commits import decode_lines
+from trajstore.commits import decode_lines, ranges_of
 from trajstore.errors import CorruptStoreError, StoreError, TrajstoreError, UnsafeContentError
 from trajstore.foreign import iterate_rlinf
 from trajstore.formats import open_shard
@@ -24,8 +24,9 @@ from trajstore.index import TrajectoryIndex
 from trajstore.maintenance import SHARDS_FOLDER
 from trajstore.manifest import check_file
 from trajstore.pins import pin_name
-from trajstore.places import Place, file_sizes, find_place
+from trajstore.places import Place, find_place, mixed_sentence
 from trajstore.rlinf.source import RLinfSource
+from trajstore.salvage import SalvagedCatalog
 from trajstore.schema import Schema
 from trajstore.shard_access import ShardAccess, fetch_file
 from trajstore.storage import Directory
@@ -36,10 +37,22 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One piece of damage: the file or directory, and what is wrong with it."""
+    """One piece of damage.
+
+    Attributes:
+        file: the file or directory; within a run, below the run directory.
+        message: what is wrong with it.
+        lost: ids of the trajectories that cannot be read any more because of it, as inclusive ranges. Empty
+            where none is lost, or nobody can tell which.
+    """
 
     file: str
     message: str
+    lost: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the problem as JSON values."""
+        return {"file": self.file, "message": self.message, "lost": [list(pair) for pair in self.lost]}
 
 
 @dataclass
@@ -49,7 +62,7 @@ class Verification:
     Attributes:
         path: what was checked.
         kind: ``"store"``, ``"rlinf"``, ``"experience_pool"`` or ``"run"``.
-        problems: damage.
+        problems: damage; of a run, also that of its parts.
         notes: things that are no damage: what an interrupted writer left, files of others.
         trajectories: trajectories whose data was checked.
         files: files read.
@@ -69,7 +82,7 @@ class Verification:
     @property
     def sound(self) -> bool:
         """Whether no damage was found, here and in all parts."""
-        return not self.problems and all(part.sound for part in self.parts)
+        return not self.problems
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -80,7 +93,7 @@ class Verification:
             "trajectories": self.trajectories,
             "files": self.files,
             "bytes": self.nbytes,
-            "problems": [{"file": problem.file, "message": problem.message} for problem in self.problems],
+            "problems": [problem.to_json() for problem in self.problems],
             "notes": self.notes,
         }
         return result | ({"parts": [part.to_json() for part in self.parts]} if self.parts else {})
@@ -110,7 +123,13 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
 def _verify_place(place: Place, progress: Progress | None) -> Verification:
     result = Verification(place.url, place.kind)
     if place.kind == "run":
+        if place.mixed:
+            result.problems.append(Problem("", mixed_sentence(place.url, [part.name for part in place.parts[1:]])))
+        result.problems += [Problem(text.split()[0], text) for text in place.lacking]
         result.parts = [_verify_place(part, progress) for part in place.parts]
+        for part, found in zip(place.parts, result.parts, strict=True):
+            name = "" if part.url == place.url else part.name + "/"
+            result.problems += [replace(problem, file=f"{name}{problem.file}") for problem in found.problems]
         result.trajectories, result.files, result.nbytes = (
             sum(getattr(part, name) for part in result.parts) for name in ("trajectories", "files", "nbytes")
         )
@@ -119,7 +138,7 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
     try:
         check(place.directory, result, progress)
     except (CorruptStoreError, UnsafeContentError, OSError) as error:  # damage after which nothing else can be checked
-        result.problems.append(Problem(place.url, str(error)))
+        result.problems.append(Problem(place.name, str(error)))
     return result
 
 
@@ -127,7 +146,7 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
 
 
 def _verify_store(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    catalog = Catalog.open(directory)
+    catalog = _open(directory, result)
     metadata = catalog.metadata()
     _check_state(METADATA_NAME, metadata, result)
     if metadata.get("store_id") != catalog.store_id:
@@ -135,6 +154,7 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
     for name in catalog.pins.names:
         _check_state(pin_name(name), catalog.pins.state(name), result)
     _check_entries(catalog, result)
+    ids_in = _ids_by_shard(catalog)
     needed = np.flatnonzero(catalog.needed_shards()).tolist()
     whole = np.zeros(len(catalog.shards), np.bool_)
     named: set[str] = set()
@@ -143,7 +163,9 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
         named.update(file.name for file in manifest.files)
         problems = check_shard(directory, manifest)
         whole[row] = not problems
-        result.problems.extend(problems)
+        if problems:
+            lost = tuple((low, high) for low, high in ranges_of(ids_in(row)))
+            result.problems.extend(replace(problem, lost=lost) for problem in problems)
         result.files += len(manifest.files)
         result.nbytes += sum(file.size for file in manifest.files)
         if progress is not None:
@@ -155,6 +177,28 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
             f"{len(unnamed):,} files in {SHARDS_FOLDER}/ are named by no commit; the next writer removes them"
         )
     _check_torn_tail(catalog, result)
+
+
+def _open(directory: Directory, result: Verification) -> Catalog:
+    """Open a store; of a damaged one, say what is damaged and go on with what can be told."""
+    try:
+        return Catalog.open(directory)
+    except CorruptStoreError as error:
+        try:
+            catalog = SalvagedCatalog.open(directory)
+        except StoreError:
+            raise error from None  # what cannot be read at all is best said by the first error
+        said = [text.removeprefix(f"{directory.url}/") for text in catalog.warnings] or [str(error)]
+        result.problems += [Problem(text.split(":")[0].split()[0], text) for text in said]
+        return catalog
+
+
+def _ids_by_shard(catalog: Catalog) -> Callable[[int], list[int]]:
+    """Return a function that tells the ids of the trajectories in a shard, live and pinned, ascending."""
+    both = (catalog.index, catalog.pinned)
+    ids = np.concatenate([index["trajectory_id"] for index in both])
+    shards = np.concatenate([index["shard"] for index in both])
+    return lambda row: np.sort(ids[shards == row]).tolist()
 
 
 def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
@@ -241,7 +285,7 @@ def _check_documents(catalog: Catalog, whole: np.ndarray[Any, np.dtype[np.bool_]
                 access.trajectory(index, position)
             except TrajstoreError as error:
                 number = int(index.arrays["trajectory_id"][position])
-                result.problems.append(Problem(f"trajectory {number}", str(error)))
+                result.problems.append(Problem(f"trajectory {number}", str(error), ((number, number),)))
     access.close()
 
 
@@ -258,13 +302,16 @@ def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.boo
 def _verify_rlinf(directory: Directory, result: Verification, progress: Progress | None) -> None:
     found = RLinfSource.open(directory, strict=False)
     _check_state(METADATA_NAME, found.metadata, result)
-    sizes = file_sizes(directory)
+    sizes = directory.sizes()
     for entry in found.missing:
+        lost = entry.trajectory_id
         usual = "; RLinf's checkpoint of a buffer in memory lists such too" if entry in found.before else ""
-        result.problems.append(Problem(entry.file_name(found.suffix), f"named by the index, but missing{usual}"))
+        message = f"named by the index, but missing{usual}"
+        result.problems.append(Problem(entry.file_name(found.suffix), message, ((lost, lost),)))
     for done, (name, record) in enumerate(iterate_rlinf(found)):
         if isinstance(record, TrajstoreError):
-            result.problems.append(Problem(name, str(record)))
+            lost = found.entries[done].trajectory_id
+            result.problems.append(Problem(name, str(record), ((lost, lost),)))
         else:
             result.problems += [Problem(name, message) for message in found.damage(done)]
             result.notes += [f"{name}: {message}" for message in found.unrepresented(done)]
@@ -288,7 +335,7 @@ def _verify_pool(directory: Directory, result: Verification, progress: Progress 
     from trajstore.experience.persistence import read_pool  # loads the experience package, needed only here
 
     contents = read_pool(Path(directory.url))
-    sizes = file_sizes(directory)
+    sizes = directory.sizes()
     result.files, result.nbytes = len(sizes), sum(sizes.values())
     result.trajectories = sum(map(len, contents.task2trajectories.values()))
     bucket_of: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from trajstore.loading import Loaded, load_sources
 from trajstore.retention import Retention
 from trajstore.sources import StoreSource
 from trajstore.storage import ReaderLease
+
+logger = logging.getLogger(__name__)
 
 _MAP_LIMIT = 16384
 
@@ -73,6 +76,7 @@ class View:
         self._own: Catalog | None = None
         self._leases: list[ReaderLease] = []
         self._request: LoadRequest | None = None
+        self._told: set[str] = set()
         self.contents = self._empty()
 
     def _empty(self) -> Contents:
@@ -95,9 +99,21 @@ class View:
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
         self._own = catalog
+        source = StoreSource(catalog)
+        index = catalog.index.slice(0, len(catalog.index))
+        lost = source.lost(index)
+        if lost is not None:
+            self._tell(f"{catalog.directory.url}: {lost}; they are not shown. Copy the files back and open it again")
+            index.drop(lost.positions)
         with self.contents.lock:
-            self.contents.attach(StoreSource(catalog))
-            self.contents.show(OWN_SOURCE, catalog.index.slice(0, len(catalog.index)))
+            self.contents.attach(source)
+            self.contents.show(OWN_SOURCE, index)
+
+    def _tell(self, warning: str) -> None:
+        """Log a warning, once: a follower opens the same directory again and again."""
+        if warning not in self._told:
+            self._told.add(warning)
+            logger.warning("%s", warning)
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -116,6 +132,8 @@ class View:
             strict=request.strict,
             pin=request.pin,
         )
+        for text in loaded.warnings:
+            self._tell(text)
         contents = self._empty()
         for source, part in loaded.parts:
             contents.show(contents.attach(source), part)

@@ -1,9 +1,9 @@
 """T8: opening a store of 1,000,000 trajectories, in a process of its own; the same for one rank of eight.
 
 The store is made as the writer would have left it, once with 100 trajectories per shard (what the group commit makes of
-a fast producer) and once with one per shard, with empty shard files: nothing is sampled. Time runs from the call to
-the return of ``load_checkpoint``, modules being loaded; memory is the process's peak RSS, and its increase from before
-the call. The ratio is to ``json.load`` of RLinf's index of as many trajectories.
+a fast producer) and once with one per shard, with shard files that are one hole: nothing is sampled. Time runs from the
+call to the return of ``load_checkpoint``, modules being loaded; memory is the process's peak RSS, and its increase from
+before the call. The ratio is to ``json.load`` of RLinf's index of as many trajectories.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _write_store(folder: Path, total: int, packed: int) -> None:
     for number in range(shards):
         name = shard_name(number)
         catalog.shards.add(number, _renamed(manifest, name))
-        (folder / "shards" / f"{name}.pt").touch()
+        with open(folder / "shards" / f"{name}.pt", "wb") as file:
+            file.truncate(manifest.files[0].size)  # nothing is stored of it
     columns = columns_of(records, range(packed), random_uuids(packed), catalog.index.weights, 0)
     columns |= starts_of([record.extent for record in records], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}

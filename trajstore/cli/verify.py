@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
+from trajstore.errors import listed
 
 if TYPE_CHECKING:
-    from trajstore.verify import Verification
+    from trajstore.verify import Problem, Verification
 
 _SHOWN = 50  # problems written one by one
 
@@ -35,16 +36,25 @@ def _run(options: Namespace, out: Output) -> int:
 def _write(result: Verification, out: Output) -> None:
     for part in result.parts:
         _write(part, out)
-    for problem in result.problems[:_SHOWN]:
+    of_parts = sum(len(part.problems) for part in result.parts)
+    problems = result.problems[: len(result.problems) - of_parts]
+    for problem in problems[:_SHOWN]:
         named = result.path in problem.message
-        out.line(problem.message if named else f"{result.path}/{problem.file}: {problem.message}")
-    if len(result.problems) > _SHOWN:
-        out.line(f"{result.path}: and {len(result.problems) - _SHOWN:,} more; --json lists all")
+        text = problem.message if named else f"{'/'.join(filter(None, (result.path, problem.file)))}: {problem.message}"
+        out.line(text + (f"; lost: {_trajectories(problem)}" if problem.lost else ""))
+    if len(problems) > _SHOWN:
+        out.line(f"{result.path}: and {len(problems) - _SHOWN:,} more; --json lists all")
     for note in result.notes:
         out.line(f"{result.path}: note: {note}")
     verdict = "sound" if result.sound else "DAMAGED"
     checked = f"{result.trajectories:,} trajectories, {result.files:,} files, {format_bytes(result.nbytes)} checked"
     out.line(f"{result.path}: {verdict}: {checked}")
+
+
+def _trajectories(problem: Problem) -> str:
+    count = sum(high - low + 1 for low, high in problem.lost)
+    ids = listed(str(low) if low == high else f"{low} to {high}" for low, high in problem.lost)
+    return f"trajectory {ids}" if count == 1 else f"{count:,} trajectories, ids {ids}"
 
 
 COMMAND = Command(

@@ -79,6 +79,15 @@ class DirectoryConformance:
         assert directory.names("lo") == []
         assert directory.names("log2") == []
 
+    def test_sizes_and_listing(self, directory: Directory) -> None:
+        assert directory.sizes() == {}
+        assert directory.listing() == ([], [])
+        publish(directory, top=b"0123", log__1=b"ab", shards__deep__x=b"xyz")
+        assert directory.sizes() == {"log/1": 2, "shards/deep/x": 3, "top": 4}
+        assert directory.sizes("shards") == {"shards/deep/x": 3}
+        assert directory.sizes("top") == directory.sizes("absent") == {}
+        assert directory.listing() == (["top"], ["log", "shards"])
+
     def test_pieces_of_any_kind(self, directory: Directory) -> None:
         numbers = array("d", [1.0, -2.0])
         pieces: list[Buffer] = [b"a", bytearray(b"bc"), memoryview(b""), memoryview(numbers), b"z" * 5000]

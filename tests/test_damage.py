@@ -1,0 +1,275 @@
+"""Loading what is damaged: each fault is named, and none hides what lies beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+
+from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.commits import encode_line
+from trajstore.inspect import inspect
+from trajstore.sealed import seal, unseal
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+
+def fill(path: Path, keys: range, commits: int = 1, trajectory_format: str = "pt") -> Path:
+    """Write a store of witnesses, in so many commits, closed."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=trajectory_format) as buffer:
+        for part in range(commits):
+            buffer.add_trajectories([witness(key) for key in keys[part::commits]])
+            buffer.flush()
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four ranks with three trajectories each."""
+    for rank in range(4):
+        fill(tmp_path / "run" / f"rank_{rank}", range(3 * rank, 3 * rank + 3))
+    return tmp_path / "run"
+
+
+def load(path: Path, *, strict: bool = True, **options: object) -> tuple[TrajectoryReplayBuffer, int]:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    return buffer, buffer.load_checkpoint(path, strict=strict, **options)  # type: ignore[arg-type]
+
+
+def keys_of(buffer: TrajectoryReplayBuffer) -> list[int]:
+    """Return the keys of all witnesses, each of them checked."""
+    return sorted(check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist())
+
+
+def cut(file: Path, count: int = 1) -> None:
+    os.truncate(file, file.stat().st_size - count)
+
+
+# -- a store beside ranks ----------------------------------------------------------------------------
+
+
+def test_a_writer_does_not_hide_ranks(run: Path) -> None:
+    before = sorted(os.listdir(run))
+    with pytest.raises(errors.ConfigurationError, match=r"rank_0, rank_1, rank_2, rank_3"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=run)
+    assert sorted(os.listdir(run)) == before
+    assert len(load(run)[0]) == 12
+
+
+def test_a_store_beside_ranks_is_told_by_everybody(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for file in fill(run.parent / "other", range(20, 22)).iterdir():
+        file.rename(run / file.name)
+    with pytest.raises(errors.StoreError, match=r"a store of its own beside rank_0, rank_1, rank_2, rank_3"):
+        load(run)
+    assert load(run / "rank_1")[1] == 0
+    assert keys_of(load(run, strict=False)[0]) == [*range(12), 20, 21]
+    assert "beside rank_0" in caplog.text
+    result = verify(run)
+    assert (result.sound, result.trajectories) == (False, 14)
+    assert any("beside rank_0" in problem.message for problem in result.problems)
+    report = inspect(run)
+    assert (report["kind"], report["trajectories"]) == ("run", 14)
+    assert "beside rank_0" in report["integrity"]["problems"][0]
+    with pytest.raises(errors.ConfigurationError, match="rank_0"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=run)
+
+
+# -- ranks that are not there ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_rank_that_is_not_there_is_told(run: Path, caplog: pytest.LogCaptureFixture, emptied: bool) -> None:
+    shutil.rmtree(run / "rank_2")
+    if emptied:
+        (run / "rank_2").mkdir()
+    with pytest.raises(errors.IncompleteCheckpointError, match="rank_2"):
+        load(run)
+    with pytest.raises(errors.IncompleteCheckpointError, match="rank_2"):
+        load(run, is_distributed=True, local_rank=0, world_size=4)
+    assert keys_of(load(run, strict=False)[0]) == [0, 1, 2, 3, 4, 5, 9, 10, 11]
+    assert "rank_2" in caplog.text
+    result = verify(run)
+    assert not result.sound
+    assert "rank_2" in result.problems[0].message
+    assert "rank_2" in inspect(run)["integrity"]["problems"][0]
+
+
+# -- one damaged rank --------------------------------------------------------------------------------
+
+
+def test_all_damaged_ranks_are_named(run: Path) -> None:
+    (run / "rank_1" / "metadata.json").write_bytes(b"{")
+    cut(run / "rank_3" / "trajectory_index.json")
+    with pytest.raises(errors.CorruptStoreError, match=r"(?s)rank_1.*rank_3.*strict=False"):
+        load(run)
+    (run / "rank_1" / "metadata.json").unlink()
+    with pytest.raises(errors.CorruptStoreError, match=r"(?s)rank_1.*rank_3"):
+        load(run)
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"{}", b"null", None])
+def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    metadata = run / "rank_1" / "metadata.json"
+    metadata.unlink()
+    if content is not None:
+        metadata.write_bytes(content)
+    with pytest.raises(errors.CorruptStoreError, match=r"rank_1/metadata\.json|rank_1: metadata\.json"):
+        load(run)
+    buffer, skipped = load(run, strict=False)
+    assert (keys_of(buffer), skipped) == (list(range(12)), 0)
+    assert "rank_1/metadata.json" in caplog.text
+    alone, _ = load(run / "rank_1", strict=False)
+    assert keys_of(alone) == [3, 4, 5]
+    assert alone.trajectory_counter == 3
+    result = verify(run)
+    assert (result.sound, result.trajectories) == (False, 12), "the rest is checked all the same"
+
+
+def test_an_index_is_worked_out_again_from_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
+        for key in range(4):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        buffer.evict([1])
+        shutil.copytree(tmp_path / "live", tmp_path / "crashed")  # what a crash would leave
+    cut(tmp_path / "crashed" / "trajectory_index.json")
+    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
+        load(tmp_path / "crashed")
+    found, _ = load(tmp_path / "crashed", strict=False)
+    assert keys_of(found) == [0, 2, 3]
+    assert "trajectory_index.json" in caplog.text
+    assert found.add_trajectories([witness(9)]) == [4]
+
+
+def test_a_rank_that_cannot_be_read_is_left_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cut(run / "rank_2" / "trajectory_index.json")
+    buffer, skipped = load(run, strict=False)
+    assert (keys_of(buffer), skipped) == ([0, 1, 2, 3, 4, 5, 9, 10, 11], 3)
+    assert "rank_2 is left out with 3 trajectories" in caplog.text
+    for rank in (0, 1, 3):
+        shutil.rmtree(run / f"rank_{rank}")
+    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
+        load(run, strict=False)
+
+
+def _with_record(store: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    (log,) = (store / "log").iterdir()
+    log.write_bytes(b"".join(change(log.read_bytes().splitlines(keepends=True))))
+
+
+@pytest.fixture
+def crashed(tmp_path: Path) -> Path:
+    """A store of four commits of one trajectory each, as a crash leaves it: all in the log."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
+        for key in range(4):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        shutil.copytree(tmp_path / "live", tmp_path / "crashed")
+    return tmp_path / "crashed"
+
+
+@pytest.mark.parametrize(("place", "left"), [(0, [1, 2]), (1, [0, 3]), (2, [0, 1, 3])])
+def test_one_damaged_record_costs_what_it_committed(
+    crashed: Path, place: int, left: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first two records also told the columns of the last two.
+    _with_record(crashed, lambda lines: [b"?" + line[1:] if at == place else line for at, line in enumerate(lines)])
+    with pytest.raises(errors.CorruptStoreError, match=r"\.log"):
+        load(crashed)
+    buffer, _ = load(crashed, strict=False)
+    assert keys_of(buffer) == left
+    assert "1 records are damaged" in caplog.text
+
+
+def test_one_entry_that_makes_no_sense_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
+        buffer.add_trajectories([witness(key) for key in (0, 0, 0)])
+        buffer.flush()
+        shutil.copytree(tmp_path / "live", tmp_path / "crashed")
+
+    def forge(lines: list[bytes]) -> list[bytes]:
+        record = json.loads(lines[0][9:])
+        record["entries"]["max_episode_length"][1] = -1
+        return [encode_line(record)]
+
+    _with_record(tmp_path / "crashed", forge)
+    with pytest.raises(errors.CorruptStoreError, match="max_episode_length"):
+        load(tmp_path / "crashed")
+    buffer, _ = load(tmp_path / "crashed", strict=False)
+    assert buffer.trajectory_ids.tolist() == [0, 2]
+    assert "ids 1" in caplog.text
+    assert keys_of(buffer) == [0, 0]
+
+
+def test_one_entry_of_the_index_that_makes_no_sense_costs_itself(tmp_path: Path) -> None:
+    from trajstore.packing import pack, unpack
+
+    index = fill(tmp_path / "store", range(5)) / "trajectory_index.json"
+    body = unseal("snapshot", index.read_bytes(), "")
+    steps = unpack(body["live"]["columns"]["steps"], "<i4")
+    steps[3] = -7
+    body["live"]["columns"]["steps"] = pack(steps)
+    index.write_bytes(seal("snapshot", orjson.dumps(body)))
+    with pytest.raises(errors.CorruptStoreError, match="steps"):
+        load(tmp_path / "store")
+    assert keys_of(load(tmp_path / "store", strict=False)[0]) == [0, 1, 2, 4]
+
+
+# -- shards ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "grown"])
+def test_shards_of_another_size_are_found_when_loading(
+    tmp_path: Path, trajectory_format: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = fill(tmp_path / "store", range(6), 3, trajectory_format)
+    victim = sorted(path for path in (store / "shards").rglob("*") if path.is_file())[-1]
+    if damage == "missing":
+        victim.unlink()
+    else:
+        os.truncate(victim, victim.stat().st_size + (1 if damage == "grown" else -1))
+    name = str(victim.relative_to(store))
+    with pytest.raises(errors.IncompleteCheckpointError, match=name):
+        load(store)
+    buffer, skipped = load(store, strict=False)
+    left = keys_of(buffer)
+    assert 0 < len(left) == 6 - skipped < 6
+    buffer.sample(100)
+    assert name in caplog.text
+    caplog.clear()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as writer:
+        assert name in caplog.text
+        lost = sorted(set(range(6)) - set(writer.trajectory_ids.tolist()))
+        assert f"ids {lost[0]}" in caplog.text
+        assert keys_of(writer) == left
+        writer.sample(100)
+        assert writer.add_trajectories([witness(50)]) == [6]
+
+
+def test_a_rank_reads_its_share_though_another_part_is_damaged(run: Path) -> None:
+    cut(next((run / "rank_3" / "shards").iterdir()))
+    buffer, _ = load(run, is_distributed=True, local_rank=0, world_size=4)
+    assert keys_of(buffer) == [0, 1, 2]
+    with pytest.raises(errors.IncompleteCheckpointError, match="rank_3"):
+        load(run, is_distributed=True, local_rank=3, world_size=4)
+
+
+def test_a_follower_is_not_told_the_same_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = fill(tmp_path / "store", range(4), 2)
+    cut(sorted((store / "shards").iterdir())[0])
+    reader, _ = load(store, strict=False)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as writer:
+        for key in range(3):
+            writer.add_trajectories([witness(10 + key)])
+            writer.flush()
+            assert reader.refresh()
+    told = [record for record in caplog.records if "are left out" in record.getMessage()]
+    assert len(told) == 1
+    assert all(record.levelno == logging.WARNING for record in told)
