@@ -196,7 +196,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(make: Make, tmp_path: Path, wra
         ("difficulty2task_dict.json", b"{", "not JSON"),
         ("difficulty2task_dict.json", b"[]", "must be an object"),
         ("difficulty2task_dict.json", b'{"one": ["a"]}', "'one'"),
-        ("difficulty2task_dict.json", b'{"1": ["a"], "2": ["a"]}', "each in one bucket"),
+        ("difficulty2task_dict.json", b'{"1": ["a", 2]}', "difficulty 1: task ids must be strings"),
         ("skip_uid_set.json", b'{"a": 1}', "list of task ids"),
         ("task2trajectories.pkl", b"garbage", "pickle"),
         ("task2trajectories.pkl", pickle.dumps([1]), "dict of task ids"),

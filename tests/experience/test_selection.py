@@ -49,7 +49,7 @@ def test_mean_entropy_of_nothing_is_unknown_and_not_zero() -> None:
     ("fields", "refusal"),
     [
         ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, Refusal.NO_LLM_TOKEN),
-        ({"loss_mask": None, "response_mask": None}, Refusal.NO_LLM_TOKEN),
+        ({"loss_mask": None, "response_mask": None}, Refusal.NO_RESPONSE_MASK),
         ({"old_log_probs": None}, Refusal.LOG_PROBS_MISMATCH),
         ({"old_log_probs": torch.zeros(3)}, Refusal.LOG_PROBS_MISMATCH),
         ({"old_log_probs": torch.tensor([-0.5, -1.0, math.nan, -1.0])}, Refusal.LOG_PROBS_MISMATCH),

@@ -8,12 +8,14 @@
                                      dtypes under ``"dtypes"``, the reward as a dict
 ==================================== ============================================================
 
-AgentEvolver writes the same three files, its pickle holding objects of its own classes; it is read too.
+AgentEvolver writes the same three files, its pickle holding objects of its own classes; these are read too
+(:mod:`trajstore.experience.agentevolver`). It cannot read ours: its code expects its own objects.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import pickle
 import re
@@ -26,12 +28,15 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError
+from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.experience.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
 from trajstore.formats.base import EncodedFile
 from trajstore.formats.safe_pickle import safe_loads
 from trajstore.local import LocalDirectory, sync_folder
 from trajstore.schema import dtypes
 from trajstore.trajectory import AgentTrajectory, Reward
+
+logger = logging.getLogger(__name__)
 
 BUCKETS_FILE = "difficulty2task_dict.json"
 SKIP_FILE = "skip_uid_set.json"
@@ -41,17 +46,15 @@ POOL_FILES = (BUCKETS_FILE, SKIP_FILE, TRAJECTORIES_FILE)
 _STEP = re.compile(r"step_(\d+)")
 _FIELDS = {field.name for field in dataclasses.fields(AgentTrajectory)}
 _REWARD_FIELDS = {field.name for field in dataclasses.fields(Reward)}
-_TOKEN_DTYPE = torch.int64
-_VALUE_DTYPE = torch.float32
-_TENSORS = {
-    "input_ids": _TOKEN_DTYPE,
-    "attention_mask": _TOKEN_DTYPE,
-    "loss_mask": _TOKEN_DTYPE,
-    "old_log_probs": _VALUE_DTYPE,
-    "entropys": _VALUE_DTYPE,
-    "response_mask": _TOKEN_DTYPE,
-    "rollout_log_probs": _VALUE_DTYPE,
-}
+_TENSORS = (
+    "input_ids",
+    "attention_mask",
+    "loss_mask",
+    "old_log_probs",
+    "entropys",
+    "response_mask",
+    "rollout_log_probs",
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,9 @@ def read_pool(directory: Path) -> PoolContents:
     if not isinstance(skip, list) or not all(isinstance(task, str) for task in skip):
         raise CorruptStoreError(f"{directory / SKIP_FILE}: must be a list of task ids")
     path = directory / TRAJECTORIES_FILE
-    value = safe_loads(_bytes(path), classes=dict.fromkeys(_AGENT_EVOLVER, ForeignObject), source=str(path))
+    value = safe_loads(
+        _bytes(path), packages=dict.fromkeys(PACKAGES, ForeignObject), left_out=LEFT_OUT, source=str(path)
+    )
     if not isinstance(value, dict):
         raise CorruptStoreError(f"{path}: must hold a dict of task ids, holds a {type(value).__name__}")
     trajectories: dict[str, list[AgentTrajectory]] = {}
@@ -142,7 +147,9 @@ def read_pool(directory: Path) -> PoolContents:
             raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
         try:
             trajectories[task] = [
-                from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one) for one in held
+                read
+                for one in held
+                for read in (from_agent_evolver(one, task) if isinstance(one, ForeignObject) else [from_plain(one)])
             ]
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptStoreError(f"{path}: task {task!r} has a trajectory that cannot be read: {error!r}") from error
@@ -168,17 +175,31 @@ def _json(path: Path) -> Any:
 def _buckets(path: Path) -> dict[int, list[str]]:
     value = _json(path)
     buckets: dict[int, list[str]] = {}
-    seen: set[str] = set()
+    place: dict[str, int] = {}
+    twice: list[str] = []
     if not isinstance(value, dict):
         raise CorruptStoreError(f"{path}: must be an object of lists of task ids by difficulty")
     for key, tasks in value.items():
         if not key.isascii() or not key.isdigit() or not isinstance(tasks, list):
             raise CorruptStoreError(f"{path}: {key!r} must be a number of successes with a list of task ids")
-        if not all(isinstance(task, str) for task in tasks) or len(seen.union(tasks)) != len(seen) + len(tasks):
-            raise CorruptStoreError(f"{path}: difficulty {key}: task ids must be strings, each in one bucket once")
-        seen.update(tasks)
-        buckets[int(key)] = tasks
-    return buckets
+        if not all(isinstance(task, str) for task in tasks):
+            raise CorruptStoreError(f"{path}: difficulty {key}: task ids must be strings")
+        for task in tasks:
+            earlier = place.get(task)
+            if earlier is not None and earlier != int(key):
+                twice.append(task)
+                buckets[earlier].remove(task)
+            if earlier != int(key):
+                place[task] = int(key)
+                buckets.setdefault(int(key), []).append(task)
+    if twice:
+        logger.warning(
+            "%s: %d tasks are in two buckets, as AgentEvolver leaves them (%s): the later one in the file counts",
+            path,
+            len(twice),
+            listed(dict.fromkeys(twice)),
+        )
+    return {difficulty: tasks for difficulty, tasks in buckets.items() if tasks}
 
 
 def to_plain(trajectory: AgentTrajectory) -> dict[str, Any]:
@@ -215,58 +236,3 @@ def from_plain(plain: Mapping[str, Any]) -> AgentTrajectory:
 
 def _reward(values: Mapping[str, Any]) -> Reward:
     return Reward(**{name: value for name, value in values.items() if name in _REWARD_FIELDS})
-
-
-class ForeignObject:
-    """Stands in for an object whose class is not here: only its pickled state is kept."""
-
-    def __init__(self) -> None:
-        self.fields: dict[str, Any] = {}
-
-    def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, dict):
-            raise TypeError(f"state of type {type(state).__name__}")
-        inner = state.get("__dict__")  # pydantic models pickle their fields one level down
-        self.fields = inner if isinstance(inner, dict) else state
-
-
-_AGENT_EVOLVER = (("agentevolver.schema.trajectory", "Trajectory"), ("agentevolver.schema.trajectory", "Reward"))
-
-
-def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
-    """Return AgentEvolver's trajectory as one of ours.
-
-    Its ``steps`` are messages; log-probabilities, mask, entropy and policy version stand in its metadata and
-    move to the fields of these names. It has no token ids. Replay trains on assistant messages, so these get
-    the author ``llm`` where none is said.
-    """
-    fields = foreign.fields
-    metadata = dict(fields.get("metadata") or {})
-    reward = fields.get("reward")
-    tensors: dict[str, Any] = {}
-    for name, dtype in _TENSORS.items():
-        value = metadata.pop(name, None)
-        tensors[name] = None if value is None else torch.as_tensor(value, dtype=dtype)
-    stated_task = metadata.pop("task_id", fields.get("task_id"))
-    return AgentTrajectory(
-        messages=[_message(message) for message in fields.get("steps") or []],
-        reward=_reward(reward.fields) if isinstance(reward, ForeignObject) else None,
-        task_id=task if stated_task is None else str(stated_task),
-        data_id=str(fields.get("data_id", "")),
-        rollout_id=str(fields.get("rollout_id", "")),
-        query=str(fields.get("query", "")),
-        is_terminated=fields.get("is_terminated"),
-        entropy=_optional(float, metadata.pop("entropy", None)),
-        policy_version=_optional(int, metadata.pop("policy_version", None)),
-        metadata=metadata,
-        **tensors,
-    )
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    author = {"author": "llm"} if message.get("role") == "assistant" else {}
-    return {**author, **message}
-
-
-def _optional(kind: type, value: Any) -> Any:
-    return None if value is None else kind(value)

@@ -403,6 +403,11 @@ class ExperienceManager:
         plan = self._plan_all(fresh, contents.task2trajectories)
         self._ledger.replace(fresh, plan, self.global_steps, self._generator)
         self.refused.update(plan.refused)
+        if plan.refused:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in plan.refused.most_common())
+            logger.warning(
+                "%s: %d of %d trajectories were not taken: %s", directory, plan.refused.total(), len(held), reasons
+            )
         self._fingerprint = fingerprint
 
     # ---- inside ----

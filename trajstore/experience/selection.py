@@ -31,6 +31,9 @@ class Refusal(StrEnum):
 
     NO_LLM_TOKEN = "no_llm_token"
     """Not one token was written by the model."""
+    NO_RESPONSE_MASK = "no_response_mask"
+    """Neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the model wrote, so
+    recorded log-probabilities have no place: a pool saved with filtered ones, say."""
     LOG_PROBS_MISMATCH = "log_probs_mismatch"
     """Recorded log-probabilities are absent, of another length than the response, or not finite where they count."""
     LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
@@ -186,7 +189,9 @@ def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
 def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
     """Return why the trajectory's tokens cannot be replayed; ``None`` if they can."""
     mask = llm_mask(trajectory)
-    if mask is None or not bool(mask.any()):
+    if mask is None:
+        return Refusal.NO_RESPONSE_MASK
+    if not bool(mask.any()):
         return Refusal.NO_LLM_TOKEN
     log_probs = trajectory.old_log_probs
     if log_probs is None or log_probs.shape != mask.shape:

@@ -13,7 +13,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError
-from trajstore.formats.safe_values import RefusedError, Token, UnfitError, check_key, check_nesting, require, set_state
+from trajstore.formats.safe_values import (
+    RefusedError,
+    Token,
+    UnfitError,
+    Unwanted,
+    check_key,
+    check_nesting,
+    require,
+    set_state,
+)
 
 Resolve = Callable[[str, str], Any]
 PersistentLoad = Callable[[Any], Any]
@@ -189,6 +198,8 @@ class Machine:
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
+        if type(target) is Unwanted:
+            return
         require(type(target) is list, f"items are appended to a {type(target).__name__}")
         target.extend(items)
 
@@ -201,6 +212,8 @@ class Machine:
 
     def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
+        if type(target) is Unwanted:
+            return
         require(type(target) in (dict, OrderedDict), f"keys are set in a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             check_key(key)
@@ -245,6 +258,9 @@ class Machine:
 
     def _apply(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         require(isinstance(target, Token) and target.call is not None, f"a {type(target).__name__} is called")
+        if target.left_out:
+            self.stack.append(Unwanted())
+            return
         value = target.call(*arguments, **keywords)
         if target.stand_in:
             self._states.append((arguments, keywords))
@@ -254,6 +270,8 @@ class Machine:
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is Unwanted:
+            return
         if id(target) not in self._stand_ins:
             set_state(target, state)
             return

@@ -11,7 +11,8 @@ multiple of the size of the pickle.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import Buffer
 from trajstore.formats.pickle_machine import Machine, PersistentLoad, Resolve
-from trajstore.formats.safe_values import StorageType, Token, UnfitError, admitted, require
+from trajstore.formats.safe_values import StorageType, Token, UnfitError, Unwanted, admitted, require
 
 Classes = Mapping[tuple[str, str], Callable[..., Any]]
 
@@ -40,19 +41,25 @@ def safe_loads(
     data: Buffer,
     *,
     classes: Classes | None = None,
+    packages: Mapping[str, Callable[..., Any]] | None = None,
+    left_out: Collection[str] = (),
     persistent_load: PersistentLoad | None = None,
     source: str = "pickle",
 ) -> Any:
     """Return the object that a pickle describes; bytes after its end are ignored.
 
-    Admitted are dict, list, tuple, set, frozenset, OrderedDict, bytes, bytearray, str, numbers, None; torch
-    tensors, storages, sizes, dtypes and devices; numpy arrays, numbers and dtypes other than objects and
+    Admitted are dict, list, tuple, set, frozenset, OrderedDict, defaultdict (as a dict), bytes, bytearray, str,
+    numbers, None; torch tensors, storages, sizes, dtypes and devices; numpy arrays, numbers and dtypes other than objects and
     records. Tensors come back on the CPU, without gradient or hooks.
 
     Args:
         data: the pickle, any protocol.
         classes: for further names, ``(module, name)``, what to call in their place. The result takes the
             pickled state through its ``__setstate__`` or, without one, into its ``__dict__``.
+        packages: what to call in place of every class of a package, by the first part of its name; it gets module
+            and name of the class before the pickle's own arguments.
+        left_out: packages whose objects are not wanted: an :class:`~trajstore.formats.safe_values.Unwanted` stands
+            for each, and what the pickle does with it has no effect.
         persistent_load: given each persistent id, returns the object it means. A storage class in it is a
             :class:`~trajstore.formats.safe_values.StorageType`.
         source: what messages call the pickle, e.g. the name of its file.
@@ -62,11 +69,20 @@ def safe_loads(
         CorruptStoreError: this is not a pickle, or it is cut short, or it claims what it does not hold.
 
     """
-    return Machine(memoryview(data).cast("B"), _resolver(classes or {}, source), persistent_load, source).run()
+    resolve = _resolver(classes or {}, source, packages=packages or {}, left_out=left_out)
+    return Machine(memoryview(data).cast("B"), resolve, persistent_load, source).run()
 
 
-def _resolver(classes: Classes, source: str, nested: bool = False) -> Resolve:
+def _resolver(
+    classes: Classes,
+    source: str,
+    *,
+    packages: Mapping[str, Callable[..., Any]] | None = None,
+    left_out: Collection[str] = (),
+    nested: bool = False,
+) -> Resolve:
     """Return the function that says what a name in a pickle stands for."""
+    by_package = packages or {}
     stand_ins = {key: Token(".".join(key), call, stand_in=True) for key, call in classes.items()}
 
     def load_storage(raw: Any) -> Any:
@@ -78,6 +94,11 @@ def _resolver(classes: Classes, source: str, nested: bool = False) -> Resolve:
             return stand_ins[key]
         if key in admitted():
             return admitted()[key]
+        package = key[0].partition(".")[0]
+        if package in by_package:
+            return Token(".".join(key), partial(by_package[package], *key), stand_in=True)
+        if package in left_out:
+            return Token(".".join(key), Unwanted, stand_in=True, left_out=True)
         if key == ("torch.storage", "_load_from_bytes") and not nested:
             return Token("torch.storage._load_from_bytes", load_storage)
         raise UnsafeContentError(

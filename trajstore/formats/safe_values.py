@@ -47,6 +47,12 @@ class Token:
     call: Callable[..., Any] | None = None
     stand_in: bool = False
     """Whether ``call`` makes an object of the caller's, which may then be given its state."""
+    left_out: bool = False
+    """Whether what is made of it is not wanted: whatever the pickle does with it, an :class:`Unwanted` comes of it."""
+
+
+class Unwanted:
+    """Stands where a pickle has an object that its reader does not want; holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +322,12 @@ def _reconstructor(stand_in: Any, base: Any, state: Any) -> Any:
     return stand_in.call()
 
 
+def _default_dict(factory: Any = None) -> dict[Any, Any]:
+    """Return the plain dict that a ``defaultdict`` is without its factory, which is not run."""
+    require(factory is None or isinstance(factory, Token), "a defaultdict of something that is no name")
+    return {}
+
+
 def _tokens(module: str, calls: Mapping[str, Callable[..., Any] | None]) -> Iterable[tuple[tuple[str, str], Token]]:
     for name, call in calls.items():
         yield (module, name), Token(f"{module}.{name}", call)
@@ -331,9 +343,10 @@ def admitted() -> Mapping[tuple[str, str], Any]:
         "bytearray": _bytearray,
         "bytes": _bytes,
     }
+    result.update(_tokens("builtins", dict.fromkeys(("dict", "list", "tuple", "int", "float", "str", "bool"))))
     plain = {**plain, "complex": _complex}
     result.update(_tokens("builtins", plain))
-    result.update(_tokens("collections", {"OrderedDict": _ordered_dict}))
+    result.update(_tokens("collections", {"OrderedDict": _ordered_dict, "defaultdict": _default_dict}))
     result.update(_tokens("_codecs", {"encode": _encode}))
     result.update(_tokens("copyreg", {"_reconstructor": _reconstructor}))
     result.update(_tokens("torch", {"Size": _size, "device": _device}))

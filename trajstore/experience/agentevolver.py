@@ -1,0 +1,214 @@
+"""AgentEvolver's rollouts, as its own classes pickle them, as trajectories. Nothing that a pickle names is run.
+
+Two kinds of object are known by their fields, whatever their class is called:
+
+*Conversations with recorded tokens* (``Linear_CMT``, ``LinearThinkCMT``): ``full_context`` is the list of messages,
+each with ``author``, ``role``, ``content`` and ``token_arr``, the engine's ids. ``linear``: one row, all messages up to
+the model's last. ``linear_think``: ``grouped_steps`` has the messages of each model turn, earlier turns without their
+thoughts, and each turn is a row. The response begins at the first message of author ``llm``. Trained on is what the
+model wrote: not the generation prompt (``blackout_token_combo``), and nothing after the end-of-turn token.
+
+*Transcripts* (``Trajectory``): ``steps`` are messages; there are no ids.
+
+Configuration and tokenizer, which the pickles hold too, are not made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trajstore.trajectory import AgentTrajectory, Reward
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("agentevolver", "beyondagent")
+"""Packages whose objects become :class:`ForeignObject`; the second is the name of AgentEvolver's earlier versions."""
+
+LEFT_OUT = ("omegaconf", "transformers", "tokenizers", "typing", "pathlib", "antlr4")
+"""Packages of which such pickles have objects that nobody needs."""
+
+_LLM = "llm"
+_COLUMNS = {
+    "input_ids": torch.int64,
+    "attention_mask": torch.int64,
+    "loss_mask": torch.int64,
+    "old_log_probs": torch.float32,
+    "entropys": torch.float32,
+    "response_mask": torch.int64,
+    "rollout_log_probs": torch.float32,
+}
+
+
+class ForeignObject:
+    """Stands in for an object whose class is not here: only its pickled state is kept."""
+
+    def __init__(self, module: str, name: str, *_arguments: Any, **_keywords: Any) -> None:
+        self.class_name = f"{module}.{name}"
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"state of type {type(state).__name__}")
+        inner = state.get("__dict__")  # pydantic models pickle their fields one level down
+        self.fields = inner if isinstance(inner, dict) else state
+
+
+def from_agent_evolver(foreign: ForeignObject, task: str) -> list[AgentTrajectory]:
+    """Return AgentEvolver's rollout as trajectories of ours: one for each row that its code makes of it.
+
+    Log-probabilities, mask, entropy and policy version stand in its metadata and move to the fields of these names.
+    The log-probs of a rollout with several rows are those of all rows, one after the other; each row gets its own,
+    the rollout's outcome, and ``metadata["row"]`` with its number and how many there are.
+
+    Raises:
+        TypeError: the object is not of such a kind (also ValueError, KeyError, AttributeError).
+    """
+    context = foreign.fields.get("full_context")
+    if context is None:
+        return [_transcript(foreign, task)]
+    rows = _rows(foreign.fields)
+    common = _common(foreign, task)
+    metadata, columns = common.pop("metadata"), common.pop("columns")
+    messages = [_said(message) for message in context]
+    if not rows:
+        return [AgentTrajectory(messages=messages, metadata=metadata, **common, **_tensors(columns))]
+    lengths = [len(ids) - start for ids, _, start in rows]
+    written = [sum(mask) for _, mask, _ in rows]
+    recorded = _split(columns.get("old_log_probs"), lengths, written)
+    result = []
+    for number, ((ids, mask, start), log_probs) in enumerate(zip(rows, recorded, strict=True)):
+        own = dict(metadata) if len(rows) == 1 else {**metadata, "row": [number, len(rows)]}
+        response_mask = torch.tensor(mask[start:], dtype=torch.int64)
+        result.append(
+            AgentTrajectory(
+                messages=messages,
+                input_ids=torch.tensor(ids, dtype=torch.int64),
+                loss_mask=torch.tensor(mask, dtype=torch.int64),
+                response_start=start,
+                response_mask=response_mask,
+                old_log_probs=_placed(log_probs, response_mask),
+                metadata=own,
+                **common,
+            )
+        )
+    return result
+
+
+def _transcript(foreign: ForeignObject, task: str) -> AgentTrajectory:
+    """Return a rollout without token ids. Replay trains on assistant messages: these get the author ``llm``."""
+    common = _common(foreign, task)
+    columns = common.pop("columns")
+    messages = [_message(message) for message in foreign.fields.get("steps") or []]
+    return AgentTrajectory(messages=messages, **common, **_tensors(columns))
+
+
+def _common(foreign: ForeignObject, task: str) -> dict[str, Any]:
+    """Return what both kinds have, by our names; token columns, as they stand there, under ``columns``."""
+    fields = foreign.fields
+    metadata = dict(fields.get("metadata") or {})
+    reward = fields.get("reward")
+    columns = {name: metadata.pop(name) for name in _COLUMNS if metadata.get(name) is not None}
+    stated_task = metadata.pop("task_id", fields.get("task_id"))
+    return {
+        "reward": _reward(reward.fields) if isinstance(reward, ForeignObject) else None,
+        "task_id": str(stated_task) if stated_task else task,
+        "data_id": str(fields.get("data_id", "")),
+        "rollout_id": str(fields.get("rollout_id", "")),
+        "query": str(fields.get("query", "")),
+        "is_terminated": fields.get("is_terminated"),
+        "entropy": _optional(float, metadata.pop("entropy", None)),
+        "policy_version": _optional(int, metadata.pop("policy_version", None)),
+        "metadata": metadata,
+        "columns": columns,
+    }
+
+
+def _rows(fields: Mapping[str, Any]) -> list[tuple[list[int], list[int], int]]:
+    """Return ids, loss mask and start of the response of each row of a conversation; none without recorded ids."""
+    groups = fields.get("grouped_steps") or [fields["full_context"]]
+    prompt = [int(token) for token in fields.get("blackout_token_combo") or []]
+    rows = []
+    for group in groups:
+        said = [message.fields for message in group]
+        authors = [message.get("author") for message in said]
+        if _LLM not in authors:
+            continue
+        last = len(authors) - authors[::-1].index(_LLM)  # what came after the model's last message is not trained on
+        ids: list[int] = []
+        mask: list[int] = []
+        start = None
+        for message in said[:last]:
+            tokens = [int(token) for token in message.get("token_arr") or []]
+            if not tokens:
+                return []
+            if message["author"] == _LLM:
+                start = len(ids) if start is None else start
+                mask += _written(tokens, prompt, message.get("eos_token_id"))
+            else:
+                mask += [0] * len(tokens)
+            ids += tokens
+        rows.append((ids, mask, start or 0))
+    return rows
+
+
+def _written(tokens: Sequence[int], prompt: Sequence[int], end: int | None) -> list[int]:
+    """Return 1 on the tokens of a message that the model wrote: after the generation prompt, to the end of the turn."""
+    first = len(prompt) if prompt and list(tokens[: len(prompt)]) == list(prompt) else 0
+    last = len(tokens) if end is None or end not in tokens[first:] else tokens.index(end, first) + 1
+    return [int(first <= place < last) for place in range(len(tokens))]
+
+
+def _split(values: Any, lengths: Sequence[int], written: Sequence[int]) -> list[list[float] | None]:
+    """Return each row's share of log-probs that stand one after the other; ``None`` for all if they fit no rows.
+
+    They fit if there is one for each response token, or (filtered) one for each token that the model wrote.
+    """
+    if values is None:
+        return [None] * len(lengths)
+    numbers = [float(value) for value in values]
+    for sizes in (lengths, written):
+        if len(numbers) == sum(sizes):
+            places = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+            return [numbers[places[number] : places[number + 1]] for number in range(len(sizes))]
+    return [numbers, *[None] * (len(lengths) - 1)] if len(lengths) == 1 else [None] * len(lengths)
+
+
+def _placed(values: Sequence[float] | None, response_mask: torch.Tensor) -> torch.Tensor | None:
+    """Return log-probs as a column of the response; filtered ones go to the tokens that the model wrote."""
+    if values is None:
+        return None
+    column = torch.tensor(values, dtype=torch.float32)
+    if len(column) == len(response_mask) or len(column) != int(response_mask.sum()):
+        return column
+    whole = torch.zeros(len(response_mask), dtype=torch.float32)
+    whole[response_mask == 1] = column
+    return whole
+
+
+def _tensors(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: torch.as_tensor(value, dtype=_COLUMNS[name]) for name, value in columns.items()}
+
+
+def _said(message: Any) -> dict[str, Any]:
+    """Return a message of a conversation as a dict: role, content and author."""
+    fields = message.fields
+    return {name: str(fields.get(name, "")) for name in ("role", "content", "author")}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    author = {"author": _LLM} if message.get("role") == "assistant" else {}
+    return {**author, **message}
+
+
+def _reward(values: Mapping[str, Any]) -> Reward:
+    return Reward(
+        **{name: values[name] for name in ("outcome", "success_rate", "description", "metadata") if name in values}
+    )
+
+
+def _optional(kind: type, value: Any) -> Any:
+    return None if value is None else kind(value)
