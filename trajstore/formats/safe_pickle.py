@@ -49,8 +49,8 @@ def safe_loads(
     """Return the object that a pickle describes; bytes after its end are ignored.
 
     Admitted are dict, list, tuple, set, frozenset, OrderedDict, defaultdict (as a dict), bytes, bytearray, str,
-    numbers, None; torch tensors, storages, sizes, dtypes and devices; numpy arrays, numbers and dtypes other than objects and
-    records. Tensors come back on the CPU, without gradient or hooks.
+    numbers, None; torch tensors, storages, sizes, dtypes and devices; numpy arrays, numbers and dtypes other than
+    objects and records. Tensors come back on the CPU, without gradient or hooks.
 
     Args:
         data: the pickle, any protocol.
