@@ -11,7 +11,8 @@ import pytest
 from trajstore.errors import StoreLockedError
 from trajstore.formats.base import EncodedFile
 from trajstore.local import LocalDirectory
-from trajstore.storage import Directory, open_directory
+from trajstore.opening import open_directory
+from trajstore.storage import Directory
 from trajstore.testing.directory import DirectoryConformance
 from trajstore.testing.faults import FaultPlan, failing_disk
 
@@ -51,7 +52,8 @@ def test_a_failed_publication_leaves_nothing(tmp_path: Path, at: int) -> None:
 
 def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
-    with failing_disk(FaultPlan(2, "ENOSPC")), pytest.raises(OSError, match=r"writer\.lock"):
+    directory.create()
+    with failing_disk(FaultPlan(3, "ENOSPC")), pytest.raises(OSError, match=r"writer\.lock"):
         directory.lock_writer()
     with directory.lock_writer(), pytest.raises(StoreLockedError):
         directory.lock_writer()

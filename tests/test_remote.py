@@ -21,11 +21,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from trajstore.buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
 from trajstore.formats.base import EncodedFile, ShardContent
-from trajstore.local import LOCK_NAME, holder_document
+from trajstore.holder import LOCK_NAME, holder_document
 from trajstore.objects import ObjectStore
-from trajstore.read_cache import GRACE_SECONDS
+from trajstore.opening import open_directory
 from trajstore.remote import RemoteDirectory
-from trajstore.storage import Directory, open_directory
+from trajstore.storage import Directory
 from trajstore.testing.directory import DirectoryConformance, publish
 from trajstore.trajectory import Trajectory
 
@@ -134,7 +134,7 @@ def test_segment_written_twice_with_the_same_content_is_one_commit(memory_url: s
 
 
 def _read_in_child(directory: Directory) -> bytes:
-    return directory.read("a") + directory.local_path("a").read_bytes()
+    return directory.read("a") + directory.map("a").view.tobytes()
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -239,7 +239,7 @@ def test_a_copy_is_made_once_and_outlives_the_process(memory_url: str, tmp_path:
     publish(open_directory(memory_url), a=b"1", b=b"2")
     for _ in range(2):
         directory = RemoteDirectory(memory_url, cache_dir=tmp_path / "cache")
-        assert [directory.local_path(name).read_bytes() for name in "abab"] == [b"1", b"2", b"1", b"2"]
+        assert [directory.map(name).view.tobytes() for name in "abab"] == [b"1", b"2", b"1", b"2"]
     assert downloads == ["a", "b"]
 
 
@@ -247,37 +247,56 @@ def test_directories_do_not_share_copies(tmp_path: Path) -> None:
     for content in (b"1", b"2"):
         directory = RemoteDirectory(f"memory://bucket-{uuid.uuid4()}", cache_dir=tmp_path)
         publish(directory, a=content)
-        assert directory.local_path("a").read_bytes() == content
+        assert directory.map("a").view.tobytes() == content
 
 
-def test_least_recently_used_copies_go_first(memory_url: str, tmp_path: Path) -> None:
+def test_least_recently_used_copies_go_first(memory_url: str, tmp_path: Path, downloads: list[str]) -> None:
     directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=250)
     publish(directory, a=b"a" * 100, b=b"b" * 100, c=b"c" * 100)
-    paths = {name: directory.local_path(name) for name in "ab"}
+    copies = {}
     for age, name in enumerate("ba"):  # as if b had been used last
-        long_ago = time.time() - 2 * GRACE_SECONDS - age
-        os.utime(paths[name], (long_ago, long_ago))
-    directory.local_path("c")
-    assert not paths["a"].exists()
-    assert paths["b"].exists()
-    assert directory.local_path("a").read_bytes() == b"a" * 100
+        held = directory.map(name)
+        (copies[name],) = set(tmp_path.iterdir()) - set(copies.values())
+        long_ago = time.time() - 20 - age
+        os.utime(copies[name], (long_ago, long_ago))
+    directory.map("c")
+    assert not copies["a"].exists()
+    assert copies["b"].exists()
+    assert held.view.tobytes() == b"a" * 100
+    assert directory.map("a").view.tobytes() == b"a" * 100
+    assert downloads == ["b", "a", "c", "a"]
 
 
-def test_copies_just_asked_for_stay(memory_url: str, tmp_path: Path) -> None:
+def test_maps_stay_when_their_copies_go(memory_url: str, tmp_path: Path) -> None:
     directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=0)
     publish(directory, a=b"1", b=b"2")
-    first, second = directory.local_path("a"), directory.local_path("b")
-    assert (first.read_bytes(), second.read_bytes()) == (b"1", b"2")
+    first, second = directory.map("a"), directory.map("b")
+    assert list(tmp_path.iterdir()) == []
+    assert (first.view.tobytes(), second.view.tobytes()) == (b"1", b"2")
 
 
-def test_temporary_copies_go_with_their_directory(memory_url: str) -> None:
+def test_temporary_copies_go_with_their_directory(
+    memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     directory = open_directory(memory_url)
     publish(directory, a=b"1")
-    folder = directory.local_path("a").parent
-    assert folder.is_dir()
+    directory.map("a")
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == 1
     del directory
     gc.collect()
     assert not folder.exists()
+
+
+def test_a_relative_cache_stays_where_it_was(memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    directory = RemoteDirectory(memory_url, cache_dir="cache")
+    publish(directory, a=b"1")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    directory.map("a")
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 @pytest.mark.parametrize("content", [None, b"12", b"12345"])
@@ -295,16 +314,18 @@ def test_a_broken_download_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "get_file", broken)
         with pytest.raises(OSError, match=rf"(connection lost|arrived of 4): '{memory_url}/a'"):
-            directory.local_path("a")
+            directory.map("a")
     assert list(tmp_path.iterdir()) == []
-    assert directory.local_path("a").read_bytes() == b"1234"
+    assert directory.map("a").view.tobytes() == b"1234"
 
 
 def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
     directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
     publish(directory, a=b"1234")
-    directory.local_path("a").write_bytes(b"12")
-    assert directory.local_path("a").read_bytes() == b"1234"
+    directory.map("a")
+    (copy,) = tmp_path.iterdir()
+    copy.write_bytes(b"12")
+    assert directory.map("a").view.tobytes() == b"1234"
 
 
 # -- the writer's lock --------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ from trajstore.formats import get_format
 from trajstore.intake import Intake, MemoryIntake, StoreIntake
 from trajstore.listener import ViewListener, WeakListener, close_quietly
 from trajstore.loading import Loaded
+from trajstore.opening import open_directory
 from trajstore.places import check_no_ranks
 from trajstore.record import record_of
 from trajstore.retention import Retention
-from trajstore.storage import open_directory
 from trajstore.trajectory import AnyTrajectory
 from trajstore.view import LoadRequest, View
 from trajstore.write_queue import WriterOptions

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
-import ctypes
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -24,10 +18,12 @@ from trajstore.errors import (
     CorruptStoreError,
     StoreWriteError,
 )
+from trajstore.folders import publish_folder
 from trajstore.formats import FORMATS
-from trajstore.formats.base import EncodedFile, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.holder import LOCK_NAME
 from trajstore.index import TrajectoryIndex
-from trajstore.local import LocalDirectory, sync_folder
+from trajstore.local import LocalDirectory
 from trajstore.manifest import manifest_of
 from trajstore.record import Record
 from trajstore.rlinf.source import write_rlinf
@@ -92,68 +88,29 @@ def save_checkpoint(
             write(target, cut, state, trajectory_format)
             return
         _check_replaceable(target)
-        for left in target.path.parent.glob(f".{target.path.name}.*.tmp"):  # of a save that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        temporary = target.path.with_name(f".{target.path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            staged = LocalDirectory(temporary)
-            staged.create()
+        with publish_folder(target.path) as staged:
             write(staged, cut, state, trajectory_format)
-            _swap_in(temporary, target.path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise StoreWriteError(f"{error}: the checkpoint {target.url} was not written") from error
 
 
 def _check_replaceable(target: LocalDirectory) -> None:
-    if not target.exists():
-        return
-    names = os.listdir(target.path)
-    if names and METADATA_NAME not in names:
+    files, folders = target.listing()
+    if (files or folders) and METADATA_NAME not in files:
+        first = min([*files, *folders])
         raise ConfigurationError(
-            f"{target.url}: holds other files ({sorted(names)[0]}, ...); give the checkpoint its own directory"
+            f"{target.url}: holds other files ({first}, ...); give the checkpoint its own directory"
         )
-    if "writer.lock" in names and (target.path / "writer.lock").stat().st_size:
+    if LOCK_NAME in files and target.size(LOCK_NAME):
         raise ConfigurationError(
             f"{target.url}: is a store that is being written; give the checkpoint its own directory"
         )
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories at one stroke; return False where the system cannot."""
-    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fcntl.h, linux/fs.h
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
-
-
-def _swap_in(temporary: Path, target: Path) -> None:
-    """Put a finished directory in its place, at one stroke; an earlier one is then where it came from.
-
-    Where two directories cannot be exchanged, the earlier one steps aside for the moment between two renames.
-    """
-    aside = None
-    if target.exists() and os.listdir(target):
-        if _exchange(temporary, target):
-            sync_folder(target.parent)
-            return
-        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old")
-        os.rename(target, aside)
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        if aside is not None:
-            os.rename(aside, target)
-        raise
-    sync_folder(target.parent)
-    if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
     catalog = Catalog.create(target)
     rows = np.zeros(len(cut.index), np.int32)
-    links: list[tuple[Source, str, str]] = []
+    files: dict[Source, list[tuple[str, str, int]]] = {}
     known: dict[tuple[int, int], int] = {}
     loose: list[int] = []
     for at, place in enumerate(cut.places):
@@ -165,10 +122,13 @@ def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory
             source = cut.sources[place[0]]
             old = source.manifest(place[1])
             manifest = _renamed(old, shard_name(len(catalog.shards)))
-            links += [(source, a.name, b.name) for a, b in zip(old.files, manifest.files, strict=True)]
+            files.setdefault(source, []).extend(
+                (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
+            )
             row = known[place] = catalog.shards.add(len(catalog.shards), manifest)
         rows[at] = row
-    _link(target, links)
+    for source, names in files.items():
+        target.bring(source.directory, names)
     starts = cut.index
     for group in _loose_groups(cut, loose):
         records = [record for _, record in group]
@@ -251,23 +211,6 @@ def _record_at(cut: Cut, at: int) -> Record:
         entry.model_weights_id,
         entry.versions,
     )
-
-
-def _link(target: Directory, links: Sequence[tuple[Source, str, str]]) -> None:
-    """Bring files over: hard links where both sides are on one file system, else copies."""
-    folders: set[Path] = set()
-    for source, old, new in links:
-        if isinstance(target, LocalDirectory) and isinstance(source.directory, LocalDirectory):
-            path = target.local_path(new)
-            if path.parent not in folders:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                folders.add(path.parent)
-            with contextlib.suppress(OSError):
-                os.link(source.directory.local_path(old), path)
-                continue
-        target.publish([EncodedFile(new, [source.directory.read(old)])])
-    for folder in folders:
-        sync_folder(folder)
 
 
 def _write_rlinf(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:

@@ -17,7 +17,7 @@ from trajstore.commits import LOG_FOLDER, encode_line, entries_to_json, manifest
 from trajstore.errors import StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.index import columns_of, starts_of
-from trajstore.maintenance import Garbage, check_unused, remove_segments
+from trajstore.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
 from trajstore.pins import pin_file, pin_name
 from trajstore.record import Record
 from trajstore.storage import Directory
@@ -94,11 +94,13 @@ class CommitLog:
         if not Catalog.exists(directory):
             directory.create()
             check_unused(directory)
+            directory.create(STORE_FOLDERS)
             catalog = Catalog.create(directory)
             self.garbage = Garbage(directory, catalog)
             self._write_snapshot(catalog)
             return catalog
         catalog = Catalog.open(directory)
+        directory.create(STORE_FOLDERS)
         self.garbage = Garbage(directory, catalog)
         if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
             # Start on a clean segment: a torn last record is left behind with its segment.
@@ -235,7 +237,8 @@ class CommitLog:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self._changing():
-            self.directory.remove([pin_name(name)])
+            # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
+            self.directory.remove([pin_name(name)], durable=True)
             self.catalog.load_pins()
             self._collect_garbage(self.catalog)
 

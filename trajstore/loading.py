@@ -22,12 +22,13 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.index import TrajectoryIndex
+from trajstore.opening import open_directory
 from trajstore.partition import share_of
 from trajstore.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.rlinf.source import RLinfSource
 from trajstore.salvage import open_leniently
 from trajstore.sources import Source, StoreSource
-from trajstore.storage import Directory, ReaderLease, open_directory
+from trajstore.storage import Directory, ReaderLease
 
 
 @dataclass

@@ -3,65 +3,95 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import logging
 import os
-import socket
-import time
-import uuid
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import orjson
-
-from trajstore.errors import StoreLockedError
+from trajstore.errors import CorruptStoreError
+from trajstore.filemap import FileMap
 from trajstore.formats.base import Buffer, EncodedFile
-from trajstore.storage import Directory, Reader, ReaderLease, WriterLock, check_name
+from trajstore.held import HeldFolder
+from trajstore.holder import LOCK_NAME
+from trajstore.local_locks import READERS_FOLDER, LocalReaderLease, LocalWriterLock, read_lease
+from trajstore.storage import READ_LIMIT, Directory, Reader, ReaderLease, WriterLock, check_name
 
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
-LOCK_NAME = "writer.lock"
-READERS_FOLDER = "readers"
-
-_DIGITS = 20
-"""Of the generation in a reader's lease."""
 
 _IOV_MAX = 512
 _MERGE_BELOW = 4096
+_SPARSE_FROM = 64 << 20
 
 
 class LocalDirectory(Directory):
-    """Files are written under a temporary name, fsynced, renamed; then their folders are fsynced."""
+    """Files are written under a temporary name, fsynced, renamed; then their folders are fsynced.
+
+    The directory is held by a descriptor from when it is first found there. One that is moved goes on being read and
+    written where it is now; one that is removed is an error and is not made anew, nor is a folder right in it that was
+    there before.
+
+    Args:
+        path: of the directory; a relative one is that of this moment.
+        where: its absolute path, if it is known already.
+    """
 
     can_append: ClassVar[bool] = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, where: str | None = None) -> None:
         self.path = path
+        self._root = HeldFolder(path, where)
+        self._mutex = threading.Lock()
+        self._known: set[str] = set()  # folders right in it that were there
+        self._segments: dict[str, int] = {}  # log segments appended to, whose names are durable: their ends
         self._uncut: dict[str, int] = {}  # segments with half a record at their end that could not be cut off
+        self._lock: LocalWriterLock | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalDirectory, (self.path, self._root.where)
 
     @property
     def url(self) -> str:
         return str(self.path)
 
     def exists(self) -> bool:
-        return self.path.is_dir()
+        return self._root.is_there()
 
-    def create(self) -> None:
-        _make_folder(self.path)
+    def create(self, folders: Sequence[str] = ()) -> None:
+        self._root.make()
+        for folder in folders:
+            self._root.make_folder(check_name(folder, one_part=True))
+        self._root.sync()
+        with self._mutex:
+            self._known.update(folders)
 
-    def local_path(self, name: str) -> Path:
-        return self.path / check_name(name)
+    # -- reading -----------------------------------------------------------------------------------
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        with open(self.local_path(name), "rb") as file:
-            if offset:
-                file.seek(offset)
-            return file.read()
+        descriptor = self._root.open(check_name(name), os.O_RDONLY)
+        with self._root.naming(name), open(descriptor, "rb", buffering=0) as file:
+            self._check_plausible(descriptor, name)
+            file.seek(offset)
+            return file.readall()
+
+    def _check_plausible(self, descriptor: int, name: str) -> None:
+        """Refuse what would fill the memory: files that trajstore reads whole are never as large, nor mostly holes."""
+        size = os.fstat(descriptor).st_size
+        if size > READ_LIMIT:
+            raise CorruptStoreError(
+                f"{self.url}/{name}: has {size:,} bytes; files of this kind have at most {READ_LIMIT:,}"
+            )
+        if size >= _SPARSE_FROM:
+            with contextlib.suppress(OSError):  # not every file system tells
+                if os.lseek(descriptor, 0, os.SEEK_HOLE) < size // 2:
+                    raise CorruptStoreError(f"{self.url}/{name}: has {size:,} bytes, most of which were never written")
 
     def size(self, name: str) -> int:
-        return self.local_path(name).stat().st_size
+        return self._root.stat(check_name(name)).st_size
 
     def names(self, below: str = "") -> list[str]:
         return sorted(name for name, _ in self._files(below))
@@ -70,85 +100,178 @@ class LocalDirectory(Directory):
         found: dict[str, int] = {}
         for name, entry in self._files(below):
             with contextlib.suppress(FileNotFoundError):
-                found[name] = entry.stat().st_size
+                found[name] = _size_of(entry)
         return dict(sorted(found.items()))
 
     def listing(self) -> tuple[list[str], list[str]]:
         files: list[str] = []
         folders: list[str] = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path) as entries:
-            for entry in entries:
-                (folders if entry.is_dir() else files).append(entry.name)
+        for entry in self._entries(""):
+            (folders if entry.is_dir() else files).append(entry.name)
         return sorted(files), sorted(folders)
 
     def _files(self, below: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield every file below a folder with what the system says of it."""
-        folders = [below + "/" if below else ""]
+        folders = [check_name(below) + "/" if below else ""]
         while folders:
             folder = folders.pop()
-            try:
-                entries = os.scandir(self.path / folder)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            with entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(f"{folder}{entry.name}/")
-                    else:
-                        yield folder + entry.name, entry
+            for entry in self._entries(folder):
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{folder}{entry.name}/")
+                else:
+                    yield folder + entry.name, entry
+
+    def _entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        """Yield what is right in a folder; nothing if there is no such folder."""
+        try:
+            descriptor = self._root.open_folder(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        try:
+            with self._root.naming(folder), os.scandir(descriptor) as entries:
+                yield from entries
+        finally:
+            os.close(descriptor)
+
+    def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
+        try:
+            descriptor = self._root.open(check_name(name), os.O_RDONLY)
+        except FileNotFoundError as error:
+            fate = self._root.fate()
+            reason = "run  trajstore verify" if fate is None else f"{fate}; load it again"
+            raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it; {reason}") from error
+        try:
+            with self._root.naming(name):
+                found = os.fstat(descriptor).st_size
+                if size is not None and found != size:
+                    raise CorruptStoreError(
+                        f"{self.url}/{name}: has {found:,} bytes, the index says {size:,}; restore it from a copy"
+                    )
+                return FileMap(descriptor, found, sequential=sequential)
+        finally:
+            os.close(descriptor)
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self._root.check()
+        with self._mutex:
+            known = sorted(self._known)
+        for folder in known:
+            self._check_folder(folder)
+        if self._lock is not None:
+            self._lock.check()
+
+    def _check_folder(self, folder: str) -> None:
+        if not self._root.has_folder(folder):
+            text = f"the folder was removed while the directory was open (it was {self._root.where}); put it back"
+            raise FileNotFoundError(errno.ENOENT, text, f"{self.url}/{folder}")
 
     def publish(self, files: Sequence[EncodedFile]) -> None:
-        folders: dict[Path, None] = {}
-        written: list[tuple[Path, Path]] = []
+        names = [check_name(file.name) for file in files]
+        folders = self._make_folders(names)
+        written: list[str] = []
         try:
             for file in files:
-                target = self.local_path(file.name)
-                if target.parent not in folders:
-                    _make_folder(target.parent)
-                    folders[target.parent] = None
-                temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
-                written.append((temporary, target))
-                _write_file(temporary, file.pieces)
-            for temporary, target in written:
-                os.rename(temporary, target)
+                written.append(file.name + TEMPORARY_SUFFIX)
+                self._write_file(written[-1], file.pieces)
+            for temporary, name in zip(written, names, strict=True):
+                self._root.rename(temporary, name)
+                self._segments.pop(name, None)
         except OSError:
-            for temporary, _ in written:
+            for temporary in written:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary)
+                    self._root.unlink(temporary)
             raise
         for folder in folders:
-            sync_folder(folder)
+            self._root.sync(folder)
+
+    def bring(self, source: Directory, files: Sequence[tuple[str, str, int]]) -> None:
+        if not isinstance(source, LocalDirectory):
+            super().bring(source, files)
+            return
+        folders = self._make_folders([check_name(new) for _, new, _ in files])
+        copies = []
+        for old, new, size in files:
+            try:
+                os.link(check_name(old), new, src_dir_fd=source._root.number, dst_dir_fd=self._root.number)
+            except OSError:  # another file system, or one without links; if the file is absent, copying says so
+                copies.append((old, new, size))
+        super().bring(source, copies)
+        for folder in folders:
+            self._root.sync(folder)
+
+    def _write_file(self, name: str, pieces: Iterable[Buffer]) -> None:
+        descriptor = self._root.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            with self._root.naming(name):
+                _write_all(descriptor, pieces)
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _make_folders(self, names: Iterable[str]) -> list[str]:
+        """Make the folders of files where they are absent; return all folders whose names change by that, to be synced.
+
+        Raises:
+            FileNotFoundError: a folder right in the directory was there before, and was removed.
+        """
+        changed = dict.fromkeys(name.rpartition("/")[0] for name in names)
+        for folder in list(changed):
+            missing = []
+            above = folder
+            while above and not self._root.has_folder(above):
+                missing.append(above)
+                above = above.rpartition("/")[0]
+            for made in reversed(missing):
+                if made in self._known:
+                    self._check_folder(made)
+                self._root.make_folder(made)
+                changed[made.rpartition("/")[0]] = None
+            if folder:
+                with self._mutex:
+                    self._known.add(folder.partition("/")[0])
+        return list(changed)
+
+    # -- the log -----------------------------------------------------------------------------------
 
     def append(self, name: str, data: Buffer) -> None:
-        path = self.local_path(name)
-        fresh = not path.exists()
-        if fresh:
-            _make_folder(path.parent)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        check_name(name)
+        self.check()
+        known = self._segments.get(name)
+        # The name of a segment is made durable by whoever appends first: its maker may have been killed before.
+        folders = self._make_folders([name]) if known is None else []
+        descriptor = self._root.open(name, os.O_WRONLY | (os.O_CREAT if known is None else 0))
         try:
-            if fresh:
-                _sync_new(path)
-            end = self._uncut.get(name)
-            if end is None:
-                end = os.lseek(descriptor, 0, os.SEEK_END)
-            else:
-                self._cut(descriptor, name, end)
-            try:
-                _write_all(descriptor, [memoryview(data)], path)
-                os.fdatasync(descriptor)
-            except OSError as error:
-                # Nothing may follow a half-written record: cut it off before anybody appends again.
-                with contextlib.suppress(OSError):  # if this fails too, the next append begins with it
+            with self._root.naming(name):
+                for folder in folders:
+                    self._root.sync(folder)
+                end = self._uncut.get(name)
+                if end is None:
+                    end = os.lseek(descriptor, 0, os.SEEK_END)
+                else:
                     self._cut(descriptor, name, end)
-                raise _named(error, path) from error
+                if known not in (None, end):
+                    text = f"has {end:,} bytes, {known:,} after the last commit: somebody else has changed it"
+                    raise OSError(errno.ESTALE, text)
+                try:
+                    _write_all(descriptor, [memoryview(data)])
+                    os.fdatasync(descriptor)
+                except OSError:
+                    # Nothing may follow a half-written record: cut it off before anybody appends again.
+                    with contextlib.suppress(OSError):  # if this fails too, the next append begins with it
+                        self._cut(descriptor, name, end)
+                    raise
+                self._segments[name] = end + memoryview(data).nbytes
         finally:
             os.close(descriptor)
 
     def settle(self) -> None:
         for name, end in list(self._uncut.items()):
-            descriptor = os.open(self.local_path(name), os.O_WRONLY | os.O_CLOEXEC)
+            descriptor = self._root.open(name, os.O_WRONLY)
             try:
-                self._cut(descriptor, name, end)
+                with self._root.naming(name):
+                    self._cut(descriptor, name, end)
             finally:
                 os.close(descriptor)
 
@@ -159,209 +282,64 @@ class LocalDirectory(Directory):
         os.fsync(descriptor)
         del self._uncut[name]
 
-    def truncate(self, name: str, size: int) -> None:
-        """Cut a log segment to its first ``size`` bytes, durably (drops a torn last record)."""
-        descriptor = os.open(self.local_path(name), os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    # -- removing ----------------------------------------------------------------------------------
 
-    def remove(self, names: Iterable[str]) -> None:
-        folders: set[Path] = set()
+    def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
+        folders: set[str] = set()
         for name in names:
-            path = self.local_path(name)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            folders.add(path.parent)
+                self._root.unlink(check_name(name))
+            self._segments.pop(name, None)
+            folders.add(name.rpartition("/")[0])
         for folder in sorted(folders, reverse=True):  # a zarr group's folder after those of its arrays
-            with contextlib.suppress(OSError):
-                if folder != self.path and folder.parent != self.path:
-                    folder.rmdir()  # the folder of one multi-file shard; fails while it has files
+            if "/" in folder:
+                with contextlib.suppress(OSError):
+                    self._root.remove_folder(folder)  # of one multi-file shard; fails while it has files
+        if durable:
+            for folder in sorted(folders):
+                with contextlib.suppress(FileNotFoundError):  # there was none, or it was removed just now
+                    self._root.sync(folder)
+
+    # -- who uses it -------------------------------------------------------------------------------
 
     def lock_writer(self) -> WriterLock:
         self.create()
-        return LocalWriterLock(self.path / LOCK_NAME)
+        self._lock = LocalWriterLock(self._root)
+        return self._lock
 
     def announce_reader(self) -> ReaderLease:
-        if not (self.path / LOCK_NAME).exists():
+        try:
+            self._root.stat(LOCK_NAME)
+        except FileNotFoundError:
             return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
         try:
-            return LocalReaderLease(self.path / READERS_FOLDER)
+            return LocalReaderLease(self._root)
         except OSError as error:  # a read-only file system: nobody evicts there either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
             return ReaderLease()
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:
-        found = (_read_lease(self.path / name, tidy) for name in self.names(READERS_FOLDER))
+        found = (read_lease(self._root, name, tidy) for name in self.names(READERS_FOLDER))
         return [reader for reader in found if reader is not None]
 
 
-class LocalWriterLock(WriterLock):
-    """An flock; the kernel gives it back when the holder dies. Its file says who holds it."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._descriptor, 4096, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
-            raise StoreLockedError(
-                f"{path.parent} is being written by {describe_holder(holder)}; "
-                "close that writer, or open the directory for reading"
-            ) from None
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, orjson.dumps(holder_document()), 0)
-        except OSError as error:
-            self.release()
-            raise _named(error, path) from error
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # its text only; what counts is the flock
-                os.ftruncate(self._descriptor, 0)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child may still have it open
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-class LocalReaderLease(ReaderLease):
-    """A file that says what is being read, under an flock that ends with the reader.
-
-    Its text: 20 digits, the generation that is shown; a space, or ``+`` while a newer one is looked for; JSON that says
-    who. An empty file is one that is looking for its first generation.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self._pid = os.getpid()
-        self._descriptor: int | None = None
-        while self._descriptor is None:
-            self._path = folder / f"{uuid.uuid4()}.pin"
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if self._path.exists():
-                self._descriptor = descriptor
-            else:  # the writer took it for a dead reader's before it was locked
-                os.close(descriptor)
-        self._write(b"%020d+%b" % (0, orjson.dumps(holder_document())), 0)
-
-    def look(self) -> None:
-        self._write(b"+", _DIGITS)
-
-    def settle(self, generation: int) -> None:
-        self._write(b"%020d " % generation, 0)
-
-    def _write(self, text: bytes, offset: int) -> None:
-        if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # no room for a new file's text: an empty one holds everything
-                os.pwrite(self._descriptor, text, offset)
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            if os.getpid() == self._pid:  # a forked child shares the lock; the file is the parent's
-                with contextlib.suppress(OSError):
-                    os.unlink(self._path)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _read_lease(path: Path, tidy: bool) -> Reader | None:
-    """Return the live reader that a lease is of; that of a dead one is removed if it is to be tidied."""
+def _size_of(entry: os.DirEntry[str]) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.pread(descriptor, 4096, 0)
-        known = len(text) >= _DIGITS and text[:_DIGITS].isdigit()
-        return Reader(
-            name=path.name,
-            generation=int(text[:_DIGITS]) if known else 0,
-            settled=known and text[_DIGITS : _DIGITS + 1] != b"+",
-            holder=describe_holder(text[_DIGITS + 1 :]),
-        )
-    else:
-        if tidy:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def holder_document() -> dict[str, object]:
-    """Return what a lock says about its holder: process id, host and the Unix time of taking it."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-
-
-def describe_holder(holder: bytes) -> str:
-    """Return what a lock's text says about its holder, for people."""
-    try:
-        value = orjson.loads(holder)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value["since"]))
-        return f"process {value['pid']} on {value['host']} since {since}"
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return "another process"
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder survive power loss."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
+        return entry.stat().st_size
     except OSError as error:
-        raise _named(error, path) from error
-    finally:
-        os.close(descriptor)
+        if error.errno != errno.ELOOP:
+            raise
+        return entry.stat(follow_symlinks=False).st_size  # of the link: what it names is nowhere
 
 
-def _sync_new(path: Path) -> None:
-    """Make the name of a new, empty file survive power loss, or take the file away again."""
-    try:
-        sync_folder(path.parent)
-    except OSError:
-        os.unlink(path)
-        raise
-
-
-def _make_folder(path: Path) -> None:
-    """Make a folder and its missing parents; every new name is synced."""
-    missing = []
-    while not path.is_dir():
-        missing.append(path)
-        path = path.parent
-    for folder in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-        sync_folder(folder.parent)
-
-
-def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        _write_all(descriptor, pieces, path)
-        os.fsync(descriptor)
-    except OSError as error:
-        raise _named(error, path) from error
-    finally:
-        os.close(descriptor)
-
-
-def _write_all(descriptor: int, pieces: Iterable[Buffer], path: Path) -> None:
+def _write_all(descriptor: int, pieces: Iterable[Buffer]) -> None:
     """Write pieces in order, in as few calls as possible."""
     for batch in _batches(pieces):
         remaining = [piece for piece in batch if piece.nbytes]
         while remaining:
             written = os.writev(descriptor, remaining)
             if written == 0:
-                raise OSError(5, "no bytes could be written", str(path))
+                raise OSError(errno.EIO, "no bytes could be written")
             while remaining and written >= remaining[0].nbytes:
                 written -= remaining.pop(0).nbytes
             if written:
@@ -388,10 +366,3 @@ def _batches(pieces: Iterable[Buffer]) -> Iterator[list[memoryview]]:
         batch.append(memoryview(b"".join(small)))
     if batch:
         yield batch
-
-
-def _named(error: OSError, path: Path) -> OSError:
-    """Return the error with the file's name in it; descriptors have none."""
-    if error.filename is None:
-        return OSError(error.errno, error.strerror or str(error), str(path))
-    return error

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 SHARDS_FOLDER = "shards"
 
+STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
+"""Made when a writer opens a store; one that disappears later is not made anew."""
+
 
 def check_unused(directory: Directory) -> None:
     """Refuse to begin a store where files of a damaged store, or of somebody else, would be overwritten.

@@ -12,9 +12,10 @@ from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.commits import LOG_FOLDER
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
 from trajstore.maintenance import SHARDS_FOLDER
+from trajstore.opening import open_directory
 from trajstore.rlinf.layout import INDEX_NAMES
 from trajstore.sealed import begins_sealed
-from trajstore.storage import Directory, open_directory
+from trajstore.storage import Directory
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
 

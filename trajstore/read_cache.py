@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -14,8 +15,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-GRACE_SECONDS = 10.0
-"""A copy stays at least this long after it was asked for, so that whoever asked can open it."""
+from trajstore.filemap import FileMap
 
 _PARTIAL = ".part"
 _ABANDONED_AFTER = 24 * 3600.0
@@ -27,7 +27,7 @@ class ReadCache:
     Args:
         folder: where copies lie and stay for later processes. None: a temporary folder of this process,
             removed when the cache is garbage collected or the process ends.
-        limit: bytes of all copies together. Copies asked for in the last ``GRACE_SECONDS`` stay nevertheless.
+        limit: bytes of all copies together. A copy that goes is on disk until the last map of it is gone.
     """
 
     def __init__(self, folder: Path | None, limit: int) -> None:
@@ -40,13 +40,14 @@ class ReadCache:
     def __reduce__(self) -> tuple[object, ...]:
         return ReadCache, (self._folder, self._limit)
 
-    def path_of(self, key: str, size: int, download: Callable[[Path], None]) -> Path:
-        """Return the path of a copy, made by ``download`` if there is none.
+    def map(self, key: str, size: int, download: Callable[[Path], None], sequential: bool = False) -> FileMap:
+        """Return a copy, mapped; it is made by ``download`` if there is none.
 
         Args:
             key: says which content; the same key always means the same bytes.
             size: of the content, in bytes.
             download: writes the content to the path it is given, and makes sure of its size.
+            sequential: it will be read from beginning to end.
 
         Raises:
             OSError: the download failed, or there is no room for it.
@@ -57,16 +58,21 @@ class ReadCache:
             one = self._downloads.setdefault(name, _Download())
         path = folder / name
         with one.lock:
-            if not _touch(path, size):
-                self._fetch(path, download)
+            mapped = _map_copy(path, size, sequential)
+            if mapped is None:
+                mapped = self._fetch(path, size, download, sequential)
                 self._evict(folder)
-        return path
+        return mapped
 
-    def _fetch(self, path: Path, download: Callable[[Path], None]) -> None:
+    def _fetch(self, path: Path, size: int, download: Callable[[Path], None], sequential: bool) -> FileMap:
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
         try:
             download(partial)
+            mapped = _map_copy(partial, size, sequential)  # under this name nobody else removes it
+            if mapped is None:
+                raise OSError(errno.EIO, f"the copy has not the {size:,} bytes that were asked for", str(partial))
             os.rename(partial, path)
+            return mapped
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial)
@@ -83,8 +89,8 @@ class ReadCache:
                 elif now - status.st_mtime > _ABANDONED_AFTER:
                     os.unlink(entry.path)
         total = sum(size for _, size, _ in copies)
-        for used, size, path in sorted(copies):
-            if total <= self._limit or now - used < GRACE_SECONDS:
+        for _, size, path in sorted(copies):
+            if total <= self._limit:
                 return
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -108,13 +114,18 @@ class _Download:
         self.lock = threading.Lock()
 
 
-def _touch(path: Path, size: int) -> bool:
-    """Mark a copy as used now; return whether it is there, whole."""
+def _map_copy(path: Path, size: int, sequential: bool) -> FileMap | None:
+    """Mark a copy as used now and map it; return None if it is not there, whole."""
     try:
-        os.utime(path)
-        return path.stat().st_size == size
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return None
+    try:
+        with contextlib.suppress(PermissionError):  # a cache of somebody else's
+            os.utime(descriptor)
+        return FileMap(descriptor, size, sequential=sequential) if os.fstat(descriptor).st_size == size else None
+    finally:
+        os.close(descriptor)
 
 
 def _remove_folder(path: Path, owner: int) -> None:

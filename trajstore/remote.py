@@ -20,9 +20,10 @@ from typing import Any, ClassVar, TypeVar
 
 import orjson
 
-from trajstore.errors import ConfigurationError, StoreLockedError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError
+from trajstore.filemap import FileMap
 from trajstore.formats.base import Buffer, EncodedFile
-from trajstore.local import LOCK_NAME, describe_holder, holder_document
+from trajstore.holder import LOCK_NAME, describe_holder, holder_document
 from trajstore.objects import ObjectStore
 from trajstore.read_cache import ReadCache
 from trajstore.storage import Directory, WriterLock, check_name
@@ -68,7 +69,7 @@ class RemoteDirectory(Directory):
         if not lock_ttl > 0:
             raise ConfigurationError(f"lock_ttl is {lock_ttl}, must be more than 0 seconds")
         self._objects = ObjectStore(url, options)
-        self._cache = ReadCache(None if cache_dir is None else Path(cache_dir), cache_bytes)
+        self._cache = ReadCache(None if cache_dir is None else Path(cache_dir).absolute(), cache_bytes)
         self._lock_ttl = lock_ttl
         self._lock: RemoteWriterLock | None = None
 
@@ -82,7 +83,7 @@ class RemoteDirectory(Directory):
     def exists(self) -> bool:
         return self._objects.any()
 
-    def create(self) -> None:
+    def create(self, folders: Sequence[str] = ()) -> None:
         """Do nothing: an object store has no folders, and makes buckets on other terms than this."""
 
     def read(self, name: str, offset: int = 0) -> bytes:
@@ -100,10 +101,24 @@ class RemoteDirectory(Directory):
     def listing(self) -> tuple[list[str], list[str]]:
         return self._objects.listing()
 
-    def local_path(self, name: str) -> Path:
-        info = self._objects.info(check_name(name))
-        key = f"{self._objects.url_of(name)}\n{info.size}\n{info.version}"
-        return self._cache.path_of(key, info.size, partial(self._objects.download, name, info.size))
+    def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
+        url = self._objects.url_of(check_name(name))
+        try:
+            info = self._objects.info(name)
+            if size is not None and info.size != size:
+                raise CorruptStoreError(
+                    f"{url}: has {info.size:,} bytes, the index says {size:,}; restore it from a copy"
+                )
+            key = f"{url}\n{info.size}\n{info.version}"
+            return self._cache.map(key, info.size, partial(self._objects.download, name, info.size), sequential)
+        except FileNotFoundError as error:
+            raise CorruptStoreError(
+                f"{url}: is missing, but the index names it; a writer that evicts may have deleted it since "
+                "(it does not know who reads an object store): refresh(), or load the directory again"
+            ) from error
+
+    def check(self) -> None:
+        self._check_lock()
 
     def publish(self, files: Sequence[EncodedFile]) -> None:
         for file in files:
@@ -126,7 +141,7 @@ class RemoteDirectory(Directory):
                 errno.EEXIST, "another writer has written this log segment", self._objects.url_of(name)
             )
 
-    def remove(self, names: Iterable[str]) -> None:
+    def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
         checked = [check_name(name) for name in names]
         self._check_lock()
         _for_each(self._objects.delete, checked)

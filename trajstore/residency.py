@@ -7,29 +7,21 @@ sampling call that may still use them is running.
 
 from __future__ import annotations
 
-import errno
-import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import CorruptStoreError
-from trajstore.formats.base import Buffer
 from trajstore.schema import ColumnSpec, Extent, Schema
 
 MEMORY = -1
 """Source number of slots in memory."""
 
 ANY_AXIS = 0
-
-NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Errors that say that there is no file of this name, and could not be one: an index that is damaged names anything."""
 
 
 class Rows(Protocol):
@@ -66,33 +58,6 @@ class ShardOpener(Protocol):
 
     def map_shard(self, row: int) -> MappedShard | None:
         """Return the shard, mapped; None where its columns cannot be read in place."""
-
-
-def map_file(path: Path, size: int | None) -> mmap.mmap | bytes:
-    """Return a read-only map of a file.
-
-    Raises:
-        CorruptStoreError: the file is absent, or has another size than the index says.
-    """
-    try:
-        with open(path, "rb") as file:
-            found = file.seek(0, 2)
-            if size is not None and found != size:
-                raise CorruptStoreError(f"{path}: has {found} bytes, the index says {size}; run  trajstore verify")
-            if found == 0:
-                return b""
-            mapped = mmap.mmap(file.fileno(), found, access=mmap.ACCESS_READ)
-    except OSError as error:
-        if error.errno not in NO_FILE:
-            raise
-        raise CorruptStoreError(f"{path}: is missing, but the index names it; run  trajstore verify") from error
-    mapped.madvise(mmap.MADV_RANDOM)  # rows are drawn at random: reading ahead would read what nobody wants
-    return mapped
-
-
-def address_of(data: Buffer | mmap.mmap) -> int:
-    """Return the address of the first byte of a buffer."""
-    return int(np.frombuffer(data, np.uint8).ctypes.data) if len(data) else 0
 
 
 class Residency:

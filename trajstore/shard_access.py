@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Collection
 from functools import partial
 
@@ -15,7 +14,6 @@ from trajstore.formats import open_shard
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader, rows_from_bytes
 from trajstore.index import TrajectoryIndex
 from trajstore.record import trajectory_of
-from trajstore.residency import NO_FILE
 from trajstore.schema import Schema
 from trajstore.storage import Directory
 from trajstore.trajectory import AnyTrajectory
@@ -122,17 +120,7 @@ def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buff
     Raises:
         CorruptStoreError: it is absent, or has another size than the manifest says.
     """
-    size = next(file.size for file in manifest.files if file.name == name)
-    try:
-        path = directory.local_path(name)
-        found = path.stat().st_size
-        if found != size:
-            raise CorruptStoreError(
-                f"{directory.url}/{name}: has {found:,} bytes, must have {size:,}; restore it from a copy"
-            )
-        with path.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if found else b""
-    except OSError as error:
-        if error.errno not in NO_FILE:
-            raise
-        raise CorruptStoreError(f"{directory.url}/{name}: missing; restore it from a copy") from error
+    size = next((file.size for file in manifest.files if file.name == name), None)
+    if size is None:
+        raise CorruptStoreError(f"{directory.url}/{name}: not a file of {manifest.name}")
+    return directory.map(name, size, sequential=True).view

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +12,13 @@ import numpy.typing as npt
 
 from trajstore.catalog import Catalog
 from trajstore.commits import ids_in_words
-from trajstore.errors import CorruptStoreError, listed
+from trajstore.errors import listed
 from trajstore.formats import open_shard
-from trajstore.formats.base import Buffer, ShardManifest, ShardReader
+from trajstore.formats.base import ShardManifest, ShardReader
 from trajstore.index import TrajectoryIndex
-from trajstore.residency import MappedShard, address_of, map_file
+from trajstore.residency import MappedShard
 from trajstore.schema import Extent
+from trajstore.shard_access import fetch_file
 from trajstore.storage import Directory
 
 
@@ -134,15 +134,8 @@ class StoreSource(Source):
         manifest = self.manifest(row)
         if any(place is None for place in manifest.places):
             return None
-        maps: list[mmap.mmap | bytes] = []
-        for file in manifest.files:
-            try:
-                maps.append(map_file(self.directory.local_path(file.name), file.size))
-            except FileNotFoundError as error:
-                raise CorruptStoreError(
-                    f"{self.directory.url}/{file.name}: is missing, but the index names it"
-                ) from error
-        bases = [address_of(mapped) for mapped in maps]
+        maps = [self.directory.map(file.name, file.size) for file in manifest.files]
+        bases = [mapped.address for mapped in maps]
         addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
         return MappedShard(manifest.schema, addresses, maps, maps=len(maps))
 
@@ -150,14 +143,5 @@ class StoreSource(Source):
         if self._reader is None or self._reader[0] != row:
             self._reader = None  # what it decoded goes before more is decoded
             manifest = self.manifest(row)
-            self._reader = (row, open_shard(partial(self._fetch, manifest), manifest))
+            self._reader = (row, open_shard(partial(fetch_file, self.directory, manifest), manifest))
         return self._reader[1]
-
-    def _fetch(self, manifest: ShardManifest, name: str) -> Buffer:
-        size = next((file.size for file in manifest.files if file.name == name), None)
-        if size is None:
-            raise CorruptStoreError(f"{self.directory.url}/{name}: not a file of {manifest.name}")
-        try:
-            return memoryview(map_file(self.directory.local_path(name), size))
-        except FileNotFoundError as error:
-            raise CorruptStoreError(f"{self.directory.url}/{name}: is missing, but the index names it") from error

@@ -1,7 +1,7 @@
 """Where the files of a store live: what every directory, local or remote, can do.
 
-Names are relative and ``/``-separated. ``trajstore.local`` has the durable local directory,
-``trajstore.remote`` the one over fsspec.
+Names are relative and ``/``-separated. ``trajstore.local`` has the durable local directory, ``trajstore.remote`` the
+one over fsspec; ``trajstore.opening`` chooses.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from trajstore.errors import UnsafeContentError
+from trajstore.filemap import FileMap
 from trajstore.formats.base import Buffer, EncodedFile
+
+READ_LIMIT = 16 << 30
+"""Bytes of the largest file that :meth:`Directory.read` reads: index and log of some hundred million trajectories."""
 
 _SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
 
@@ -86,8 +89,9 @@ class Reader:
 class Directory(ABC):
     """A directory of files that are published whole and never changed, and of append-only log segments.
 
-    All methods are safe to call from several threads. I/O failures are ``OSError`` whose message names
-    the file; ``FileNotFoundError`` when it is absent.
+    All methods are safe to call from several threads. I/O failures are ``OSError`` whose message names the file;
+    ``FileNotFoundError`` when it is absent. What stands in place of a file and is none (a folder, a pipe, a socket, a
+    device, symbolic links in a circle) is ``CorruptStoreError``; symbolic links to files are followed.
     """
 
     can_append: ClassVar[bool]
@@ -103,12 +107,20 @@ class Directory(ABC):
         """Return whether the directory itself exists (remote: whether any file is below it)."""
 
     @abstractmethod
-    def create(self) -> None:
-        """Make the directory, and its parents, if absent."""
+    def create(self, folders: Sequence[str] = ()) -> None:
+        """Make the directory, its parents, and folders right in it, if absent; their names survive power loss.
+
+        Args:
+            folders: these must stay from now on: when one is removed, writing fails and does not make it anew.
+        """
 
     @abstractmethod
     def read(self, name: str, offset: int = 0) -> bytes:
-        """Return the bytes of a file from ``offset`` to its end."""
+        """Return the bytes of a file from ``offset`` to its end.
+
+        Raises:
+            CorruptStoreError: it is larger than ``READ_LIMIT``, or (local) large and mostly never written.
+        """
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -130,12 +142,39 @@ class Directory(ABC):
         """Return the names of the files and of the folders right in the directory, sorted; no folder is entered."""
 
     @abstractmethod
-    def local_path(self, name: str) -> Path:
-        """Return a local path from which the file can be mapped. Remote: fetched into the read cache first."""
+    def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
+        """Return a file mapped into memory. Remote: fetched into the read cache first.
+
+        Args:
+            name: of the file.
+            size: what the index says, in bytes; None if it does not.
+            sequential: it will be read from beginning to end, so reading ahead pays.
+
+        Raises:
+            CorruptStoreError: it is absent, has another size, or is no file.
+        """
+
+    def check(self) -> None:  # noqa: B027  # most cannot be taken away
+        """Return if what this writer writes to is still there and still its own.
+
+        Raises:
+            OSError: the directory or a folder of it was removed; says where it was.
+            StoreLockedError: the writer's lock is lost.
+        """
 
     @abstractmethod
     def publish(self, files: Sequence[EncodedFile]) -> None:
         """Write files so that each appears whole or not at all, and all survive power loss on return."""
+
+    def bring(self, source: Directory, files: Sequence[tuple[str, str, int]]) -> None:
+        """Bring finished files over from another directory, durably: as links where the system can, else as copies.
+
+        Args:
+            source: has the files.
+            files: (name there, name here, size in bytes) of each.
+        """
+        for old, new, size in files:
+            self.publish([EncodedFile(new, [source.map(old, size, sequential=True).view])])
 
     @abstractmethod
     def append(self, name: str, data: Buffer) -> None:
@@ -145,8 +184,14 @@ class Directory(ABC):
         """Cut off what failed appends left behind, where they could not do so themselves."""
 
     @abstractmethod
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files; absent ones are no error."""
+    def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
+        """Remove files; absent ones are no error.
+
+        Args:
+            names: of the files.
+            durable: they stay removed after power loss. Needed where something else that is removed later must not be
+                outlived by them; what comes back otherwise is named by no record and is removed again.
+        """
 
     @abstractmethod
     def lock_writer(self) -> WriterLock:
@@ -167,23 +212,3 @@ class Directory(ABC):
             tidy: remove what dead readers left (for the writer).
         """
         return []
-
-
-def open_directory(url: str | Path, **options: Any) -> Directory:
-    """Return the directory at a local path or an fsspec URL (``memory://``, ``s3://``, ...).
-
-    Args:
-        url: path or URL. A scheme of two or more characters followed by ``://`` makes it a URL.
-        options: passed on to the fsspec file system (credentials, endpoint, ...).
-
-    Raises:
-        MissingDependencyError: the file system's package is not installed.
-    """
-    text = str(url)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) and not text.startswith("file://"):
-        from trajstore.remote import RemoteDirectory  # loads fsspec, needed only here
-
-        return RemoteDirectory(text, **options)
-    from trajstore.local import LocalDirectory  # keeps this module free of fcntl
-
-    return LocalDirectory(Path(text.removeprefix("file://")))

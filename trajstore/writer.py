@@ -13,7 +13,7 @@ import os
 import threading
 
 from trajstore.commit_log import CommitListener, CommitLog, check_process
-from trajstore.errors import StoreWriteError
+from trajstore.errors import StoreLockedError, StoreWriteError
 from trajstore.formats.base import ShardManifest, TrajectoryFormat
 from trajstore.manifest import manifest_of
 from trajstore.pending import Scratch, content_of
@@ -89,6 +89,10 @@ class StoreWriter:
         target = self.queue.begin_flush()
         if target >= 0 and not self.queue.wait(target, timeout):
             raise TimeoutError(f"{self.directory.url}: not everything was written within {timeout} s")
+        try:
+            self.directory.check()
+        except (OSError, StoreLockedError) as error:
+            raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
         if self.log.unsettled:
             with self.log.lock:
                 self.log.keep_house()

@@ -22,6 +22,7 @@ from trajstore.errors import (
 )
 from trajstore.experience import ExperienceManager, PoolRules, newest_pool
 from trajstore.experience.persistence import POOL_FILES, from_plain, to_plain
+from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -85,32 +86,23 @@ def test_the_pickle_is_read_by_a_python_without_trajstore(make: Make, tmp_path: 
     subprocess.run([sys.executable, "-I", "-c", program, str(path)], check=True, cwd=tmp_path)
 
 
-def test_saving_again_replaces_and_a_failure_leaves_what_was(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saving_again_replaces_and_a_failure_leaves_what_was(make: Make, tmp_path: Path) -> None:
     folder = tmp_path / "step_3"
     ExperienceManager(RULES).save_experience_pool_to_disk(folder)
     filled(make).save_experience_pool_to_disk(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert b'"a"' in before["difficulty2task_dict.json"]
 
-    real = os.rename
-    for failing in range(5):  # three files, then the directory that goes and the one that comes
-        calls = 0
-
-        def rename(source: Path, target: Path, failing: int = failing) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == failing + 1:
-                raise OSError(28, "No space left on device")
-            real(source, target)
-
-        monkeypatch.setattr(os, "rename", rename)
-        with pytest.raises(StoreWriteError, match="step_3"):
+    dry = FaultPlan()
+    ExperienceManager(RULES).save_experience_pool_to_disk(tmp_path / "dry")
+    with failing_disk(dry):
+        ExperienceManager(RULES).save_experience_pool_to_disk(tmp_path / "dry")
+    assert dry.calls.count("rename") == 3
+    for at in range(len(dry.calls)):
+        with failing_disk(FaultPlan(at, "ENOSPC")), pytest.raises(StoreWriteError, match="step_3"):
             ExperienceManager(RULES).save_experience_pool_to_disk(folder)
-        monkeypatch.undo()
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-        assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["dry", "step_3"]
 
 
 def test_resume_takes_the_newest_whole_step_not_after_the_resumed_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tools.bench.workloads import Workload, image, state
 from trajstore import TrajectoryReplayBuffer
 from trajstore.catalog import Catalog
 from trajstore.gather import locate
-from trajstore.storage import open_directory
+from trajstore.opening import open_directory
 
 TARGET = 2.0
 SEED = 3

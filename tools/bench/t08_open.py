@@ -29,9 +29,9 @@ from trajstore.formats import get_format
 from trajstore.formats.base import ShardContent, ShardManifest
 from trajstore.index import columns_of, starts_of
 from trajstore.manifest import manifest_of
+from trajstore.opening import open_directory
 from trajstore.record import record_of
 from trajstore.shards import shard_name
-from trajstore.storage import open_directory
 from trajstore.write_queue import random_uuids
 
 RANKS = 8

@@ -20,7 +20,7 @@ from tools.mutate.probe import Report
 from tools.mutate.rules import Files, Pristine, judge, outcome, weigh
 from tools.mutate.worker import Worker
 from trajstore.catalog import Catalog
-from trajstore.storage import open_directory
+from trajstore.opening import open_directory
 
 _FORGED = 0.35
 """How many of the mutations are made by somebody who knows the layout."""

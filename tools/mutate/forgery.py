@@ -21,10 +21,10 @@ from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.commits import encode_line
 from trajstore.errors import TrajstoreError
 from trajstore.manifest import column_region
+from trajstore.opening import open_directory
 from trajstore.packing import pack, unpack
 from trajstore.schema import DOCUMENT
 from trajstore.sealed import LAYOUT, metadata_json, seal, unseal
-from trajstore.storage import open_directory
 
 NUMBERS = (-1, 0, 1, 2, 7, 255, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 53, 1 << 62, (1 << 63) - 1, -(1 << 63))
 NAMES = (

@@ -170,7 +170,7 @@ class CartPoleRun:
             data = self._directory.read(LEARNER_FILE)
         except FileNotFoundError:
             return False
-        state = parse_state(data, str(self._directory.local_path(LEARNER_FILE)))
+        state = parse_state(data, f"{self._directory.url}/{LEARNER_FILE}")
         self.learner.load_state_dict(state["learner"])
         self.rounds = int(state["rounds"])
         self._generator.set_state(state["generator"])

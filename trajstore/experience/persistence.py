@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import pickle
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +28,10 @@ import torch
 
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
 from trajstore.experience.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
+from trajstore.folders import publish_folder
 from trajstore.formats.base import EncodedFile
 from trajstore.formats.safe_pickle import safe_loads
-from trajstore.local import LocalDirectory, sync_folder
+from trajstore.local import LocalDirectory
 from trajstore.schema import dtypes
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -98,25 +97,10 @@ def write_pool(directory: Path, contents: PoolContents) -> None:
         EncodedFile(SKIP_FILE, [orjson.dumps(contents.skip_uid_set)]),
         EncodedFile(TRAJECTORIES_FILE, [pickle.dumps(plain, protocol=4)]),
     ]
-    fresh = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
-    old = directory.with_name(f"{directory.name}.{os.getpid()}.old")
     try:
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        target = LocalDirectory(fresh)
-        target.create()
-        target.publish(files)
-        # A directory cannot be renamed onto another that has files. A crash between the two renames leaves
-        # the old one under its other name, and ``newest_pool`` takes the step before.
-        if directory.exists():
-            os.rename(directory, old)
-        os.rename(fresh, directory)
-        sync_folder(directory.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with publish_folder(directory) as target:
+            target.publish(files)
     except OSError as error:
-        if old.exists() and not directory.exists():
-            os.rename(old, directory)
-        shutil.rmtree(fresh, ignore_errors=True)
         raise StoreWriteError(f"{directory}: the experience pool could not be written: {error}") from error
 
 
@@ -160,7 +144,7 @@ def read_pool(directory: Path) -> PoolContents:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return LocalDirectory(path.parent).read(path.name)
     except FileNotFoundError:
         raise IncompleteCheckpointError(f"{path}: absent; a saved pool has {', '.join(POOL_FILES)}") from None
 

@@ -26,7 +26,7 @@ from trajstore.formats.safe_pickle import legacy_loads, safe_loads
 from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_zip, locate
 from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
 from trajstore.record import Record, version_range
-from trajstore.residency import MappedShard, address_of, map_file
+from trajstore.residency import MappedShard
 from trajstore.rlinf.layout import (
     INDEX_NAMES,
     METADATA_NAME,
@@ -56,21 +56,21 @@ class _File:
 
     def __init__(self, directory: Directory, name: str) -> None:
         self.source = f"{directory.url}/{name}"
-        self.map = map_file(directory.local_path(name), None)
+        self.map = directory.map(name)
         content = self._content(name)
         self.said = fields_of_file(content)
         self.content = columns_of_file(content, self.source, self._read)
 
     def _content(self, name: str) -> Any:
         if name.endswith(".pkl"):
-            return safe_loads(memoryview(self.map), classes=TRAJECTORY_CLASSES, source=self.source)
-        placed = locate(memoryview(self.map), source=self.source)
+            return safe_loads(self.map.view, classes=TRAJECTORY_CLASSES, source=self.source)
+        placed = locate(self.map.view, source=self.source)
         if placed is None or any(isinstance(v, TensorPlace) and not v.is_contiguous for v in _values(placed)):
             return self._loaded()
         return placed
 
     def _loaded(self) -> Any:
-        content = memoryview(self.map)
+        content = self.map.view
         if not is_torch_zip(content):
             return legacy_loads(content, source=self.source)
         try:
@@ -85,7 +85,7 @@ class _File:
 
     def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a part of the file as a flat tensor, copied."""
-        data = bytearray(memoryview(self.map)[offset : offset + nbytes])
+        data = bytearray(self.map.view[offset : offset + nbytes])
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
 
     def unrepresented(self) -> Iterator[tuple[str, str]]:
@@ -94,7 +94,7 @@ class _File:
         yield from ((name, f"is kept, but never sampled: {reason}") for name, reason in self.content.kept.items())
 
     def mapped(self) -> MappedShard | None:
-        base = address_of(self.map)
+        base = self.map.address
         addresses = []
         for column, leaf in zip(self.content.schema.columns, self.content.leaves, strict=True):
             if isinstance(leaf, TensorPlace):
@@ -305,7 +305,7 @@ class RLinfSource(Source):
         return [
             *(
                 f"{name}: checksum does not fit the content"
-                for name in damaged_records(memoryview(file.map), source=file.source)
+                for name in damaged_records(file.map.view, source=file.source)
             ),
             *(
                 f"{name} is {file.said[name]!r}, the index says {value!r}"

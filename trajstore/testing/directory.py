@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import gc
 import os
 import pickle
 import random
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trajstore.errors import StoreLockedError, UnsafeContentError
+from trajstore.errors import CorruptStoreError, StoreLockedError, UnsafeContentError
 from trajstore.formats.base import Buffer, EncodedFile
 from trajstore.storage import Directory
 
@@ -24,6 +25,16 @@ UNSAFE_NAMES = ("", "/", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a"
 def publish(directory: Directory, **files: bytes) -> None:
     """Publish files; ``__`` in a name stands for ``/``."""
     directory.publish([EncodedFile(name.replace("__", "/"), [data]) for name, data in files.items()])
+
+
+def open_files(name: str) -> int:
+    """Return how many descriptors this process has of files below folders, caches included, that a test names so."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            path = os.readlink(f"/proc/self/fd/{number}")
+            found += path.startswith("/") and name in path
+    return found
 
 
 class DirectoryConformance:
@@ -105,18 +116,20 @@ class DirectoryConformance:
     def test_absent_files_are_named(self, directory: Directory) -> None:
         publish(directory, folder__file=b"")
         for name in ("absent", "folder/absent", "no/folder"):
-            for call in (directory.read, directory.size, lambda name: directory.local_path(name).stat()):
+            for call in (directory.read, directory.size):
                 with pytest.raises(FileNotFoundError, match=name):
                     call(name)
             with pytest.raises(FileNotFoundError, match=name):
                 directory.read(name, 3)
+            with pytest.raises(CorruptStoreError, match=f"{name}: is missing, but the index names it"):
+                directory.map(name)
 
     @pytest.mark.parametrize("name", UNSAFE_NAMES)
     def test_unsafe_names_are_refused(self, directory: Directory, name: str) -> None:
         calls: list[Callable[[], object]] = [
             lambda: directory.read(name),
             lambda: directory.size(name),
-            lambda: directory.local_path(name),
+            lambda: directory.map(name),
             lambda: directory.publish([EncodedFile(name, [b"x"])]),
             lambda: directory.append(name, b"x"),
             lambda: directory.remove([name]),
@@ -147,19 +160,39 @@ class DirectoryConformance:
                 directory.append("log/1", b"second\n")
             assert open_again().read("log/1") == b"first\n"
 
-    def test_local_path_can_be_mapped(self, directory: Directory) -> None:
-        publish(directory, shards__s=b"0123456789", shards__t=b"abc")
-        path = directory.local_path("shards/s")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            assert directory.local_path("shards/t").read_bytes() == b"abc"
-            directory.remove(["shards/s"])
-            assert mapped[:] == b"0123456789"
+    def test_maps_outlive_their_files_and_keep_no_descriptor(self, directory: Directory) -> None:
+        publish(directory, shards__s=b"0123456789", shards__t=b"abc", shards__none=b"")
+        mapped = directory.map("shards/s", 10)
+        other = directory.map("shards/t", sequential=True)
+        empty = directory.map("shards/none", 0)
+        assert open_files("shards/") == open_files("trajstore-cache-") == 0
+        assert (len(mapped), len(other), len(empty)) == (10, 3, 0)
+        directory.remove(["shards/s"])
+        view = mapped.view
+        del mapped
+        gc.collect()
+        assert bytes(view) == b"0123456789"
+        assert (other.view.tobytes(), empty.view.tobytes()) == (b"abc", b"")
+        assert view.readonly
 
-    def test_local_path_follows_a_replaced_file(self, directory: Directory) -> None:
+    def test_maps_follow_a_replaced_file(self, directory: Directory) -> None:
         publish(directory, shards__s=b"0123")
-        assert directory.local_path("shards/s").read_bytes() == b"0123"
+        assert directory.map("shards/s").view.tobytes() == b"0123"
         publish(directory, shards__s=b"4567")
-        assert directory.local_path("shards/s").read_bytes() == b"4567"
+        assert directory.map("shards/s").view.tobytes() == b"4567"
+
+    def test_files_of_another_size_are_not_mapped(self, directory: Directory) -> None:
+        publish(directory, shards__s=b"0123")
+        with pytest.raises(CorruptStoreError, match="shards/s: has 4 bytes, the index says 5"):
+            directory.map("shards/s", 5)
+
+    def test_files_are_brought_over(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
+        publish(directory, shards__a=b"0123", shards__b__c=b"45")
+        open_again().bring(directory, [("shards/a", "copies/a", 4), ("shards/b/c", "copies/deep/c", 2)])
+        directory.remove(["shards/a", "shards/b/c"])
+        assert directory.read("copies/a") + directory.read("copies/deep/c") == b"012345"
+        with pytest.raises(CorruptStoreError, match="absent"):
+            directory.bring(open_again(), [("absent", "copies/absent", 1)])
 
     def test_one_writer(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
         lock = directory.lock_writer()
@@ -179,14 +212,14 @@ class DirectoryConformance:
         with directory.lock_writer():
             again: Directory = pickle.loads(pickle.dumps(directory))
             assert again.read("a") == b"1"
-            assert again.local_path("a").read_bytes() == b"1"
+            assert again.map("a").view.tobytes() == b"1"
 
     def test_several_threads(self, directory: Directory) -> None:
         def work(number: int) -> bool:
             data = bytes([number]) * (1000 + number)
             directory.publish([EncodedFile(f"shards/{number}/{part}", [data]) for part in range(3)])
             name = f"shards/{number}/1"
-            return directory.read(name) == directory.local_path(name).read_bytes() == data
+            return directory.read(name) == directory.map(name).view.tobytes() == data
 
         with ThreadPoolExecutor(6) as pool:
             assert all(pool.map(work, range(12)))

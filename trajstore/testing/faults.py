@@ -1,6 +1,6 @@
 """Failing disks: the k-th call that a local directory makes to the operating system fails.
 
-Only ``trajstore.local`` is affected, so tests and their checks can go on using the disk meanwhile.
+Only the modules of local directories are affected, so tests and their checks can go on using the disk meanwhile.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from trajstore import local
+from trajstore import folders, held, local, local_locks
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """How a call fails: with this ``errno``; ``torn``: a write leaves half of its bytes and then fails with ENOSPC;
@@ -24,6 +23,8 @@ Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 KINDS: tuple[Kind, ...] = ("ENOSPC", "EIO", "EACCES", "torn", "short")
 
 _COUNTED = ("open", "writev", "pwrite", "fsync", "fdatasync", "ftruncate", "rename", "unlink", "rmdir", "mkdir")
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT  # what is only read can be read
 
 _SLOW = ("fsync", "fdatasync")  # not done: nobody pulls the plug, and a session would take ten times as long
 
@@ -78,6 +79,8 @@ class FaultyOs:
 
 def _failing(plan: FaultPlan, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **keywords: Any) -> Any:
+        if name == "open" and arguments[1] & _WRITING == 0:
+            return real(*arguments, **keywords)
         if not plan.due(name):
             if name in _SLOW:
                 return None
@@ -88,7 +91,7 @@ def _failing(plan: FaultPlan, name: str, real: Callable[..., Any]) -> Callable[.
         if plan.kind == "torn" and name == "writev":
             _write_some(arguments[0], arguments[1])
         code = errno.ENOSPC if plan.kind == "torn" else getattr(errno, plan.kind)
-        names = [str(argument) for argument in arguments[:1] if isinstance(argument, str | Path)]
+        names = [str(argument) for argument in arguments[:1] if isinstance(argument, str)]
         raise OSError(code, os.strerror(code), *names)
 
     return call
@@ -103,14 +106,7 @@ def _write_some(descriptor: int, pieces: Sequence[memoryview]) -> int:
 @contextlib.contextmanager
 def failing_disk(plan: FaultPlan) -> Iterator[FaultPlan]:
     """Let local directories meet the failures of a plan."""
-    make_folder = _failing(plan, "mkdir", os.mkdir)
-
-    def mkdir(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        try:
-            make_folder(path, mode)
-        except FileExistsError:
-            if not exist_ok:
-                raise
-
-    with mock.patch.object(local, "os", FaultyOs(plan)), mock.patch.object(Path, "mkdir", mkdir):
+    with contextlib.ExitStack() as patches:
+        for module in (folders, held, local, local_locks):
+            patches.enter_context(mock.patch.object(module, "os", FaultyOs(plan)))
         yield plan

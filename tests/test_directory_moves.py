@@ -1,0 +1,285 @@
+"""Directories that are moved, removed, replaced or meddled with while a buffer has them open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.local import LocalDirectory
+from trajstore.testing.faults import FaultPlan, failing_disk
+from trajstore.testing.witness import check_batch, check_trajectory, witness
+from trajstore.verify import verify
+
+
+def writer_to(path: Path | str, **options: object) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)  # type: ignore[arg-type]
+
+
+def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
+    reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
+    reader.load_checkpoint(path)
+    return reader
+
+
+def add(buffer: TrajectoryReplayBuffer, *keys: int) -> None:
+    for key in keys:
+        buffer.add_trajectories([witness(key)])
+        buffer.flush()
+
+
+def keys_at(path: Path | str) -> list[int]:
+    reader = reader_of(path)
+    try:
+        return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+    finally:
+        reader.close()
+
+
+# -- writers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["pt", "zarr"])
+def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with writer_to("rel", trajectory_format=fmt, enable_cache=False) as buffer:
+        add(buffer, 0)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        add(buffer, 1, 2)
+        buffer.pin("kept")
+        check_batch(buffer.sample(64))
+        buffer.save_checkpoint("checkpoint")
+        assert buffer.auto_save_path == "rel"
+    assert keys_at(tmp_path / "rel") == keys_at("checkpoint") == [0, 1, 2]
+    assert os.listdir(tmp_path / "elsewhere") == ["checkpoint"]
+    assert verify(tmp_path / "rel").sound
+
+
+def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "run", retention=Retention(max_trajectories=3)) as buffer:
+        add(buffer, 0, 1)
+        os.rename(tmp_path / "run", tmp_path / "run_old")
+        add(buffer, 2, 3)
+        buffer.clear_cache()
+        check_batch(buffer.sample(64))
+        buffer.evict([1])
+        with pytest.raises(errors.StoreLockedError):
+            writer_to(tmp_path / "run_old")
+        with writer_to(tmp_path / "run") as other:
+            add(other, 9)
+            add(buffer, 4)
+    assert keys_at(tmp_path / "run_old") == [2, 3, 4]
+    assert keys_at(tmp_path / "run") == [9]
+    assert verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("part", ["", "shards", "log"])
+def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "run"
+    buffer = writer_to(path)
+    add(buffer, 0)
+    shutil.rmtree(path / part)
+    with pytest.raises(errors.StoreWriteError, match=r"was removed while .* open \(it was .*run\)"):
+        buffer.flush()  # nothing waits, and still it says so
+    with pytest.raises(errors.StoreWriteError, match="was removed while"):
+        add(buffer, 1)
+    with pytest.raises(errors.StoreWriteError, match="was removed while"):
+        buffer.add_trajectories([witness(2)])
+    assert not (path / part).exists()
+    with pytest.raises(errors.StoreWriteError, match="was removed while"):
+        buffer.close()
+    assert not (path / part).exists()
+
+
+def test_a_folder_that_is_put_back_goes_on(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "run") as buffer:
+        add(buffer, 0)
+        os.rename(tmp_path / "run" / "shards", tmp_path / "away")
+        with pytest.raises(errors.StoreWriteError, match=r"run/shards.*|shards: .* was removed while"):
+            add(buffer, 1)
+        os.rename(tmp_path / "away", tmp_path / "run" / "shards")
+        buffer.flush()
+        add(buffer, 2)
+    assert keys_at(tmp_path / "run") == [0, 1, 2]
+
+
+def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -> None:
+    buffer = writer_to(tmp_path)
+    add(buffer, 0)
+    (segment,) = (tmp_path / "log").iterdir()
+    with segment.open("ab") as file:
+        file.write(b"something")
+    with pytest.raises(errors.StoreWriteError, match="somebody else has changed it"):
+        add(buffer, 1)
+    with pytest.raises(errors.StoreWriteError):
+        buffer.close()
+    assert keys_at(tmp_path) == [0]
+
+
+# -- readers ------------------------------------------------------------------------------------------
+
+
+def test_readers_go_on_after_their_process_or_their_directory_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with writer_to("r") as buffer:
+        add(buffer, 0, 1, 2, 3)
+    reader = reader_of("r")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    check_batch(reader.sample(16))
+    os.rename(tmp_path / "r", tmp_path / "r2")
+    assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
+    reader.close()
+
+
+def test_a_reader_of_a_replaced_checkpoint_is_told_to_load_again(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with writer_to(tmp_path / "run", writer=WriterOptions(shard_bytes=1)) as buffer:
+        add(buffer, 0, 1)
+        buffer.save_checkpoint(path)
+        reader = reader_of(path)
+        assert check_trajectory(reader.get(0)) == 0
+        add(buffer, 2)
+        buffer.save_checkpoint(path)
+    with pytest.raises(errors.CorruptStoreError, match=r"opened at .* removed or replaced.*load it again"):
+        reader.get(1)
+    reader.load_checkpoint(path)
+    assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
+
+
+def test_checkpoints_and_stores_behind_symbolic_links(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to("disk")
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "latest").symlink_to("step_1")
+    with writer_to(tmp_path / "run") as buffer:
+        add(buffer, 0)
+        buffer.save_checkpoint(tmp_path / "latest")
+        add(buffer, 1)
+        buffer.save_checkpoint(tmp_path / "latest")
+    assert keys_at(tmp_path / "disk") == keys_at(tmp_path / "step_1") == [0, 1]
+    assert os.readlink(tmp_path / "latest") == "step_1"
+    assert sorted(os.listdir(tmp_path)) == ["disk", "latest", "run", "step_1"]
+
+
+# -- the writer's lock ----------------------------------------------------------------------------------
+
+
+def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with writer_to(tmp_path) as buffer:
+        add(buffer, 0)
+        (tmp_path / "writer.lock").unlink()
+        with pytest.raises(errors.StoreLockedError):
+            writer_to(tmp_path)
+        assert "writer.lock" not in os.listdir(tmp_path)
+        add(buffer, 1)
+        assert "writer.lock was removed under its writer" in caplog.text
+        with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
+            writer_to(tmp_path)
+    assert keys_at(tmp_path) == [0, 1]
+
+
+def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
+    buffer = writer_to(tmp_path)
+    add(buffer, 0)
+    (tmp_path / "writer.lock").unlink()
+    (tmp_path / "writer.lock").touch()  # as a writer that locks this file only would
+    with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced while this writer held it"):
+        buffer.flush()
+    with pytest.raises(errors.StoreWriteError, match=r"writer\.lock was replaced"):
+        add(buffer, 1)
+    with pytest.raises(errors.StoreWriteError):
+        buffer.close()
+    with writer_to(tmp_path) as again:
+        assert [check_trajectory(again.get(number)) for number in again.trajectory_ids.tolist()] == [0]
+
+
+def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path) -> None:
+    import fcntl
+
+    with writer_to(tmp_path):
+        pass
+    with (tmp_path / "writer.lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(errors.StoreLockedError):
+            writer_to(tmp_path)
+    with writer_to(tmp_path) as buffer:
+        add(buffer, 0)
+        with (tmp_path / "writer.lock").open("r+") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_forked_child_that_outlives_its_killed_parent_keeps_no_lock(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import witness
+buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1])
+buffer.add_trajectories([witness(0)])
+buffer.flush()
+reader = TrajectoryReplayBuffer()
+reader.load_checkpoint(sys.argv[1])
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        with pytest.raises(errors.StoreLockedError, match=f"process {parent.pid} "):
+            writer_to(tmp_path)
+        parent.kill()
+        parent.wait()
+        with writer_to(tmp_path) as buffer:
+            assert LocalDirectory(tmp_path).readers() == []
+            add(buffer, 1)
+        assert keys_at(tmp_path) == [0, 1]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+# -- descriptors ------------------------------------------------------------------------------------------
+
+_FEW_DESCRIPTORS = """
+import gc, os, resource, sys
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import check_batch, check_trajectory
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
+reader.load_checkpoint(sys.argv[1])
+check_batch(reader.sample(16))
+before = len(os.listdir("/proc/self/fd"))
+for _ in range(8):
+    check_batch(reader.sample(4096))
+for number in reader.trajectory_ids.tolist():
+    check_trajectory(reader.get(number))
+print(len(reader), int(reader.get_stats()["mapped_shards"]), len(os.listdir("/proc/self/fd")) - before)
+"""
+
+
+@pytest.mark.parametrize(("fmt", "shards"), [("zarr", 300), ("pt", 1100)])
+def test_mapped_shards_keep_no_descriptors(tmp_path: Path, fmt: str, shards: int) -> None:
+    options = WriterOptions(shard_bytes=1, commit_interval=0.0)
+    with failing_disk(FaultPlan()), writer_to(tmp_path, trajectory_format=fmt, writer=options) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(shards)])  # nothing fails, but nothing is synced either
+    done = subprocess.run(
+        [sys.executable, "-c", _FEW_DESCRIPTORS, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [str(shards), str(shards), "0"], done.stderr

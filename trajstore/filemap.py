@@ -1,0 +1,74 @@
+"""Read-only maps of files that keep no descriptor.
+
+``mmap.mmap`` duplicates the descriptor of each file that it maps (``trackfd=False`` exists from Python 3.13 on), so a
+process could map no more files than it may open. The system itself needs none: these maps are made through libc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from typing import Any
+
+import numpy as np
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+_FAILED = 2 * sys.maxsize + 1  # MAP_FAILED, (void *) -1
+
+
+class FileMap:
+    """A whole file in memory, read-only. It is unmapped when this object and all its views are gone.
+
+    Args:
+        descriptor: of the open file; may be closed afterwards.
+        nbytes: size of the file.
+        sequential: the file will be read from beginning to end. Otherwise rows are drawn at random, and reading ahead
+            would read what nobody wants.
+
+    Attributes:
+        address: of the first byte; 0 if the file is empty.
+        nbytes: size of the file.
+
+    Raises:
+        OSError: the file cannot be mapped, or the process has too many maps.
+    """
+
+    __slots__ = ("__weakref__", "address", "nbytes")
+
+    def __init__(self, descriptor: int, nbytes: int, *, sequential: bool = False) -> None:
+        self.address = 0
+        self.nbytes = nbytes
+        if not nbytes:
+            return  # an empty map is an error to the system
+        address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address in (None, _FAILED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.address = address
+        _madvise(address, nbytes, mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """What numpy makes an array of, whose base is this object."""
+        return {"version": 3, "typestr": "|u1", "shape": (self.nbytes,), "data": (self.address, True)}
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, read-only; keeps the map."""
+        return np.asarray(self).data if self.nbytes else memoryview(b"")
+
+    def __del__(self, munmap: Any = _munmap) -> None:
+        if self.address:
+            munmap(self.address, self.nbytes)
+            self.address = 0

@@ -1,0 +1,26 @@
+"""What the lock of a directory says about the process that holds it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import orjson
+
+LOCK_NAME = "writer.lock"
+
+
+def holder_document() -> dict[str, object]:
+    """Return what a lock says about its holder: process id, host and the Unix time of taking it."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+
+
+def describe_holder(holder: bytes) -> str:
+    """Return what a lock's text says about its holder, for people."""
+    try:
+        value = orjson.loads(holder)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value["since"]))
+        return f"process {value['pid']} on {value['host']} since {since}"
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "another process"
