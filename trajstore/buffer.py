@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
+from trajstore.choices import Choices
 from trajstore.draws import Draws, Window
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.fields import nest
@@ -25,6 +26,8 @@ from trajstore.opening import open_directory
 from trajstore.places import check_no_ranks
 from trajstore.record import record_of
 from trajstore.retention import Retention
+from trajstore.sampling.base import Drawn, Sampler
+from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 from trajstore.view import LoadRequest, View
 from trajstore.write_queue import WriterOptions
@@ -93,6 +96,7 @@ class TrajectoryReplayBuffer:
         if not auto_save:
             bounds = (sample_window_size if sample_window_size > 0 else None), cache_bytes
         self._view = View(bounds, retention or Retention(), self._storage_options)
+        self._choices = Choices(self._view, self._draws)
         self._writer: StoreWriter | None = None
         self._intake = self._open(writer or WriterOptions(), on_commit) if auto_save else MemoryIntake(self._view)
 
@@ -178,16 +182,19 @@ class TrajectoryReplayBuffer:
         *,
         columns: Sequence[str] | None = None,
         out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler | None = None,
     ) -> dict[str, Any]:
-        """Draw transitions uniformly, with replacement, from the window of the newest trajectories.
+        """Draw transitions from the window of the newest trajectories, uniformly with replacement or by a sampler.
 
         Args:
             num_chunks: number of transitions; more than the window has is cut to what it has.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
+            sampler: chooses the transitions; the same object each time, as it is told of what was added and evicted.
 
         Returns:
-            A nested dict of tensors ``[num_chunks, ...]`` with keys and dtypes as they were added.
+            A nested dict of tensors ``[num_chunks, ...]`` with keys and dtypes as they were added. With a sampler it
+            is a :class:`~trajstore.choices.Batch`, which also says which rows it holds and their importance weights.
 
         Raises:
             EmptyBufferError: there is nothing to sample from.
@@ -197,21 +204,64 @@ class TrajectoryReplayBuffer:
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        if sampler is not None:
+            return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
         with self._view.current() as contents:
             window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
             drawn = self._draws.samples(window, num_chunks)
             prepared = contents.prepare(drawn, window.first, window.end, columns)
         return nest(contents.read(prepared, out))
 
-    def sample_trajectories(self, count: int) -> list[AnyTrajectory]:
+    def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
         """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.
+
+        Args:
+            count: how many.
+            sampler: chooses instead; one that draws whole trajectories.
+
+        Raises:
+            EmptyBufferError: there is nothing to sample from.
+            ConfigurationError: the sampler draws transitions.
+        """
+        if sampler is not None:
+            return self._choices.trajectories(count, self.sample_window_size, sampler)
+        with self._view.current() as contents:
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
+            return [contents.get(position) for position in self._draws.trajectories(window, count)]
+
+    def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
+        """Choose rows as :meth:`sample` does, without reading them; :meth:`read` reads them, also in another process.
 
         Raises:
             EmptyBufferError: there is nothing to sample from.
         """
-        with self._view.current() as contents:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
-            return [contents.get(position) for position in self._draws.trajectories(window, count)]
+        if num_chunks <= 0:
+            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        return self._choices.draw(num_chunks, self.sample_window_size, sampler)
+
+    def read(
+        self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return transitions that :meth:`draw` chose, as :meth:`sample` returns them.
+
+        Raises:
+            TrajectoryUnavailableError: one of their trajectories has been evicted since.
+            SchemaMismatchError: their trajectories differ in their columns.
+        """
+        return self._choices.read(drawn, columns, out)
+
+    def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
+        """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
+
+        Args:
+            sampler: the one that drew them.
+            drawn: of the batch (``batch.drawn``).
+            priorities: one for each row, at least 0: usually the absolute TD error.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+        """
+        return self._choices.update(sampler, drawn, priorities)
 
     def get(self, trajectory_id: int) -> AnyTrajectory:
         """Return a trajectory by id, its tensors copied.

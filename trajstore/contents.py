@@ -26,7 +26,7 @@ from trajstore.fields import Axis
 from trajstore.gather import Located, allocate, gather, locate
 from trajstore.index import TrajectoryIndex, columns_of
 from trajstore.pending import OwnedRecord
-from trajstore.record import Record, trajectory_of
+from trajstore.record import Record, parse_document, trajectory_of
 from trajstore.residency import MappedShard, Residency
 from trajstore.schema import ColumnSpec, Extent, Schema
 from trajstore.sources import Source
@@ -407,6 +407,17 @@ class Contents:
                 max_episode_length=entry.max_episode_length,
                 model_weights_id=entry.model_weights_id,
             )
+
+    def task_of(self, position: int) -> str:
+        """Return the task of the trajectory at a position; an empty text for one that names none."""
+        with self.lock:
+            schema, tensors = self._rows_of(position)
+            if schema.kind == "step":
+                return ""
+            for column, tensor in zip(schema.columns, tensors, strict=True):
+                if column.axis is Axis.DOCUMENT:
+                    return str(parse_document(tensor).get("task_id") or "")
+            return ""
 
     def rows_of(self, position: int) -> tuple[Schema, Extent, list[torch.Tensor]]:
         """Return the columns of the trajectory at a position; they may alias the buffer's memory."""

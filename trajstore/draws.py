@@ -118,6 +118,11 @@ class Draws:
             self._generator = _seeded(seed)
 
     @property
+    def generator(self) -> torch.Generator:
+        """Where samplers take their chance from too."""
+        return self._generator
+
+    @property
     def rng_state(self) -> torch.Tensor:
         """State of the generator, as torch gives it: uint8, ``[bytes]``."""
         return self._generator.get_state()

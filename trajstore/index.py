@@ -74,6 +74,8 @@ class TrajectoryIndex:
         self.weights = StringTable()
         self.first = 0
         self.end = 0
+        self.revision = 0
+        """Grows whenever entries that stay change their positions."""
         self._order: npt.NDArray[np.intp] | None = None
         self._ascending = True
 
@@ -133,7 +135,7 @@ class TrajectoryIndex:
             at = int(self._order[at]) if at < len(ids) else at
         return self.first + at if at < len(ids) and ids[at] == trajectory_id else None
 
-    def find_many(self, trajectory_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    def find_many(self, trajectory_ids: Sequence[int] | IntArray) -> npt.NDArray[np.int64]:
         """Return the position of each id, -1 where it is not in the index."""
         if not self._ascending:
             each = [self.find(number) for number in trajectory_ids]
@@ -190,6 +192,7 @@ class TrajectoryIndex:
 
     def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Forget all entries and hold these; the weights table stays."""
+        self.revision += 1
         self.first = self.end = 0
         self._ascending = True
         self.arrays = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}

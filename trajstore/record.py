@@ -356,7 +356,7 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
     values: dict[str, torch.Tensor] = {}
     for column, tensor in zip(schema.columns, tensors, strict=True):
         if column.axis is Axis.DOCUMENT:
-            document = _parse_document(tensor)
+            document = parse_document(tensor)
         elif schema.kind == "step":
             rows = extent.rows(column.axis)
             values[column.name] = tensor.reshape(rows // max(extent.batch, 1), extent.batch, *column.row_shape)
@@ -380,7 +380,12 @@ def _agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, An
     return trajectory
 
 
-def _parse_document(tensor: torch.Tensor) -> dict[str, Any]:
+def parse_document(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the JSON document of a trajectory.
+
+    Raises:
+        CorruptStoreError: it is none.
+    """
     try:
         document = orjson.loads(tensor.numpy().tobytes())
     except orjson.JSONDecodeError as error:

@@ -68,6 +68,11 @@ class Sampler(ABC):
     unit: Unit = "sample"
     needs_tasks: bool = False
 
+    @property
+    @abstractmethod
+    def ids(self) -> IntArray:
+        """Ids of the trajectories that were added and not evicted, in the order of addition."""
+
     @abstractmethod
     def added(self, additions: Additions) -> None:
         """Take trajectories in; each id is told once, unless it was evicted in between."""

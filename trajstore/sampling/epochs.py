@@ -44,6 +44,10 @@ class EpochSampler(Sampler):
         self._begun = 0
         self._passed_over = 0
 
+    @property
+    def ids(self) -> IntArray:
+        return self._roster.live_ids
+
     def added(self, additions: Additions) -> None:
         self._roster.add(additions.ids, np.ones(len(additions), np.int64))
         self._sizes.append(additions.samples if self.unit == "sample" else 1, len(additions))

@@ -40,6 +40,10 @@ class FreshestSampler(Sampler):
         self._heap: list[tuple[float, int, int, int]] = []
         """(-priority, order, uses, id); an entry whose uses are not those of its trajectory is out of date."""
 
+    @property
+    def ids(self) -> IntArray:
+        return np.array(list(self._version), np.int64)
+
     def added(self, additions: Additions) -> None:
         for number, version in zip(additions.ids.tolist(), additions.versions.tolist(), strict=True):
             if number in self._version:

@@ -74,6 +74,11 @@ class Roster:
         return self._ids.values
 
     @property
+    def live_ids(self) -> IntArray:
+        """Ids of the trajectories that are there."""
+        return self.ids[self.alive]
+
+    @property
     def alive(self) -> npt.NDArray[np.bool_]:
         """Whether each entry's trajectory is there."""
         return self._alive.values

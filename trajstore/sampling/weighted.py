@@ -97,6 +97,10 @@ class WeightedSampler(Sampler):
 
     # -- what is there ----------------------------------------------------------------------------
 
+    @property
+    def ids(self) -> IntArray:
+        return self._roster.live_ids
+
     def added(self, additions: Additions) -> None:
         leaves = additions.samples if self._by_sample else np.ones(len(additions), np.int64)
         entries = self._roster.add(additions.ids, leaves)

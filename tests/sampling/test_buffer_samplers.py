@@ -1,0 +1,152 @@
+"""Samplers through the buffer: rows, additions, evictions, reloads, priorities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sampling.chance import fits
+from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
+from trajstore.choices import Batch
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.sampling import EpochSampler, Priorities, Recency, Staleness, WeightedSampler
+
+
+def block(key: int, steps: int = 3, batch: int = 2) -> Trajectory:
+    """Return a trajectory whose rewards are ``1000 * key + sample``."""
+    rewards = 1000.0 * key + torch.arange(steps * batch, dtype=torch.float64).reshape(steps, batch, 1)
+    return Trajectory(rewards=rewards, versions=torch.full((steps, batch, 1), float(key)))
+
+
+def keys(batch: dict[str, torch.Tensor]) -> list[int]:
+    return (batch["rewards"].reshape(-1).long() // 1000).tolist()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TrajectoryReplayBuffer]:
+    made = TrajectoryReplayBuffer(
+        seed=3, sample_window_size=0, auto_save=request.param == "disk", auto_save_path=str(tmp_path / "store")
+    )
+    yield made
+    made.close()
+
+
+def test_a_batch_says_which_rows_it_holds(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([block(key) for key in range(5)])
+    batch = buffer.sample(64, sampler=WeightedSampler(priorities=Priorities()))
+    assert isinstance(batch, Batch)
+    assert batch["rewards"].reshape(-1).tolist() == (1000 * batch.drawn.ids + batch.drawn.samples).tolist()
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [1.0] * 64
+    assert torch.equal(buffer.read(batch.drawn)["rewards"], batch["rewards"])
+
+
+def test_drawing_and_reading_apart_gives_what_sampling_gives(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([block(key, steps=1 + key) for key in range(7)])
+    state = buffer.state_dict()
+    expected = buffer.sample(40)["rewards"]
+    buffer.load_state_dict(state)
+    drawn = buffer.draw(40)
+    assert torch.equal(buffer.read(drawn)["rewards"], expected)
+
+
+def test_samplers_hear_of_additions_and_evictions_and_keep_to_the_window(buffer: TrajectoryReplayBuffer) -> None:
+    sampler = EpochSampler(unit="sample")
+    ids = buffer.add_trajectories([block(key) for key in range(4)])
+    assert sorted(keys(buffer.sample(24, sampler=sampler))) == sorted([0, 1, 2, 3] * 6)
+    buffer.evict([ids[1]])
+    buffer.add_trajectories([block(9)])
+    assert sorted(keys(buffer.sample(24, sampler=sampler))) == sorted([0, 2, 3, 9] * 6)
+    buffer.sample_window_size = 2
+    assert sorted(keys(buffer.sample(12, sampler=sampler))) == sorted([3, 9] * 6)
+    buffer.clear()
+    buffer.add_trajectories([block(11)])
+    assert set(keys(buffer.sample(6, sampler=EpochSampler()))) == {11}
+
+
+def test_priorities_decide_and_come_back_by_row(buffer: TrajectoryReplayBuffer) -> None:
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
+    buffer.add_trajectories([block(0), block(1)])
+    batch = buffer.sample(500, sampler=sampler)
+    assert isinstance(batch, Batch)
+    errors = torch.where(batch["rewards"].reshape(-1) == 1004, 3.0, 0.0)
+    assert buffer.update_priorities(sampler, batch.drawn, errors) == 0
+    assert set(buffer.sample(100, sampler=sampler)["rewards"].reshape(-1).tolist()) == {1004.0}
+    buffer.evict([1])
+    assert buffer.update_priorities(sampler, batch.drawn, errors) == np.count_nonzero(batch.drawn.ids == 1)
+
+
+def test_recency_over_a_store_with_retention(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(
+        seed=0, auto_save=True, auto_save_path=tmp_path, sample_window_size=0, retention=Retention(max_trajectories=4)
+    ) as buffer:
+        sampler = WeightedSampler([Recency(1)])
+        for key in range(12):
+            buffer.add_trajectories([block(key)])
+            buffer.sample(1, sampler=sampler)
+        buffer.flush()
+        buffer.add_trajectories([block(12)])
+        buffer.flush()
+        held = buffer.trajectory_ids.tolist()
+        drawn = keys(buffer.sample(6 * len(held), sampler=sampler))
+        assert set(drawn) <= set(held)
+        many = [key for _ in range(60) for key in keys(buffer.sample(6 * len(held), sampler=sampler))]
+        assert fits([many.count(key) for key in held], [2.0**key for key in held])
+
+
+def test_what_has_left_memory_is_not_drawn() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=3)
+    sampler = WeightedSampler()
+    for key in range(9):
+        buffer.add_trajectories([block(key)])
+        assert set(keys(buffer.sample(50, sampler=sampler))) <= {key - 2, key - 1, key}
+    assert set(keys(buffer.sample(200, sampler=sampler))) == {6, 7, 8}
+
+
+def test_a_reloaded_buffer_goes_on_with_the_samplers_state(tmp_path: Path) -> None:
+    def make() -> WeightedSampler:
+        return WeightedSampler([Staleness(4)], Priorities())
+
+    with TrajectoryReplayBuffer(seed=5, auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
+        buffer.add_trajectories([block(key) for key in range(8)])
+        sampler = make()
+        for _ in range(3):
+            batch = buffer.sample(16, sampler=sampler)
+            assert isinstance(batch, Batch)
+            buffer.update_priorities(sampler, batch.drawn, batch["rewards"].reshape(-1) % 7)
+        state = {"buffer": buffer.state_dict(), "sampler": sampler.state_dict()}
+        expected = [buffer.sample(16, sampler=sampler)["rewards"] for _ in range(4)]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as again:
+        other = make()
+        again.draw(1, sampler=other)  # tells it of what is there
+        again.load_state_dict(state["buffer"])
+        other.load_state_dict(state["sampler"])
+        assert all(torch.equal(again.sample(16, sampler=other)["rewards"], one) for one in expected)
+
+
+def test_agents_by_task_with_a_floor(buffer: TrajectoryReplayBuffer) -> None:
+    rollouts = [
+        AgentTrajectory(input_ids=torch.tensor([at]), task_id=task, policy_version=version)
+        for at, (task, version) in enumerate([("slow", 1), ("slow", 2), ("quick", 8), ("quick", 9), (None, 9)])
+    ]
+    buffer.add_trajectories(rollouts)
+    sampler = WeightedSampler([Staleness(1, floor=1)], unit="trajectory")
+    drawn = buffer.sample_trajectories(10, sampler=sampler)
+    assert sorted(one.input_ids.item() for one in drawn) == [1, 2, 3, 4]  # type: ignore[union-attr]
+    assert sampler.figures()["starving_tasks"] == 1
+
+
+def test_misuse_is_refused(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.add_trajectories([block(0), block(1)])
+    with pytest.raises(ConfigurationError, match="call sample_trajectories"):
+        buffer.sample(2, sampler=WeightedSampler(unit="trajectory"))
+    with pytest.raises(ConfigurationError, match="unit='trajectory'"):
+        buffer.sample_trajectories(2, sampler=WeightedSampler())
+    drawn = buffer.draw(8)
+    buffer.evict([0, 1])
+    with pytest.raises(TrajectoryUnavailableError, match="has been evicted since"):
+        buffer.read(drawn)
