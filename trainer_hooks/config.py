@@ -7,18 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from trainer_hooks.batch import GROUPS, GroupOffPolicy
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
+from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
 from trajstore.experience.selection import SaveFilter, SelectMode, rule_problems
 from trajstore.experience.store import LEAST_CAPACITY, BufferStore
 
 SECTION = "exp_manager.experience_replay"
 """Where the keys stand in a trainer's configuration."""
-
-GroupOffpolicy = Literal["shared", "separate"]
-GROUPS: tuple[GroupOffpolicy, ...] = get_args(GroupOffpolicy)
 
 _STORE_KEYS = ("path", "format", "capacity")
 _FLAGS = ("enable", "exp_is_correct", "use_current_policy_entropy")
@@ -43,7 +42,7 @@ class ExperienceReplayConfig:
     """Upper clip range of off-policy tokens."""
     exp_is_correct: bool = True
     """Whether recorded log-probabilities stand for the current policy's on replayed tokens."""
-    group_offpolicy: GroupOffpolicy = "shared"
+    group_offpolicy: GroupOffPolicy = "shared"
     """Whether replayed rows are in the group of their task, or each in a group of its own."""
     max_policy_age: int | None = None
     """Training steps after which a trajectory is no longer replayed; ``None`` = any age."""
@@ -66,6 +65,8 @@ class ExperienceReplayConfig:
     an outcome above 0, failures with partial rewards among them."""
     min_reward: float | None = None
     """Outcome that a trajectory must have at the least to be replayed."""
+    reward_fingerprint: str | None = None
+    """Name and version of the reward function, kept with each trajectory: where it differs there is a warning."""
     seed: int = 1234
     off_policy_shaping: float | None = None
     """gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``) does not."""
@@ -90,7 +91,7 @@ class ExperienceReplayConfig:
         known = {field.name: field.default for field in dataclasses.fields(ExperienceReplayConfig)}
         problems = [f"{key}: unknown key; known are {', '.join(sorted(known))}" for key in given if key not in known]
         given = {key: _normal(key, value) for key, value in given.items() if key in known}
-        problems += _problems({**known, **given}) + _group_problems({**known, **given}, n_rollout)
+        problems += _problems({**known, **given}, n_rollout)
         _raise_if(problems)
         return ExperienceReplayConfig(**given)
 
@@ -130,7 +131,7 @@ class ExperienceReplayConfig:
         Raises:
             ConfigurationError: k is not below ``n_rollout``.
         """
-        _raise_if(_group_problems(vars(self), n_rollout))
+        _raise_if(history_problems(self.offpolicy_trajectories_per_task, n_rollout))
         shared = {field.name for field in dataclasses.fields(PoolRules)} - {"n_rollout"}
         return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in shared})
 
@@ -168,16 +169,11 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _problems(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the values of all keys, one sentence each."""
+def _problems(values: Mapping[str, Any], n_rollout: int | None = None) -> list[str]:
+    """Return what is wrong with the values of all keys, one sentence each; k is checked if ``n_rollout`` is known."""
     problems = [f"{key}: {values[key]!r}, must be true or false" for key in _FLAGS if not isinstance(values[key], bool)]
-    start = values["replay_start_ratio"]
-    if not _number(start) or not 0 <= start <= 1:
-        problems.append(f"replay_start_ratio: {start!r}, must be a number in [0, 1]")
-    problems += _ratio_problems(values["exp_ratio"])
-    histories = values["offpolicy_trajectories_per_task"]
-    if isinstance(histories, bool) or not isinstance(histories, int) or histories < 1:
-        problems.append(f"offpolicy_trajectories_per_task: {histories!r}, must be a whole number of at least 1")
+    problems += start_problems(values["replay_start_ratio"]) + ratio_problems(values["exp_ratio"])
+    problems += history_problems(values["offpolicy_trajectories_per_task"], n_rollout)
     clip = values["off_cliprange_high"]
     if not _number(clip) or clip < 0:
         problems.append(f"off_cliprange_high: {clip!r}, must be a number of at least 0")
@@ -186,23 +182,11 @@ def _problems(values: Mapping[str, Any]) -> list[str]:
     shaping = values["off_policy_shaping"]
     if shaping is not None and (not _number(shaping) or shaping <= 0):
         problems.append(f"off_policy_shaping: {shaping!r}, must be a number above 0, or none")
+    fingerprint = values["reward_fingerprint"]
+    if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
+        problems.append(f"reward_fingerprint: {fingerprint!r}, must be a name or null")
     problems += _store_problems(values["store"])
     return problems + rule_problems(values)
-
-
-def _ratio_problems(ratio: Any) -> list[str]:
-    if isinstance(ratio, tuple):
-        points = all(isinstance(point, tuple) and len(point) == 2 and all(map(_number, point)) for point in ratio)
-        try:
-            if points:
-                RatioSchedule(ratio)
-                return []
-        except ConfigurationError as error:
-            return [str(error)]
-        return [f"exp_ratio: {ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
-    if not _number(ratio) or not 0 <= ratio <= 1:
-        return [f"exp_ratio: {ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
-    return []
 
 
 def _store_problems(store: Any) -> list[str]:
@@ -223,13 +207,3 @@ def _store_problems(store: Any) -> list[str]:
     ):
         problems.append(f"store.capacity: {capacity!r}, must be a whole number of at least {LEAST_CAPACITY} or null")
     return problems
-
-
-def _group_problems(values: Mapping[str, Any], n_rollout: int | None) -> list[str]:
-    histories = values["offpolicy_trajectories_per_task"]
-    if n_rollout is None or not isinstance(histories, int) or histories < n_rollout:
-        return []
-    return [
-        f"offpolicy_trajectories_per_task: {histories}, must be below n_rollout = {n_rollout},"
-        " so that every task makes a fresh rollout"
-    ]

@@ -104,6 +104,7 @@ class ReplayHook(Generic[Task]):
                 store=self._store,
                 tokenizer_fingerprint=tokenizer_fingerprint,
                 current_entropy=current_entropy,
+                reward_fingerprint=config.reward_fingerprint or "",
             )
             collate = ExperienceMixCollateFn(
                 manager,
@@ -356,6 +357,7 @@ class ReplayHook(Generic[Task]):
         """
         if self._replay is not None and state:
             self._replay.manager.load_state_dict(dict(state))
+            self._replay.collate.check_tasks()
 
     @property
     def manager(self) -> ExperienceManager | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ def test_a_mixed_batch_is_whole_and_has_no_task_twice(
     make: Make, batch: list[str], replayable: list[str], skipped: list[str], unknown: set[str], ratio: float
 ) -> None:
     replayable = [task for task in replayable if task not in skipped]
+    unknown = set() if set(replayable) <= unknown else unknown  # none known at all is an error
     manager = manager_with(make, replayable, skipped)
     mix = ExperienceMixCollateFn(
         manager, lambda name: None if name in unknown else Task(name), exp_ratio=ratio, replay_start_ratio=0.5
@@ -67,6 +69,9 @@ def test_a_mixed_batch_is_whole_and_has_no_task_twice(
     assert rest == wanted[: len(batch) - len(chosen)]
     assert mix.metrics["experience_replay/experience_tasks"] == len(chosen)
     assert mix.metrics["experience_replay/nothing_to_replay"] == float(not chosen)
+    displaced = [name for name in candidates if name not in skipped and name not in rest]
+    assert list(manager.waiting_tasks) == displaced
+    assert mix.metrics["experience_replay/displaced_tasks"] == len(displaced)
 
 
 def test_nothing_is_replayed_before_the_start_or_switched_off(make: Make) -> None:
@@ -103,7 +108,7 @@ def test_every_task_has_n_rollout_rows(make: Make) -> None:
 
 @pytest.mark.parametrize("histories", [0, 4, 5])
 def test_a_task_must_make_a_fresh_rollout(make: Make, histories: int) -> None:
-    with pytest.raises(ConfigurationError, match="n_rollout = 4"):
+    with pytest.raises(ConfigurationError, match="offpolicy_trajectories_per_task: .*(n_rollout = 4|at least 1)"):
         ExperienceMixCollateFn(manager_with(make, [], []), str, offpolicy_trajectories_per_task=histories)
 
 
@@ -129,3 +134,57 @@ def test_a_ratio_out_of_range_is_refused(make: Make) -> None:
         ExperienceMixCollateFn(manager, str, exp_ratio=lambda progress: -1)(["a"], 1.0)
     with pytest.raises(ConfigurationError, match="replay_start_ratio"):
         ExperienceMixCollateFn(manager, str, replay_start_ratio=2)
+
+
+def test_tasks_that_gave_way_are_rolled_out_later(make: Make) -> None:
+    """Two epochs at the default ratio and start: every task comes, and none of them comes much more rarely."""
+    tasks = [f"t{number}" for number in range(80)]
+    manager = manager_with(make, [f"r{number}" for number in range(9)], [])
+    mix = ExperienceMixCollateFn(manager, str)
+    visits = dict.fromkeys(tasks, 0)
+    given: set[str] = set()
+    for step in range(20):
+        batch = tasks[step % 10 * 8 : step % 10 * 8 + 8]
+        given.update(batch)
+        experience, fresh = mix(batch, step / 20)
+        assert len(experience) + len(fresh) == 8
+        for task in fresh:
+            visits[task] += 1
+        never = {task for task in given if not visits[task]}
+        assert never <= set(manager.waiting_tasks), "whatever was given and not rolled out waits"
+        assert mix.metrics["experience_replay/waiting_tasks"] == len(manager.waiting_tasks)
+    assert min(visits.values()) >= 1
+
+
+def test_waiting_tasks_go_with_the_pool_into_a_checkpoint(make: Make) -> None:
+    manager = manager_with(make, ["a", "b"], [])
+    mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0)
+    mix(["c", "d", "e", "f"], 0.5)
+    assert list(manager.waiting_tasks) == ["e", "f"]
+    other = ExperienceManager(PoolRules(n_rollout=4))
+    other.load_state_dict(manager.state_dict())
+    resumed = ExperienceMixCollateFn(other, str, replay_start_ratio=0.0, exp_ratio=0.0)
+    assert resumed(["g", "h"], 0.5) == ([], ["e", "f"])
+    assert resumed(["c"], 0.5) == ([], ["g"])
+
+
+def test_tasks_that_the_data_lack_are_told_once_and_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    manager = manager_with(make, ["a", "b", "c"], [])
+    mix = ExperienceMixCollateFn(manager, lambda name: name if name != "b" else None, replay_start_ratio=0.0)
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        for _ in range(10):
+            experience, _ = mix([f"t{i}" for i in range(8)], 0.5)
+            assert set(experience) == {"a", "c"}
+    assert caplog.text.count("no task 'b'") == 1
+    assert mix.metrics["experience_replay/unknown_tasks"] == 1.0
+
+
+def test_a_pool_of_another_dataset_is_an_error_before_training(make: Make) -> None:
+    manager = manager_with(make, ["a", "b"], [])
+    with pytest.raises(ConfigurationError, match="another dataset"):
+        ExperienceMixCollateFn(manager, lambda name: None)
+    empty = ExperienceManager(PoolRules(n_rollout=4))
+    mix: ExperienceMixCollateFn[str] = ExperienceMixCollateFn(empty, lambda name: None)
+    empty.load_state_dict(manager.state_dict())
+    with pytest.raises(ConfigurationError, match="another dataset"):
+        mix.check_tasks()

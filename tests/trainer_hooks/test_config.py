@@ -30,6 +30,7 @@ DEFAULTS = {
     "replay_difficulty": None,
     "success_threshold": 1.0,
     "save_filter": "success",
+    "reward_fingerprint": None,
     "min_reward": None,
     "seed": 1234,
     "off_policy_shaping": None,

@@ -40,6 +40,8 @@ class PoolCut:
     trajectories: dict[str, list[AgentTrajectory]]
     uses: Uses = field(default_factory=dict)
     """How often each trajectory was drawn; cuts of earlier versions have none."""
+    waiting: list[str] = field(default_factory=list)
+    """Tasks that gave way to tasks with history; cuts of earlier versions have none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cut as plain containers; inverse of :meth:`from_dict`."""
@@ -67,6 +69,7 @@ class PoolCut:
                 entries={task: [int(number) for number in ids] for task, ids in value["entries"].items()},
                 trajectories={task: [from_plain(one) for one in held] for task, held in value["trajectories"].items()},
                 uses=uses_from_json(value.get("uses", ())),
+                waiting=[str(task) for task in value.get("waiting", ())],
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
@@ -74,7 +77,8 @@ class PoolCut:
     def state(self) -> PoolState:
         """Return buckets and skip set as a pool's state without trajectories."""
         buckets = DifficultyBuckets(self.difficulty2task_dict)
-        return PoolState(buckets, dict.fromkeys(self.skip_uid_set), uses=dict(self.uses))
+        skip, waiting = dict.fromkeys(self.skip_uid_set), dict.fromkeys(self.waiting)
+        return PoolState(buckets, skip, uses=dict(self.uses), waiting=waiting)
 
     def make_generator(self) -> np.random.Generator:
         """Return a random generator in the cut's state."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.errors import CorruptStoreError, StoreError, TrajectoryUnavailableError
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.outcomes import REPLAY_MARK
 from trajstore.experience.selection import PoolEntry, PoolRules, Refusal, admit, eligible, entry_of
@@ -67,6 +67,9 @@ class PoolState:
     entries: dict[str, tuple[PoolEntry, ...]] = field(default_factory=dict)
     uses: Uses = field(default_factory=dict)
     """How often a trajectory was drawn; absent = never. By task and tokens, so that it outlives the id."""
+    waiting: dict[str, None] = field(default_factory=dict)
+    """Tasks that gave way to tasks with history. In no record: a crash that has no checkpoint loses the order of the
+    training tasks anyway."""
 
     def uses_of(self, entries: Iterable[PoolEntry]) -> list[int]:
         """Return how often each of these entries was drawn."""
@@ -110,6 +113,9 @@ class PoolState:
                     record = store.get(number)
                 except TrajectoryUnavailableError:
                     missing += 1
+                    continue
+                except StoreError as error:
+                    warn_of_unreadable(number, error, task)
                     continue
                 entry = entry_of(record, number)
                 if isinstance(entry, PoolEntry):
@@ -174,6 +180,12 @@ class Recovered:
     fingerprint: str
     added: int
     """Entries since the newest snapshot."""
+
+
+def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> None:
+    """Warn that one record of the store cannot be read, and what of the pool is left out with it."""
+    what = f"a trajectory of task {task!r} is left out" if task else "what it says of the pool is left out"
+    logger.warning("experience pool: record %d cannot be read, %s: %s", trajectory_id, what, error)
 
 
 def entry_record(trajectory: AgentTrajectory, global_steps: int, *, staged: bool = False) -> AgentTrajectory:
@@ -274,7 +286,11 @@ def recover(store: PoolStore, rules: PoolRules) -> Recovered:
     ids = store.ids()
     below: list[int] = []
     for position in range(len(ids) - 1, -1, -1):
-        record = store.get(ids[position])
+        try:
+            record = store.get(ids[position])
+        except StoreError as error:
+            warn_of_unreadable(ids[position], error)
+            continue
         head = record.metadata.get(JOURNAL_KEY)
         if not isinstance(head, dict):
             continue
@@ -306,8 +322,11 @@ def _from_snapshot(store: PoolStore, record_id: int, head: dict[str, Any], below
     result.fingerprint = result.state.adopt(store, dict(head["entries"]))
     live = {entry.trajectory_id for entry in result.state.all_entries()}
     for other in below:
-        if other not in live and JOURNAL_KEY in store.get(other).metadata:
-            result.garbage.append(other)
+        try:
+            if other not in live and JOURNAL_KEY in store.get(other).metadata:
+                result.garbage.append(other)
+        except StoreError as error:
+            warn_of_unreadable(other, error)
     _note_head(record_id, head, result)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from trajstore.errors import TrajectoryUnavailableError
+from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
 from trajstore.experience.journal import PoolState, TaskChange
 from trajstore.experience.selection import AdmissionPlan, PoolEntry, PoolRules
@@ -68,13 +68,19 @@ class PoolLedger:
         return self._store.store_id
 
     def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
-        """Return entries with their records, which are not to be changed. What the store gave up leaves the pool."""
+        """Return entries with their records, which are not to be changed.
+
+        What the store gave up leaves the pool, and so does, with a warning, what it cannot read.
+        """
         found = []
         for entry in entries:
             try:
                 found.append((entry, self._store.get(entry.trajectory_id)))
             except TrajectoryUnavailableError:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
+                self.state.forget(entry)
+            except StoreError as error:  # one damaged record does not hide the others
+                journal.warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
                 self.state.forget(entry)
         return found
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, listed
 from trajstore.experience.pool import ExperienceManager, task_id_of
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
@@ -58,7 +62,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         offpolicy_trajectories_per_task: histories per experience task at the most, below ``n_rollout``.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: an argument is out of range, or the training data have none of the pool's tasks.
     """
 
     def __init__(
@@ -71,23 +75,35 @@ class ExperienceMixCollateFn(Generic[Task]):
         offpolicy_trajectories_per_task: int = 1,
     ) -> None:
         n_rollout = exp_manager.rules.n_rollout
-        if not 0 <= replay_start_ratio <= 1:
-            raise ConfigurationError(f"replay_start_ratio: {replay_start_ratio}, must be in [0, 1]")
-        if not 1 <= offpolicy_trajectories_per_task < n_rollout:
-            raise ConfigurationError(
-                f"offpolicy_trajectories_per_task: {offpolicy_trajectories_per_task}, must be at least 1 and below"
-                f" n_rollout = {n_rollout}, so that every task makes a fresh rollout"
-            )
-        if not callable(exp_ratio):
-            _check_ratio(exp_ratio)
+        problems = start_problems(replay_start_ratio) + history_problems(offpolicy_trajectories_per_task, n_rollout)
+        problems += [] if callable(exp_ratio) else ratio_problems(exp_ratio)
+        if problems:
+            raise ConfigurationError("; ".join(problems))
         self.metrics: dict[str, float] = {}
-        """What the newest call did: experience tasks, share of them, and whether there was nothing to replay."""
+        """What the newest call did: experience tasks, share of them, whether there was nothing to replay, tasks that
+        gave way and tasks that wait, unknown tasks."""
         self._manager = exp_manager
         self._get_task = get_task
         self._exp_ratio = exp_ratio
         self._start = replay_start_ratio
         self._histories = offpolicy_trajectories_per_task
         self._n_rollout = n_rollout
+        self._unknown: set[str] = set()
+        self._given: dict[str, Task] = {}  # waiting tasks as they were given; after a resume get_task finds them
+        self.check_tasks()
+
+    def check_tasks(self) -> None:
+        """See that the training data have tasks of the pool; to be called when another pool was loaded.
+
+        Raises:
+            ConfigurationError: they have none of them.
+        """
+        tasks = self._manager.get_task_ids()
+        if tasks and all(self._get_task(task) is None for task in tasks):
+            raise ConfigurationError(
+                f"the experience pool has trajectories of {len(tasks)} tasks ({listed(tasks, 3)}), the training data"
+                " have none of these: another dataset? Give the run a pool of its own, or the data of the pool"
+            )
 
     def __call__(
         self, training_tasks: Sequence[Task], training_progress: float, enable_replay: bool = True
@@ -95,23 +111,29 @@ class ExperienceMixCollateFn(Generic[Task]):
         """Return ``(experience_tasks, on_policy_tasks)``, together as many as ``training_tasks``.
 
         Before ``replay_start_ratio``, or switched off, these are none and all. Otherwise
-        ``int(batch_size * exp_ratio)`` experience tasks at the most, drawn from the pool; the rest are training
-        tasks in their order, none of them an experience task, tasks that are skipped as solved only where too
-        few others are left. No task comes twice unless ``training_tasks`` has it twice and too few others.
+        ``int(batch_size * exp_ratio)`` experience tasks at the most, drawn from the pool; the rest are tasks that gave
+        way to experience tasks in earlier calls, in their order, and then training tasks in theirs, none of them an
+        experience task, tasks that are skipped as solved only where too few others are left. Those that find no room
+        wait for the next call. No task comes twice unless ``training_tasks`` has it twice and too few others.
 
         Raises:
             ConfigurationError: the schedule's ratio is outside [0, 1].
         """
         if not enable_replay or training_progress < self._start:
+            for task in training_tasks:
+                self._manager.waiting_tasks.pop(task_id_of(task), None)
             self._note(0, len(training_tasks), replaying=False)
             return [], list(training_tasks)
         ratio = self._exp_ratio(training_progress) if callable(self._exp_ratio) else self._exp_ratio
-        _check_ratio(ratio)
+        if problems := ratio_problems(ratio):
+            raise ConfigurationError("; ".join(problems))
         experience = self._draw(int(len(training_tasks) * ratio))
 
         used = {task_id_of(task) for task in experience}
         skipped = self._manager.skip_uid_set
-        fresh: list[Task] = []
+        fresh = self._take_waiting(used | skipped)
+        earlier = len(fresh)
+        used.update(map(task_id_of, fresh))
         solved: list[Task] = []
         repeated: list[Task] = []
         for task in training_tasks:
@@ -122,7 +144,10 @@ class ExperienceMixCollateFn(Generic[Task]):
             used.add(name)
             (solved if name in skipped else fresh).append(task)
         wanted = len(training_tasks) - len(experience)
-        self._note(len(experience), len(training_tasks), replaying=True)
+        self._given = {task_id_of(task): task for task in fresh[wanted:]}
+        self._manager.waiting_tasks.update(dict.fromkeys(self._given))
+        displaced = len(fresh) - max(wanted, earlier) if len(fresh) > wanted else 0
+        self._note(len(experience), len(training_tasks), replaying=True, displaced=displaced)
         return experience, [*fresh, *solved, *repeated][:wanted]
 
     def get_histories(self, experience_tasks: Sequence[Task]) -> dict[str, list[AgentTrajectory]]:
@@ -144,23 +169,80 @@ class ExperienceMixCollateFn(Generic[Task]):
 
     def _draw(self, target: int) -> list[Task]:
         tasks: list[Task] = []
-        drawn: set[str] = set()
+        drawn = set(self._unknown)
         while len(tasks) < target:
             ids = self._manager.sample_tasks_from_replaypool(target - len(tasks), exclude=drawn)
             if not ids:
                 break
             drawn.update(ids)
-            tasks.extend(task for task in map(self._get_task, ids) if task is not None)
+            tasks.extend(task for task in map(self._known, ids) if task is not None)
         return tasks
 
-    def _note(self, experience: int, batch: int, *, replaying: bool) -> None:
+    def _known(self, name: str) -> Task | None:
+        """Return the task of an id. One that the training data lack is counted, told once and not drawn again."""
+        task = self._get_task(name)
+        if task is None:
+            if not self._unknown:
+                logger.warning(
+                    "experience pool: the training data have no task %r; tasks that they lack are not replayed, and"
+                    " counted as experience_replay/unknown_tasks",
+                    name,
+                )
+            self._unknown.add(name)
+        return task
+
+    def _take_waiting(self, passed_over: Collection[str]) -> list[Task]:
+        """Return the tasks that wait, the first one longest, and forget them. Those passed over need not wait more."""
+        waiting = self._manager.waiting_tasks
+        names = [name for name in waiting if name not in passed_over]
+        waiting.clear()
+        found = [self._given[name] if name in self._given else self._known(name) for name in names]
+        return [task for task in found if task is not None]
+
+    def _note(self, experience: int, batch: int, *, replaying: bool, displaced: int = 0) -> None:
         self.metrics = {
             "experience_replay/experience_tasks": float(experience),
             "experience_replay/experience_task_ratio": experience / batch if batch else 0.0,
             "experience_replay/nothing_to_replay": float(replaying and not experience),
+            "experience_replay/displaced_tasks": float(displaced),
+            "experience_replay/waiting_tasks": float(len(self._manager.waiting_tasks)),
+            "experience_replay/unknown_tasks": float(len(self._unknown)),
         }
 
 
-def _check_ratio(ratio: float) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-        raise ConfigurationError(f"exp_ratio: {ratio!r}, must be a number in [0, 1]")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def start_problems(replay_start_ratio: Any) -> list[str]:
+    """Return what is wrong with a ``replay_start_ratio``, a sentence each."""
+    fine = _is_number(replay_start_ratio) and 0 <= replay_start_ratio <= 1
+    return [] if fine else [f"replay_start_ratio: {replay_start_ratio!r}, must be a number in [0, 1]"]
+
+
+def ratio_problems(exp_ratio: Any) -> list[str]:
+    """Return what is wrong with an ``exp_ratio`` that is no function: a number, or the points of a schedule."""
+    if isinstance(exp_ratio, tuple):
+        pairs = all(isinstance(point, tuple) and len(point) == 2 and all(map(_is_number, point)) for point in exp_ratio)
+        try:
+            if pairs:
+                RatioSchedule(exp_ratio)
+                return []
+        except ConfigurationError as error:
+            return [str(error)]
+    elif _is_number(exp_ratio) and 0 <= exp_ratio <= 1:
+        return []
+    return [f"exp_ratio: {exp_ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
+
+
+def history_problems(offpolicy_trajectories_per_task: Any, n_rollout: int | None) -> list[str]:
+    """Return what is wrong with a number of histories per task; ``n_rollout`` None = unknown."""
+    k = offpolicy_trajectories_per_task
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        return [f"offpolicy_trajectories_per_task: {k!r}, must be a whole number of at least 1"]
+    if n_rollout is not None and k >= n_rollout:
+        return [
+            f"offpolicy_trajectories_per_task: {k}, must be below n_rollout = {n_rollout}, so that every task makes a"
+            " fresh rollout"
+        ]
+    return []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,23 @@ from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_t
 from trajstore.experience.contract import check_same, check_trajectories
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
 from trajstore.experience.selection import (
+    REWARD_FINGERPRINT,
     AdmissionPlan,
     PoolEntry,
     PoolRules,
     Refusal,
-    has_known_age,
+    is_worth_keeping,
     plan_admissions,
     rank,
     rollouts_to_keep,
+    with_reward_fingerprint,
 )
 from trajstore.experience.store import MemoryStore, PoolStore
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,8 @@ class ExperienceManager:
         tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown, nothing is checked
             until the first trajectory that names its own.
         current_entropy: entropy under the current policy; without it the entropy saved with the trajectory counts.
+        reward_fingerprint: name and version of the reward function; empty = unknown. It is kept with each trajectory,
+            and where it differs there is a warning.
 
     Raises:
         ConfigurationError: the store's pool was made with another tokenizer.
@@ -65,8 +71,10 @@ class ExperienceManager:
         store: PoolStore | None = None,
         tokenizer_fingerprint: str = "",
         current_entropy: CurrentEntropy | None = None,
+        reward_fingerprint: str = "",
     ) -> None:
         self.rules = rules
+        self.reward_fingerprint = reward_fingerprint
         self.current_entropy = current_entropy
         self.refused: Counter[str] = Counter()
         """How many trajectories were refused so far, by reason (see ``Refusal``)."""
@@ -76,7 +84,8 @@ class ExperienceManager:
         self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
         self._scorer = EntropyScorer()
         self._counting = False
-        self._warned_of_newer = False
+        self._notices = PoolNotices()
+        warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
 
     # ---- what the pool holds ----
 
@@ -91,7 +100,7 @@ class ExperienceManager:
         self._ledger.global_steps = int(value)
         self._counting = True
         if goes_back:
-            self._warn_of_newer_versions()
+            self._notices.newer_versions(self._state.all_entries(), self.rules, self.global_steps)
 
     @property
     def difficulty2task_dict(self) -> dict[int, list[str]]:
@@ -218,13 +227,18 @@ class ExperienceManager:
             InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
         """
         fingerprint = check_trajectories(trajectories, self._fingerprint)
-        plan = plan_admissions(self._state.entries, trajectories, self.rules)
+        marked = [with_reward_fingerprint(one, self.reward_fingerprint) for one in trajectories]
+        plan = plan_admissions(self._state.entries, marked, self.rules)
         self._ledger.add(plan)
         self.refused.update(plan.refused)
         self._fingerprint = fingerprint
         return len(plan.accepted)
 
     # ---- before a step ----
+
+    def get_task_ids(self) -> list[str]:
+        """Return the tasks of which the pool has trajectories."""
+        return list(self._state.entries)
 
     def get_valid_replay_task_ids(self) -> list[str]:
         """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
@@ -294,7 +308,41 @@ class ExperienceManager:
             for task, found in self._candidates(tasks).items()
         }
 
+    @property
+    def waiting_tasks(self) -> dict[str, None]:
+        """Training tasks that gave way to tasks with history and wait for their turn, the first one longest.
+
+        The mixing's own; here because it goes with the pool into checkpoints.
+        """
+        return self._state.waiting
+
     # ---- keeping it ----
+
+    def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
+        """Give every trajectory a new outcome, after the reward function has changed; return how many stay.
+
+        What is no longer worth keeping by ``save_filter`` leaves the pool. Buckets and skip set stay as they are:
+        they are of the steps that were, and the next step of a task corrects them.
+
+        Args:
+            outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was changed.
+        """
+        rated = []
+        for held in self.task2trajectories.values():
+            for one in held:
+                reward = replace(one.reward or Reward(), outcome=outcome(one))
+                metadata = {**one.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
+                rated.append(replace(one, reward=reward, metadata=metadata))
+        state = self._state
+        fresh = journal.PoolState(
+            DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
+        )
+        plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
+        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        return len(self)
 
     def flush(self) -> None:
         """Return when every change so far is in the store as durably as the store can make it.
@@ -332,6 +380,7 @@ class ExperienceManager:
             entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
             trajectories={} if durable else self._held(),
             uses=self._state.live_uses(),
+            waiting=list(self._state.waiting),
         ).to_dict()
 
     def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
@@ -369,6 +418,7 @@ class ExperienceManager:
         plan = self._plan_all(fresh, cut.trajectories)
         self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
         self.refused = Counter(cut.refused) + plan.refused
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
 
     def save_experience_pool_to_disk(self, directory: str | Path) -> None:
@@ -403,11 +453,8 @@ class ExperienceManager:
         plan = self._plan_all(fresh, contents.task2trajectories)
         self._ledger.replace(fresh, plan, self.global_steps, self._generator)
         self.refused.update(plan.refused)
-        if plan.refused:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in plan.refused.most_common())
-            logger.warning(
-                "%s: %d of %d trajectories were not taken: %s", directory, plan.refused.total(), len(held), reasons
-            )
+        warn_of_refusals(directory, plan.refused, len(held))
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = fingerprint
 
     # ---- inside ----
@@ -415,26 +462,6 @@ class ExperienceManager:
     def _may_enter(self, task: str, outcome: TaskOutcome) -> bool:
         """Return whether a task's rollouts may enter: not if it is solved, or skipped and no failure was seen."""
         return not outcome.solved(self.rules.n_rollout) and (outcome.failed or task not in self._state.skip)
-
-    def _warn_of_newer_versions(self) -> None:
-        """Warn, once, of trajectories that a policy newer than the step that is going on made."""
-        newer = [
-            entry.policy_version
-            for entry in self._state.all_entries()
-            if entry.policy_version is not None and not has_known_age(entry, self.global_steps)
-        ]
-        if newer and not self._warned_of_newer:
-            self._warned_of_newer = True
-            effect = "any age" if self.rules.max_policy_age is None else "too old for max_policy_age"
-            logger.warning(
-                "experience pool: %d trajectories have policy versions up to %d, this is step %d: the count of steps"
-                " began anew (no checkpoint?). Their age is unknown and counts as %s; begin with an empty pool, or"
-                " resume from the checkpoint that belongs to it",
-                len(newer),
-                max(newer),
-                self.global_steps,
-                effect,
-            )
 
     def _held(self) -> dict[str, list[AgentTrajectory]]:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""

@@ -50,6 +50,9 @@ class Refusal(StrEnum):
     """The task has its full number of trajectories, and this one's entropy is no improvement."""
 
 
+REWARD_FINGERPRINT = "reward_fingerprint"
+"""Key of ``metadata`` under which a trajectory says which reward function gave its outcome."""
+
 LOG_PROB_ROUNDING = 1e-3
 """How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
 
@@ -144,6 +147,8 @@ class PoolEntry:
     policy_version: int | None
     digest: bytes
     """Identifies the tokens."""
+    reward_fingerprint: str = ""
+    """Reward function that gave the outcome; empty = unknown."""
 
 
 def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
@@ -221,7 +226,15 @@ def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Ref
         outcome=outcome_of(trajectory),
         policy_version=trajectory.policy_version,
         digest=token_digest(trajectory),
+        reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
     )
+
+
+def with_reward_fingerprint(trajectory: AgentTrajectory, fingerprint: str) -> AgentTrajectory:
+    """Return a trajectory that says which reward function gave its outcome, unless it says so already."""
+    if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata:
+        return trajectory
+    return replace(trajectory, metadata={**trajectory.metadata, REWARD_FINGERPRINT: fingerprint})
 
 
 def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:

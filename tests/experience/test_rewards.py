@@ -1,0 +1,86 @@
+"""Which reward function gave an outcome, and one record that cannot be read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trajstore.errors import CorruptStoreError
+from trajstore.experience import ExperienceManager, MemoryStore, PoolRules
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+RULES = PoolRules(n_rollout=4)
+
+
+def filled(make: Make, store: MemoryStore | None = None, reward: str = "exact:1") -> ExperienceManager:
+    manager = ExperienceManager(RULES, store=store, reward_fingerprint=reward)
+    manager.save_trajectories_to_memory([make(task, tokens) for task in "ab" for tokens in (1, 2)])
+    return manager
+
+
+@pytest.mark.parametrize("way", ["restart", "checkpoint", "files"])
+def test_another_reward_function_is_told(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    store = MemoryStore()
+    first = filled(make, store)
+    first.save_experience_pool_to_disk(tmp_path / "step_1")
+    for fingerprint, told in (("exact:1", False), ("", False), ("partial:2", True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="trajstore"):
+            other = ExperienceManager(RULES, store=store if way == "restart" else None, reward_fingerprint=fingerprint)
+            if way == "checkpoint":
+                other.load_state_dict(first.state_dict())
+            if way == "files":
+                other.load_experience_pool_from_disk(tmp_path / "step_1")
+        assert ("4 trajectories have outcomes of another reward function: 'exact:1' (4)" in caplog.text) is told
+    assert len(other) == 4
+
+
+def test_outcomes_can_be_given_anew(make: Make) -> None:
+    store = MemoryStore()
+    filled(make, store)
+    manager = ExperienceManager(RULES, store=store, reward_fingerprint="partial:2")
+    assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
+    held = {task: [one.rollout_id for one in found] for task, found in manager.task2trajectories.items()}
+    assert held == {"a": ["a/1"], "b": ["b/2"]}
+    again = ExperienceManager(RULES, store=store)
+    marks = {one.metadata["reward_fingerprint"] for found in again.task2trajectories.values() for one in found}
+    assert marks == {"partial:2"}
+
+
+class DamagedStore(MemoryStore):
+    """Cannot read one of its records."""
+
+    damaged: int | None = None
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        if trajectory_id == self.damaged:
+            raise CorruptStoreError(f"shard_3.pt: trajectory {trajectory_id} is damaged")
+        return super().get(trajectory_id)
+
+
+@pytest.mark.parametrize("when", ["open", "compacted", "drawn"])
+def test_one_unreadable_record_does_not_hide_the_others(
+    make: Make, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    store = DamagedStore()
+    manager = filled(make, store)
+    if when == "compacted":
+        manager.compact()
+    damaged = next(number for number in store.ids() if store.get(number).rollout_id == "a/1")
+    store.damaged = damaged
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        if when != "drawn":
+            manager = ExperienceManager(RULES, store=store)
+        found = manager.get_all_candidates_batch(["a", "b"])
+    assert {task: [one.rollout_id for one in held] for task, held in found.items()} == {
+        "a": ["a/2"],
+        "b": ["b/1", "b/2"],
+    }
+    assert f"record {damaged} cannot be read" in caplog.text
+    assert len(manager) == 3
