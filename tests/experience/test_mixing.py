@@ -108,7 +108,7 @@ def test_every_task_has_n_rollout_rows(make: Make) -> None:
 
 @pytest.mark.parametrize("histories", [0, 4, 5])
 def test_a_task_must_make_a_fresh_rollout(make: Make, histories: int) -> None:
-    with pytest.raises(ConfigurationError, match="offpolicy_trajectories_per_task: .*(n_rollout = 4|at least 1)"):
+    with pytest.raises(ConfigurationError, match=r"offpolicy_trajectories_per_task: .*(n_rollout = 4|at least 1)"):
         ExperienceMixCollateFn(manager_with(make, [], []), str, offpolicy_trajectories_per_task=histories)
 
 
