@@ -26,6 +26,7 @@ from trajstore.opening import open_directory
 from trajstore.places import check_no_ranks
 from trajstore.record import record_of
 from trajstore.retention import Retention
+from trajstore.rlinf.guard import check_not_rlinf
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
@@ -60,7 +61,8 @@ class TrajectoryReplayBuffer:
         on_commit: called with the ids of each commit, from a writer thread; must be quick.
 
     Raises:
-        ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders.
+        ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders, or is
+            a directory of RLinf.
         StoreLockedError: another process writes to ``auto_save_path``.
         StoreWriteError: ``auto_save_path`` cannot be written.
         CorruptStoreError, UnsafeContentError, UnsupportedVersionError: what lies there cannot be continued.
@@ -103,6 +105,7 @@ class TrajectoryReplayBuffer:
     def _open(self, options: WriterOptions, on_commit: Callable[[Sequence[int]], None] | None) -> Intake:
         directory = open_directory(str(self.auto_save_path), **self._storage_options)
         check_no_ranks(directory, **self._storage_options)
+        check_not_rlinf(directory)  # before anything is written there, the lock included
         self._listener = ViewListener(self._view, self._draws, on_commit)
         told = WeakListener(self._listener)
         self._writer = StoreWriter(directory, self._format, options, told)

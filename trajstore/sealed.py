@@ -11,18 +11,34 @@ import orjson
 from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
 LAYOUT = "trajstore"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+"""2: the snapshot has ``_FOR_RLINF``."""
+
+_FOR_RLINF = (
+    b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '
+    b"load it with trajstore, or save it for RLinf with save_checkpoint(layout='rlinf')\"],"
+)
+"""RLinf's index has its ids under this key and makes numbers of them; without it, it loads nothing, in silence."""
+
+
+def _between(name: str) -> bytes:
+    """Return what stands in a sealed file between checksum and body."""
+    return b'",%b"%b":' % (_FOR_RLINF if name == "snapshot" else b"", name.encode())
+
+
+def _heads(name: str) -> tuple[bytes, bytes]:
+    """Return what may stand there: of this layout, and of layout 1."""
+    return _between(name), b'","%b":' % name.encode()
 
 
 def seal(name: str, body: bytes) -> bytes:
     """Return a JSON file ``{"crc32": ..., name: body}`` whose checksum covers ``body``."""
-    return b'{"crc32":"%08x","%b":' % (zlib.crc32(body), name.encode()) + body + b"}"
+    return b'{"crc32":"%08x%b' % (zlib.crc32(body), _between(name)) + body + b"}"
 
 
 def begins_sealed(name: str, data: bytes) -> bool:
     """Return whether a file begins as :func:`seal` begins it, damaged behind that or not."""
-    head = seal(name, b"")[:-1]
-    return data[:10] == head[:10] and data[18 : len(head)] == head[18:]
+    return data[:10] == b'{"crc32":"' and any(data.startswith(head, 18) for head in _heads(name))
 
 
 def unseal(name: str, data: bytes, source: str) -> Any:
@@ -31,8 +47,8 @@ def unseal(name: str, data: bytes, source: str) -> Any:
     Raises:
         CorruptStoreError: it is no such file, or its checksum does not fit.
     """
-    head = len(seal(name, b"")) - 1
-    if data[:10] != b'{"crc32":"' or data[18:head] != b'","%b":' % name.encode() or data[-1:] != b"}":
+    head = next((18 + len(text) for text in _heads(name) if data.startswith(text, 18)), 0)
+    if data[:10] != b'{"crc32":"' or not head or data[-1:] != b"}":
         raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
     body = memoryview(data)[head:-1]
     if data[10:18] != b"%08x" % zlib.crc32(body):
@@ -41,6 +57,19 @@ def unseal(name: str, data: bytes, source: str) -> Any:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise CorruptStoreError(f"{source}: {error}") from error
+
+
+_KEYS_OF_RLINF = frozenset({"trajectory_format", "size", "total_samples", "trajectory_counter", "seed"})
+"""All that RLinf's ``metadata.json`` has."""
+
+
+def is_of_rlinf(data: bytes) -> bool:
+    """Return whether a ``metadata.json`` is one of RLinf."""
+    try:
+        values = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(values, dict) and len(values) >= 3 and values.keys() <= _KEYS_OF_RLINF
 
 
 def metadata_json(values: Mapping[str, Any]) -> bytes:
@@ -63,6 +92,13 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
         raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
     if not isinstance(values, dict):
         raise CorruptStoreError(f"{source}: not a JSON object")
+    if is_of_rlinf(data):
+        raise CorruptStoreError(
+            f"{source}: RLinf has written into this store and replaced its metadata.json and trajectory_index.json; "
+            "shards/ and log/ are as they were. Move RLinf's files (these two and trajectory_*) to a directory of "
+            "their own, from which they load, and put the two files of trajstore back from a checkpoint or a copy; "
+            "load_checkpoint(strict=False) reads what the log alone can tell"
+        )
     if values.get("layout") != LAYOUT:
         raise CorruptStoreError(f"{source}: not the metadata of a trajstore directory")
     version = values.get("layout_version")

@@ -1,0 +1,105 @@
+"""trajstore and RLinf in one directory: neither passes over what the other wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.inspect import inspect
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+
+def rlinf_files(path: Path) -> dict[str, Any]:
+    """Write what RLinf writes when it adds its first trajectory, replacing what is there; return the metadata."""
+    path.mkdir(exist_ok=True)
+    metadata = {"trajectory_format": "pt", "size": 1, "total_samples": 6, "trajectory_counter": 1, "seed": 3}
+    entry = {"num_samples": 6, "trajectory_id": 0, "max_episode_length": 3, "shape": [3, 2, 1], "model_weights_id": "w"}
+    torch.save({"rewards": torch.zeros(3, 2, 1)}, path / "trajectory_0_w.pt")
+    (path / "metadata.json").write_text(json.dumps(metadata))
+    (path / "trajectory_index.json").write_text(
+        json.dumps({"trajectory_index": {"0": entry}, "trajectory_id_list": [0]})
+    )
+    return metadata
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(4)])
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_rlinf_cannot_take_our_index_for_an_empty_one(store: Path, tmp_path: Path, saved: bool) -> None:
+    if saved:
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
+            buffer.save_checkpoint(tmp_path / "checkpoint")
+        store = tmp_path / "checkpoint"
+    index = json.loads((store / "trajectory_index.json").read_text())
+    with pytest.raises(ValueError, match=r"written by trajstore.*save_checkpoint\(layout='rlinf'\)"):
+        [int(number) for number in index.get("trajectory_id_list", [])]  # what RLinf's buffer and tools do with it
+
+
+def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
+    rlinf_files(tmp_path / "theirs")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()}
+    with pytest.raises(ConfigurationError, match=r"theirs: holds a replay buffer of RLinf.*load_checkpoint this one"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "theirs")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()} == before
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "ours", sample_window_size=0) as buffer:
+        buffer.load_checkpoint(tmp_path / "theirs")  # as the message says
+        buffer.add_trajectories([buffer.get(0)])
+        buffer.save_checkpoint(tmp_path / "both")
+    both = TrajectoryReplayBuffer(sample_window_size=0)
+    both.load_checkpoint(tmp_path / "both")
+    assert len(both) == 2
+
+
+def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
+    ours = {name: (store / name).read_bytes() for name in ("metadata.json", "trajectory_index.json")}
+    rlinf_files(store)
+    before = sorted(file.name for file in store.iterdir())
+    said = r"store.metadata\.json: RLinf has written into this store.*Move RLinf's files"
+    for call in (
+        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store),
+        lambda: TrajectoryReplayBuffer().load_checkpoint(store),
+        lambda: inspect(store),
+    ):
+        with pytest.raises(CorruptStoreError, match=said):
+            call()
+    assert sorted(file.name for file in store.iterdir() if file.name != "readers") == before
+    assert not verify(store).sound
+    assert "RLinf has written into this store" in verify(store).problems[0].message
+
+    moved = store.with_name("theirs")
+    moved.mkdir()
+    for file in [*store.glob("*.json"), *store.glob("trajectory_*.pt")]:
+        file.rename(moved / file.name)
+    for name, data in ours.items():
+        (store / name).write_bytes(data)
+    for path, count in ((store, 4), (moved, 1)):
+        assert verify(path).sound
+        again = TrajectoryReplayBuffer()
+        again.load_checkpoint(path)
+        assert len(again) == count
+
+
+def test_what_the_log_still_tells_is_read_beside_rlinfs_files(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(4)])
+        buffer.flush()
+        store = Path(shutil.copytree(tmp_path / "live", tmp_path / "killed"))  # as SIGKILL would leave it
+    rlinf_files(store)
+    lenient = TrajectoryReplayBuffer(sample_window_size=0)
+    lenient.load_checkpoint(store, strict=False)
+    assert [check_trajectory(lenient.get(number)) for number in range(4)] == [0, 1, 2, 3]
+    lenient.save_checkpoint(tmp_path / "saved")
+    assert verify(tmp_path / "saved").trajectories == 4
