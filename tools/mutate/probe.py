@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[type[Exception], ...]] = {
     "inspect": _OPENING,
     "load_checkpoint": _OPENING,
     "sample": (*_READING, errors.EmptyBufferError, errors.SchemaMismatchError),
-    "get": _READING,
+    "get": (*_READING, errors.TrajectoryUnavailableError),
     "open for writing": (*_READING, errors.UnsupportedVersionError, errors.StoreWriteError),
     "add": (errors.StoreWriteError,),
     "load pool": (*_READING, errors.StoreNotFoundError, errors.ConfigurationError),
