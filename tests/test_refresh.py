@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
 
-from trajstore import TrajectoryReplayBuffer
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
@@ -105,3 +107,131 @@ def test_a_writer_in_another_process_is_followed_from_the_empty_store_on(tmp_pat
     child.join(30)
     assert child.exitcode == 0
     reader.close()
+
+
+# -- what it costs ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the directories that are opened from now on, each time that one is."""
+    urls: list[str] = []
+    original = Catalog.open.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[Catalog], directory: object) -> Catalog:
+        urls.append(directory.url)  # type: ignore[attr-defined]
+        return original(cls, directory)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Catalog, "open", classmethod(counted))
+    return urls
+
+
+def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, opened: list[str]) -> None:
+    options = WriterOptions(snapshot_bytes=1 << 12)  # so small that the index is written several times
+    with writer_to(tmp_path, writer=options, retention=Retention(max_trajectories=8)) as source:
+        for key in range(8):
+            source.add_trajectories([witness(key)])
+            source.flush()
+        reader = reader_of(tmp_path)
+        check_batch(reader.sample(8))
+        contents = reader._view.contents
+        opened.clear()
+        for key in range(8, 60):
+            source.add_trajectories([witness(key)])
+            source.flush()
+            mapped = reader.get_stats()["mapped_shards"]
+            assert reader.refresh()
+            assert reader.get_stats()["mapped_shards"] >= mapped - 1, "maps of what is still there stay"
+            assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
+            check_batch(reader.sample(8))
+        assert opened == []
+        assert reader._view.contents is contents
+        reader.close()
+
+
+def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, opened: list[str]) -> None:
+    with writer_to(tmp_path, writer=WriterOptions(snapshot_bytes=1 << 12)) as source:
+        source.add_trajectories([witness(0)])
+        source.flush()
+        reader = reader_of(tmp_path)
+        opened.clear()
+        for key in range(1, 60):
+            source.add_trajectories([witness(key)])
+            source.flush()
+        assert reader.refresh()
+        assert opened != []
+        assert [check_trajectory(reader.get(number)) for number in range(60)] == list(range(60))
+        source.add_trajectories([witness(60)])
+        source.flush()
+        opened.clear()
+        assert reader.refresh()
+        assert opened == []
+        assert check_trajectory(reader.get(60)) == 60
+        reader.close()
+
+
+@pytest.mark.parametrize("fmt", ["pt", "pkl"])
+def test_a_follower_shows_what_a_fresh_reader_shows(tmp_path: Path, fmt: str) -> None:
+    choose = random.Random(3)
+    options = WriterOptions(commit_interval=0, snapshot_bytes=1 << 13, shard_bytes=1 << 14)
+    with writer_to(tmp_path, writer=options, trajectory_format=fmt, cache_size=2) as source:
+        follower = TrajectoryReplayBuffer(sample_window_size=0, cache_size=3)
+        source.flush()
+        follower.load_checkpoint(tmp_path)
+        keys: dict[int, int] = {}
+        for round_ in range(25):
+            fresh = [round_ * 10 + at for at in range(choose.randint(0, 6))]
+            keys |= dict(zip(source.add_trajectories([witness(key) for key in fresh]), fresh, strict=True))
+            source.flush()
+            going = [number for number in keys if choose.random() < 0.2]
+            if going:
+                source.evict(going)
+                for number in going:
+                    del keys[number]
+            if choose.random() < 0.7:
+                follower.refresh()
+                assert follower.trajectory_ids.tolist() == list(keys)
+                assert {number: check_trajectory(follower.get(number)) for number in keys} == keys
+                if keys:
+                    assert check_batch(follower.sample(1)).tolist()[0] in keys.values()
+        reader = reader_of(tmp_path)
+        follower.refresh()
+        assert reader.trajectory_ids.tolist() == follower.trajectory_ids.tolist()
+        for buffer in (reader, follower):
+            buffer.load_state_dict(TrajectoryReplayBuffer(seed=9).state_dict())
+        assert torch.equal(reader.sample(4)["curr_obs"]["tag"], follower.sample(4)["curr_obs"]["tag"])
+        reader.close()
+        follower.close()
+
+
+def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
+    with writer_to(tmp_path, retention=Retention(max_trajectories=4), cache_size=2) as source:
+        source.add_trajectories([witness(0)])
+        source.flush()
+        reader = reader_of(tmp_path)
+        for key in range(1, 150):
+            source.add_trajectories([witness(key)])
+            source.flush()
+            assert reader.refresh()
+            assert check_trajectory(reader.get(key)) == key
+            assert check_trajectory(source.get(max(0, key - 3))) == max(0, key - 3)
+        for buffer in (source, reader):
+            contents = buffer._view.contents
+            assert len(contents.index.ends) <= 64
+            assert len(contents.residency.addresses) <= 64
+            assert contents.residency.mapped <= 5
+            assert len(contents.sources[0].index.ends) <= 64
+        reader.close()
+
+
+def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as source:
+        source.add_trajectories([witness(0)])
+        source.flush()
+        reader = reader_of(tmp_path)
+        source.add_trajectories([witness(1), witness(2)])
+        source.flush()
+        assert reader.refresh()
+        assert reader.trajectory_counter == 3
+        assert reader.add_trajectories([witness(7)]) == [3]
+        reader.close()

@@ -372,7 +372,7 @@ class TrajectoryReplayBuffer:
             StoreWriteError: it could not be written; an earlier checkpoint is still there.
         """
         self.flush()
-        with nullcontext() if self._writer is None else self._writer.log.keeping_files():
+        with self._view.steady, nullcontext() if self._writer is None else self._writer.log.keeping_files():
             self._save_checkpoint(save_path, layout)
 
     def _save_checkpoint(self, save_path: str | Path, layout: Layout) -> None:
@@ -444,7 +444,8 @@ class TrajectoryReplayBuffer:
         """
         self.flush()
         share = (local_rank, world_size) if is_distributed else None
-        loaded = self._load(LoadRequest(load_path, share, strict, pin))
+        with self._view.steady:
+            loaded = self._load(LoadRequest(load_path, share, strict, pin))
         state = loaded.state
         if self._writer is None and state.trajectory_format != self.trajectory_format:
             self._format = get_format(state.trajectory_format)
@@ -453,13 +454,27 @@ class TrajectoryReplayBuffer:
         return loaded.skipped
 
     def refresh(self) -> bool:
-        """See what a live writer has committed to the loaded directory since; return whether anything changed."""
-        before = self._view.generations
-        request = self._view.request_if_changed()
-        if request is None:
-            return False
-        self._load(request)
-        return self._view.generations != before
+        """See what a live writer has committed to the loaded directory since; return whether anything changed.
+
+        Of one store that is shown whole this takes the time of what is new; what was mapped and cached stays. A
+        share, a pin, the ranks of a run, and a store whose log has been written into its index since, are loaded again.
+
+        Raises:
+            StoreNotFoundError: what was loaded is there no longer.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; nothing changed.
+        """
+        with self._view.steady:
+            before = self._view.generations
+            request = self._view.request_if_changed()
+            if request is None:
+                return False
+            with self._intake.lock:
+                next_id = self._view.follow()
+                if next_id is not None:
+                    self._intake.go_on(next_id, request.first_id(next_id), request.stride)
+            if next_id is None:
+                self._load(request)
+            return self._view.generations != before
 
     def _load(self, request: LoadRequest) -> Loaded:
         contents, loaded = self._view.open(request)

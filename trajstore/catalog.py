@@ -7,7 +7,8 @@ snapshot is replaced by rename, the log only grows, and what both say overlaps w
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,24 @@ METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
 
 _ATTEMPTS = 20  # a reader that lost a race with a snapshot loads again
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A commit brought a shard: its row, and the index columns of its trajectories."""
+
+    row: int
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A commit took trajectories out: inclusive ranges of their ids."""
+
+    ranges: list[tuple[int, int]]
+
+
+Change = Added | Evicted
 
 
 class Catalog:
@@ -205,9 +224,27 @@ class Catalog:
             if len(shard) and np.any(index[start] > self.shards.rows_on(axes)[shard] - rows):
                 raise CorruptStoreError(f"{source}: a trajectory lies outside its shard")
 
-    def _read_log(self) -> bool:
-        """Apply new records of all segments; return False if some are missing (a newer snapshot has them)."""
-        self.load_pins()
+    def news(self) -> list[tuple[str, LogTail]] | None:
+        """Read the log records that follow, by segment; None if some are missing (a newer snapshot has them)."""
+        for _ in range(_ATTEMPTS):
+            found = self._following_tails()
+            if found is None:
+                return None
+            last = max((_generation_of(record) for _, tail in found for record in tail.records), default=0)
+            if self.metadata()["generation"] <= max(self.generation, last):
+                return found
+            # A snapshot was taken after the log had been read: what it has is in the log, or the log is gone.
+            if not any(tail.records for _, tail in found) and not self._segment_follows():
+                return None
+        return None
+
+    def _segment_follows(self) -> bool:
+        starts = (segment_generation(name) for name in self.directory.names(LOG_FOLDER))
+        return any(first is not None and first <= self.generation + 1 for first in starts)
+
+    def _following_tails(self) -> list[tuple[str, LogTail]] | None:
+        generation = self.generation
+        found: list[tuple[str, LogTail]] = []
         segments = sorted(
             (first, name)
             for name in self.directory.names(LOG_FOLDER)
@@ -215,25 +252,39 @@ class Catalog:
         )
         for place, (first, name) in enumerate(segments):
             last = place == len(segments) - 1
-            if not last and segments[place + 1][0] <= self.generation + 1:
+            if not last and segments[place + 1][0] <= generation + 1:
                 continue  # everything in it is applied already
-            if first > self.generation + 1:
-                return False
+            if first > generation + 1:
+                return None
             offset = self.segment_end if name == self.segment else 0
             try:
                 data = self.directory.read(name, offset)
             except FileNotFoundError:
-                return False
+                return None
             tail = decode_lines(data, f"{self.directory.url}/{name}", offset)
             if tail.torn and not last:
                 raise CorruptStoreError(
                     f"{self.directory.url}/{name}: the record at byte {tail.end} is damaged; "
                     "restore the file from a copy"
                 )
-            self._apply_all(tail, name)
-        return bool(segments) or not self.segment
+            found.append((name, tail))
+            generation = max([generation, *(_generation_of(record) for record in tail.records[-1:])])
+        return found if segments or not self.segment else None
 
-    def _apply_all(self, tail: LogTail, name: str) -> None:
+    def _read_log(self) -> bool:
+        """Apply new records of all segments; return False if some are missing (a newer snapshot has them)."""
+        self.load_pins()
+        news = self._following_tails()
+        for _ in self.changes(news or ()):
+            pass
+        return news is not None
+
+    def changes(self, news: Iterable[tuple[str, LogTail]]) -> Iterator[Change]:
+        """Apply what :meth:`news` found, record by record; yield what each has changed."""
+        for name, tail in news:
+            yield from self._apply_tail(tail, name)
+
+    def _apply_tail(self, tail: LogTail, name: str) -> Iterator[Change]:
         source = f"{self.directory.url}/{name}"
         for record in tail.records:
             generation = record.get("generation")
@@ -246,9 +297,10 @@ class Catalog:
                     f"{source}: generation {generation} follows {self.generation}; records are missing"
                 )
             try:
-                self.apply(record)
+                change = self.apply(record)
             except (KeyError, TypeError, ValueError, OverflowError, CorruptStoreError) as error:
                 raise CorruptStoreError(f"{source}: generation {generation}: {error}") from error
+            yield change
         if name != self.segment:
             self.log_bytes = 0
         self.log_bytes += tail.end - (self.segment_end if name == self.segment else 0)
@@ -266,8 +318,8 @@ class Catalog:
 
     # -- applying ---------------------------------------------------------------------------------
 
-    def apply(self, record: Mapping[str, Any]) -> None:
-        """Apply a log record read from disk.
+    def apply(self, record: Mapping[str, Any]) -> Change:
+        """Apply a log record read from disk; return what it has changed.
 
         Raises:
             CorruptStoreError: it names what is not there, or is of an unknown kind.
@@ -277,12 +329,15 @@ class Catalog:
             for item in record["schemas"]:
                 self._schemas.append(Schema.from_json(item))
             manifest = manifest_from_json(record["shard"], self._schemas)
-            self.add(natural(record["number"]), manifest, self._entries(record["entries"], manifest))
+            columns = self._entries(record["entries"], manifest)
+            change: Change = Added(self.add(natural(record["number"]), manifest, columns), columns)
         elif operation == "evict":
-            self.evict(list(iterate_ranges(record["ids"])))
+            change = Evicted(list(iterate_ranges(record["ids"])))
+            self.evict(change.ranges)
         else:
             raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
         self.generation = record["generation"]
+        return change
 
     def _entries(self, value: Any, manifest: ShardManifest) -> dict[str, Any]:
         columns = entries_from_json(value, manifest, self.index.weights, len(self.shards))
@@ -373,3 +428,9 @@ class Catalog:
         """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
         self.lifetimes.note(self.needed_shards(), self.generation)
         return self.lifetimes.waiting()
+
+
+def _generation_of(record: Mapping[str, Any]) -> int:
+    """Return a record's generation; 0 where it has none (applying it refuses that)."""
+    value = record.get("generation")
+    return value if isinstance(value, int) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -175,7 +175,7 @@ class CommitLog:
             raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
         self._evict(self._listener.to_evict())
         if self.catalog.log_bytes > max(self._snapshot_bytes, 2 * self.catalog.snapshot_bytes):
-            self._take_snapshot()
+            self._begin_segment()
         self.unsettled = False
 
     def _append(self, data: bytes) -> None:
@@ -267,13 +267,21 @@ class CommitLog:
         """
         with self.lock:
             if self.catalog.generation > self.catalog.snapshot_generation:
-                self._take_snapshot()
+                self._write_snapshot(self.catalog)
+                self._segment = segment_name(self.catalog.generation + 1)
 
-    def _take_snapshot(self) -> None:
-        self._write_snapshot(self.catalog)
+    def _begin_segment(self) -> None:
+        """Write the index whole, and keep the segment before the new one: a reader that follows is often in it."""
+        earlier = self.catalog.snapshot_generation if self.directory.can_append else None
+        self._write_snapshot(self.catalog, earlier)
         self._segment = segment_name(self.catalog.generation + 1)
+        if self.directory.can_append:
+            with suppress(
+                OSError
+            ):  # then it comes with the next commit; whoever opens reads the earlier one until then
+                self.directory.append(self._segment, b"")
 
-    def _write_snapshot(self, catalog: Catalog) -> None:
+    def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         try:
             index = catalog.snapshot_file()
             self.directory.publish([index])
@@ -285,7 +293,7 @@ class CommitLog:
         catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
         catalog.log_bytes = 0
         self._collect_garbage(catalog)
-        remove_segments(self.directory, catalog)
+        remove_segments(self.directory, catalog.generation if keep_after is None else keep_after)
 
 
 def check_process(pid: int, url: str) -> None:

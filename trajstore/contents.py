@@ -21,10 +21,12 @@ import numpy.typing as npt
 import torch
 
 from trajstore.cache import TrajectoryCache
+from trajstore.catalog import Change, Evicted
 from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError
 from trajstore.fields import Axis
 from trajstore.gather import Located, allocate, gather, locate
 from trajstore.index import TrajectoryIndex, columns_of
+from trajstore.packing import StringTable
 from trajstore.pending import OwnedRecord
 from trajstore.record import Record, parse_document, trajectory_of
 from trajstore.residency import MappedShard, Residency
@@ -128,7 +130,8 @@ class Contents:
         """Positions of those that were kept in memory only and have left it: one run, as they leave in order."""
         self.start = 0
         """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
-        self._first_slot: list[int] = []
+        self.added = 0
+        """Trajectories that were added here, which no source had."""
         self._held: dict[int, _Held] = {}
         self._decoded: list[int] = []
         _living.add(self)
@@ -137,25 +140,53 @@ class Contents:
 
     def attach(self, source: Source) -> int:
         """Take in a source without its trajectories; return its number."""
-        number, first = self.residency.add_source(source, source.shards)
         self.sources.append(source)
-        self._first_slot.append(first)
-        return number
+        return self.residency.add_source(source)
 
     def show(self, number: int, part: TrajectoryIndex) -> None:
-        """Append entries of a source's index."""
-        first = self._first_slot[number]
-        if len(self.index) == 0 and first == 0:
+        """Append entries of a source's index; their homes are found for all at once."""
+        rows = part["shard"]
+        entries = np.bincount(rows[rows != GONE], minlength=self.sources[number].shards)
+        needed = np.flatnonzero(entries)
+        slots = np.full(len(entries) + 1, GONE, np.int32)  # the last one stands for GONE
+        slots[needed] = self.residency.add_shards(number, needed, entries[needed])
+        if len(self.index) == 0:
             self.index = part  # arrays are shared, not copied
-            self.index.own("shard", *_STARTS, "extra", "document")
+            self.index.own(*_STARTS, "extra", "document")
+            self.index.arrays["shard"] = slots[part.arrays["shard"]]
             self.index.weights = part.weights.copy()
-            self._note_listed()
-            return
-        columns = part.take(np.arange(part.first, part.end))
-        columns["shard"] = np.where(columns["shard"] == GONE, GONE, columns["shard"] + first)
-        columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
-        self.index.append(columns)
+        else:
+            columns = part.take(np.arange(part.first, part.end))
+            columns["shard"] = slots[columns["shard"]]
+            columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
+            self._append(columns)
         self._note_listed()
+
+    def follow(self, number: int, change: Change, weights: StringTable) -> None:
+        """Show what a commit to a source has changed; with ``lock`` held.
+
+        Args:
+            number: of the source.
+            change: what the commit did.
+            weights: the table that the change's ``weights`` refer to.
+        """
+        if isinstance(change, Evicted):
+            self.drop(self.index.positions_in(change.ranges))
+            return
+        columns = dict(change.columns)
+        slot = self.residency.add_shard(number, change.row, len(columns["trajectory_id"]))
+        columns["shard"] = np.full(len(columns["trajectory_id"]), slot, np.int32)
+        columns["weights"] = self.index.weights.extend(weights, columns["weights"].tolist())
+        self._append(columns)
+
+    def _append(self, columns: Mapping[str, Any]) -> None:
+        """Append entries; positions that are kept here move along if those of all entries do."""
+        first = self.index.first
+        self.index.append(columns)
+        lower = first - self.index.first
+        if lower:
+            self.start -= lower
+            self.gone = range(self.gone.start - lower, self.gone.stop - lower) if self.gone else self.gone
 
     def _note_listed(self) -> None:
         """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
@@ -174,13 +205,17 @@ class Contents:
             columns = columns_of(records, ids, uuids, self.index.weights, GONE)
             columns |= {name: np.zeros(len(ids), np.int64) for name in _STARTS}
             columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
-            self.index.append(columns)
+            self._append(columns)
+            self.added += len(ids)
             self._trim()
 
     def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
         """Note that pending trajectories are on disk now, in this row of a source."""
         with self.lock:
-            slot = self.residency.add_shard(source, row)
+            held_here = [number for number in ids if number in self._held]
+            if not held_here:
+                return
+            slot = self.residency.add_shard(source, row, len(held_here))
             starts = [columns[name].tolist() for name in _STARTS]
             going = []
             for at, number in enumerate(ids):
@@ -231,13 +266,14 @@ class Contents:
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
         """Forget trajectories."""
         with self.lock:
-            for number in self.index.arrays["trajectory_id"][positions].tolist():
+            homes = self.index.arrays["shard"][positions]
+            for at, number in enumerate(self.index.arrays["trajectory_id"][positions].tolist()):
                 held = self._held.pop(number, None)
                 if self.cache is not None:
                     self.cache.discard(number)
                 if held is not None:
+                    homes[at] = GONE if held.home is None else held.home[0]
                     self.residency.release(held.slot)
-            slots = np.unique(self.index.arrays["shard"][positions])
             listed = max(self.start - self.index.first, 0)
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)
@@ -245,9 +281,7 @@ class Contents:
             if self.gone:
                 lost = self.start + np.flatnonzero(self.index["shard"][listed:] == GONE)
                 self.gone = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
-            # A map would hold the disk space of a shard whose file is deleted.
-            for slot in slots[~np.isin(slots, self.index["shard"])].tolist():
-                self.residency.forget(slot)
+            self.residency.leave(homes[homes != GONE])
 
     def is_pending(self, trajectory_id: int) -> bool:
         """Return whether a trajectory is not committed yet."""

@@ -96,7 +96,11 @@ class TrajectoryIndex:
         return int(self.ends[position - 1]) if position else 0
 
     def append(self, columns: Mapping[str, npt.ArrayLike]) -> range:
-        """Add entries, given by column, and return their positions."""
+        """Add entries, given by column, and return their positions.
+
+        Those of earlier entries may become lower: when the arrays must grow, entries that were dropped before the
+        first one leave them, so that an index is never much larger than what it has had at one time.
+        """
         count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
         self._reserve(self.end + count)
         new = slice(self.end, self.end + count)
@@ -114,14 +118,17 @@ class TrajectoryIndex:
     def _reserve(self, capacity: int) -> None:
         if capacity <= len(self.ends):
             return
-        capacity = max(capacity, 2 * len(self.ends), 64)
+        kept = slice(self.first, self.end)
+        capacity = max(capacity - self.first, 2 * len(self), 64)
+        before = self.samples_before(self.first)
         for name, array in self.arrays.items():
             grown = np.zeros(capacity, array.dtype)
-            grown[: self.end] = array[: self.end]
+            grown[: len(self)] = array[kept]
             self.arrays[name] = grown
         ends = np.zeros(capacity, np.int64)
-        ends[: self.end] = self.ends[: self.end]
+        ends[: len(self)] = self.ends[kept] - before
         self.ends = ends
+        self.first, self.end = 0, len(self)
 
     def find(self, trajectory_id: int) -> int | None:
         """Return the position of an id, None if it is not in the index."""

@@ -122,12 +122,12 @@ class Garbage:
         )
 
 
-def remove_segments(directory: Directory, catalog: Catalog) -> None:
-    """Delete the log segments that the snapshot has made superfluous."""
+def remove_segments(directory: Directory, up_to: int) -> None:
+    """Delete the log segments whose first record is of this generation or an earlier one."""
     old = [
         name
         for name in directory.names(LOG_FOLDER)
-        if (first := segment_generation(name)) is not None and first <= catalog.snapshot_generation
+        if (first := segment_generation(name)) is not None and first <= up_to
     ]
     _remove(directory, old)
 

@@ -72,6 +72,8 @@ class Residency:
         self._sources: list[ShardOpener] = []
         self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._entries: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        """Per slot of a shard, the entries whose home it is, be they read from there or from memory."""
         self._owners: dict[int, Rows] = {}
         self._schemas: dict[int, Schema] = {}
         self._columns: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
@@ -89,23 +91,38 @@ class Residency:
 
     # -- slots ------------------------------------------------------------------------------------
 
-    def add_source(self, source: ShardOpener, shards: int) -> tuple[int, int]:
-        """Take in a source of shards; return its number and the slot of its first shard (the rest follow)."""
+    def add_source(self, source: ShardOpener) -> int:
+        """Take in a source of shards; return its number."""
         self._sources.append(source)
-        number = len(self._sources) - 1
-        first = self._count
-        self._reserve(first + shards)
-        self._source[first : first + shards] = number
-        self._row[first : first + shards] = np.arange(shards)
-        self.signature[first : first + shards] = -1
-        self._count += shards
-        return number, first
+        return len(self._sources) - 1
 
-    def add_shard(self, source: int, row: int) -> int:
-        """Return a slot for one more shard of a source."""
+    def add_shards(
+        self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """Return a slot for each of these shards of a source, in which so many entries have their home."""
+        slots = np.arange(self._count, self._count + len(rows))
+        self._reserve(self._count + len(rows))
+        self._count += len(rows)
+        self._source[slots], self._row[slots], self.signature[slots] = source, rows, -1
+        self._entries[slots] = entries
+        return slots
+
+    def add_shard(self, source: int, row: int, entries: int) -> int:
+        """Return a slot for one more shard of a source, in which so many entries have their home."""
         slot = self._new_slot()
         self._source[slot], self._row[slot], self.signature[slot] = source, row, -1
+        self._entries[slot] = entries
         return slot
+
+    def leave(self, slots: npt.NDArray[np.intp]) -> None:
+        """Note that an entry, for each time that a slot is named, has its home there no longer.
+
+        A shard without entries is unmapped (a map would hold the disk space of a deleted file); its slot is free.
+        """
+        emptied, counts = np.unique(slots, return_counts=True)
+        self._entries[emptied] -= counts
+        for slot in emptied[self._entries[emptied] == 0].tolist():
+            self._bury(slot, self._unmap(slot))
 
     def add_memory(self, rows: Rows) -> int:
         """Return a slot for a trajectory in memory."""
@@ -119,11 +136,16 @@ class Residency:
         owner = self._owners.pop(slot)
         self._schemas.pop(slot, None)
         self.signature[slot] = -1
+        self._bury(slot, owner)
+
+    def _bury(self, slot: int, owner: Any) -> None:
+        """Free a slot (none if it is -1) and what held its rows, once no reading that began before is running."""
         with self._lock:
             if self._readers:
                 self._graves.append((slot, owner))
                 return
-        self._free.append(slot)
+        if slot >= 0:
+            self._free.append(slot)
 
     def schema(self, slot: int) -> Schema:
         """Return the schema of a resident slot."""
@@ -133,10 +155,6 @@ class Residency:
         """Return the address of the first row of each column of a resident slot's schema."""
         numbers, _ = self._numbered(self._schemas[slot])
         return [int(address) for address in self.addresses[slot, numbers]]
-
-    def is_memory(self, slot: int) -> bool:
-        """Return whether a slot is a trajectory in memory."""
-        return bool(self._source[slot] == MEMORY)
 
     def place(self, slot: int) -> tuple[int, int]:
         """Return source number and row of a slot on disk."""
@@ -160,7 +178,7 @@ class Residency:
         addresses, axes = np.zeros((rows, columns), np.int64), np.zeros((rows, columns), np.int8)
         addresses[:have, :width], axes[:have, :width] = self.addresses, self.axes
         self.addresses, self.axes = addresses, axes
-        for name in ("signature", "_source", "_row"):
+        for name in ("signature", "_source", "_row", "_entries"):
             grown = np.full(rows, -1, np.int32)
             grown[:have] = getattr(self, name)
             setattr(self, name, grown)
@@ -231,21 +249,16 @@ class Residency:
             if self._maps <= self._map_limit:
                 return
             if slot not in keep:
-                self._forget(slot)
+                self._bury(-1, self._unmap(slot))
 
-    def forget(self, slot: int) -> None:
-        """Close the map of a shard that nobody will read again."""
-        if slot in self._mapped:
-            self._forget(slot)
-
-    def _forget(self, slot: int) -> None:
+    def _unmap(self, slot: int) -> Any:
+        """Make a shard not resident; return what held its rows, which the caller buries."""
+        if slot not in self._mapped:
+            return None
         self._maps -= self._mapped.pop(slot)
-        owner = self._owners.pop(slot)
         self._schemas.pop(slot)
         self.signature[slot] = -1
-        with self._lock:
-            if self._readers:
-                self._graves.append((-1, owner))
+        return self._owners.pop(slot)
 
     @property
     def mapped(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from trajstore.catalog import Catalog
 from trajstore.contents import Contents
 from trajstore.loading import Loaded, load_sources
 from trajstore.retention import Retention
-from trajstore.sources import StoreSource
+from trajstore.sources import Source, StoreSource
 from trajstore.storage import ReaderLease
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class View:
         self._leases: list[ReaderLease] = []
         self._request: LoadRequest | None = None
         self._told: set[str] = set()
+        self.steady = threading.Lock()
+        """Held while what was loaded is replaced, followed or saved: files that are to be linked stay."""
         self.contents = self._empty()
 
     def _empty(self) -> Contents:
@@ -148,11 +151,47 @@ class View:
         for lease in old:
             lease.release()
 
+    def loaded(self) -> list[Source]:
+        """Return the sources of what was loaded; none before that."""
+        return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self._request is not None else []
+
     def request_if_changed(self) -> LoadRequest | None:
         """Return what to load again; None if nothing was loaded, or no writer has committed to it since."""
-        if self._request is None or all(not source.changed() for source in self.contents.sources):
+        return self._request if any(source.changed() for source in self.loaded()) else None
+
+    def follow(self) -> int | None:
+        """Show what was committed since to what was loaded, without opening it again; None where that cannot be.
+
+        It is for one store that is shown whole and alone, from the log that its writer still keeps. The time it takes
+        is that of what is new; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
+
+        Returns:
+            One more than the highest id that the store has given.
+        """
+        contents, request, loaded = self.contents, self._request, self.loaded()
+        source = loaded[0] if len(loaded) == 1 else None
+        if request is None or request.share is not None or request.pin is not None or contents.added:
             return None
-        return self._request
+        if not isinstance(source, StoreSource):
+            return None
+        catalog = source.catalog
+        for lease in self._leases:
+            lease.look()
+        try:
+            catalog.load_pins()
+            news = catalog.news()
+            if news is None:
+                return None
+            changes, number = catalog.changes(news), contents.sources.index(source)
+            while True:
+                with contents.lock:  # for one commit at a time: whoever samples waits no longer than that
+                    change = next(changes, None)
+                    if change is None:
+                        return catalog.next_id
+                    contents.follow(number, change, catalog.index.weights)
+        finally:
+            for lease in self._leases:
+                lease.settle(catalog.generation)
 
     @property
     def generations(self) -> list[int]:
