@@ -101,7 +101,7 @@ class Catalog:
             values = orjson.loads(directory.read(METADATA_NAME))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except orjson.JSONDecodeError:
+        except (orjson.JSONDecodeError, CorruptStoreError):
             return bool(directory.names(LOG_FOLDER)) or bool(directory.names("shards"))
         return isinstance(values, dict) and values.get("layout") == LAYOUT
 

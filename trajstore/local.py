@@ -107,7 +107,7 @@ class LocalDirectory(Directory):
         files: list[str] = []
         folders: list[str] = []
         for entry in self._entries(""):
-            (folders if entry.is_dir() else files).append(entry.name)
+            (folders if _is_folder(entry) else files).append(entry.name)
         return sorted(files), sorted(folders)
 
     def _files(self, below: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
@@ -178,7 +178,7 @@ class LocalDirectory(Directory):
             for temporary, name in zip(written, names, strict=True):
                 self._root.rename(temporary, name)
                 self._segments.pop(name, None)
-        except OSError:
+        except BaseException:
             for temporary in written:
                 with contextlib.suppress(OSError):
                     self._root.unlink(temporary)
@@ -310,7 +310,7 @@ class LocalDirectory(Directory):
     def announce_reader(self) -> ReaderLease:
         try:
             self._root.stat(LOCK_NAME)
-        except FileNotFoundError:
+        except (FileNotFoundError, CorruptStoreError):
             return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
         try:
             return LocalReaderLease(self._root)
@@ -321,6 +321,12 @@ class LocalDirectory(Directory):
     def readers(self, *, tidy: bool = False) -> list[Reader]:
         found = (read_lease(self._root, name, tidy) for name in self.names(READERS_FOLDER))
         return [reader for reader in found if reader is not None]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    with contextlib.suppress(OSError):  # links in a circle, which are no folder either
+        return entry.is_dir()
+    return False
 
 
 def _size_of(entry: os.DirEntry[str]) -> int:

@@ -1,0 +1,185 @@
+"""New names are synced in their folders before anybody relies on them; what must go first, goes for good first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore import folders as folders_module
+from trajstore import held as held_module
+from trajstore import local as local_module
+from trajstore.experience.persistence import POOL_FILES, PoolContents, read_pool, write_pool
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+
+class Recorder:
+    """Notes what a directory asks of the system; stands in for the module ``os``.
+
+    Attributes:
+        calls: (call, absolute path) in order.
+        unsynced: folders in which a name appeared that they were not synced for yet.
+    """
+
+    def __init__(self, watch: Callable[[], None] = lambda: None) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.unsynced: set[str] = set()
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in ("open", "fsync", "rename", "mkdir", "link", "unlink"):
+            return real
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self._watch()
+            path = self._note(name, arguments, keywords)
+            result = real(*arguments, **keywords)
+            if path is not None:
+                self.calls.append((name, path))
+                if name == "fsync":
+                    self.unsynced.discard(path)
+                elif name != "unlink":
+                    self.unsynced.add(os.path.dirname(path))
+            self._watch()
+            return result
+
+        return call
+
+    def _note(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
+        """Return the path of what a call makes, removes or syncs."""
+        if name == "fsync":
+            return os.readlink(f"/proc/self/fd/{arguments[0]}")
+        folder = keywords.get("dst_dir_fd", keywords.get("dir_fd"))
+        above = "/" if folder is None else os.readlink(f"/proc/self/fd/{folder}")
+        path = os.path.join(above, arguments[1] if name in ("rename", "link") else arguments[0])
+        if name == "open" and (not arguments[1] & os.O_CREAT or os.path.exists(path)):
+            return None
+        return path if name != "mkdir" or not os.path.exists(path) else None
+
+    def place_of(self, call: str, part: str) -> int:
+        """Return when a call was first made for a path that has ``part`` in it."""
+        return next(at for at, (name, path) in enumerate(self.calls) if name == call and part in path)
+
+
+@contextmanager
+def recording(watch: Callable[[], None] = lambda: None) -> Iterator[Recorder]:
+    recorder = Recorder(watch)
+    with ExitStack() as patches:
+        for module in (folders_module, held_module, local_module):
+            patches.enter_context(mock.patch.object(module, "os", recorder))
+        yield recorder
+
+
+def writer_to(path: Path, **options: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
+
+
+@pytest.mark.parametrize("fmt", ["pt", "zarr"])
+def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> None:
+    with recording() as recorder, writer_to(tmp_path / "a" / "b" / "store", trajectory_format=fmt) as buffer:
+        assert recorder.unsynced <= {str(tmp_path / "a" / "b" / "store")}  # the lock, which nobody needs after a crash
+        for key in range(3):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+            assert not recorder.unsynced
+        buffer.pin("kept")
+        assert not recorder.unsynced
+        for _ in range(2):
+            buffer.save_checkpoint(tmp_path / "c" / "checkpoint")
+            assert not recorder.unsynced
+        buffer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
+        assert not recorder.unsynced
+    assert {str(tmp_path / "a"), str(tmp_path)} < {path for name, path in recorder.calls if name == "fsync"}
+
+
+def test_names_that_a_killed_writer_left_unsynced_are_synced_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with writer_to(path) as buffer:
+        buffer.add_trajectories([witness(0)])
+    (path / "log" / f"{2:016d}.log").touch()  # killed when it had made the segment
+    with recording() as recorder, writer_to(path) as buffer:
+        buffer.add_trajectories([witness(1)])
+        buffer.flush()
+        synced = {folder for name, folder in recorder.calls if name == "fsync"}
+    assert {str(tmp_path), str(path), str(path / "log"), str(path / "shards")} <= synced
+
+
+def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> None:
+    with writer_to(tmp_path, writer=WriterOptions(shard_bytes=1), retention=Retention(max_trajectories=1)) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.pin("kept")
+        buffer.add_trajectories([witness(1)])
+        buffer.flush()
+        with recording() as recorder:
+            buffer.unpin("kept")
+    unpinned = recorder.place_of("unlink", "pins/kept.json")
+    assert unpinned < recorder.place_of("fsync", str(tmp_path / "pins")) < recorder.place_of("unlink", "shards/")
+
+
+def test_a_checkpoint_is_whole_at_every_moment_of_being_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    with writer_to(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.save_checkpoint(path)
+        sizes = set()
+
+        def watch() -> None:
+            sizes.add(len(os.listdir(path)))
+            assert (path / "metadata.json").exists()
+
+        with recording(watch):
+            buffer.add_trajectories([witness(1)])
+            buffer.save_checkpoint(path)
+    assert sizes == {3}
+    assert verify(path).trajectories == 2
+
+
+def test_a_saved_pool_is_whole_at_every_moment_of_being_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "step_3"
+    write_pool(folder, PoolContents({0: ["a"]}, [], {}))
+
+    def watch() -> None:
+        assert sorted(os.listdir(folder)) == sorted(POOL_FILES)
+
+    with recording(watch) as recorder:
+        write_pool(folder, PoolContents({0: ["b"]}, [], {}))
+    assert not recorder.unsynced
+    assert read_pool(folder).difficulty2task_dict == {0: ["b"]}
+    assert os.listdir(tmp_path) == ["step_3"]
+
+
+def test_what_a_killed_save_left_is_removed_and_what_a_live_one_makes_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    left = tmp_path / ".checkpoint.0123.tmp"
+    shutil.copytree(Path(__file__).parent / "golden", left)
+    with writer_to(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+        with folders_module.publish_folder(path) as other:
+            buffer.save_checkpoint(path)
+            assert not left.exists()
+            assert other.exists()
+    assert os.listdir(path) == []  # the last one to come has the name
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "store"]
+
+
+def test_files_that_cannot_be_linked_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    with writer_to(tmp_path / "store", trajectory_format="zarr") as buffer:
+        buffer.add_trajectories([witness(0)])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "link", refuse)
+            buffer.save_checkpoint(tmp_path / "checkpoint")
+    reader = TrajectoryReplayBuffer()
+    reader.load_checkpoint(tmp_path / "checkpoint")
+    assert check_trajectory(reader.get(0)) == 0

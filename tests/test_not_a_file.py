@@ -1,0 +1,136 @@
+"""What stands in place of a file and is none, or is larger than any: refused at once, by every way of looking."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.experience.persistence import POOL_FILES, read_pool
+from trajstore.inspect import inspect
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")  # the path itself may be too long for a socket
+        finally:
+            os.close(folder)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def make_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "socket": make_socket,
+    "loop": make_loop,
+    "endless": make_endless,
+    "huge": make_huge,
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with files of every sort: three trajectories in three shards, the newest two in the log only."""
+    path = tmp_path_factory.mktemp("store")
+    made = path / "made"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.flush()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
+        for key in (1, 2):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        buffer.pin("kept")
+        shutil.copytree(made, path / "copy")  # as a killed writer leaves it
+    return path / "copy"
+
+
+def look(call: Callable[[], object]) -> Exception | None:
+    """Return the error of the project's own that a call raises, if it raises any."""
+    try:
+        call()
+    except errors.TrajstoreError as error:
+        return error
+    return None
+
+
+def read_all(path: Path) -> None:
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        reader.load_checkpoint(path)
+        assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
+        reader.sample(64)
+
+
+def write_on(path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
+        buffer.add_trajectories([witness(9)])
+        buffer.flush()
+        for number in range(3):
+            buffer.get(number)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_hangs_or_is_read_without_end(store: Path, tmp_path: Path, kind: str) -> None:
+    files = sorted(str(path.relative_to(store)) for path in store.rglob("*") if path.is_file())
+    assert len(files) == 8, files
+    for number, file in enumerate(files):
+        copy = tmp_path / str(number)
+        shutil.copytree(store, copy)
+        (copy / file).unlink()
+        KINDS[kind](copy / file)
+        # A folder is not listed as a file: a log or a pin is gone then, as if it had been deleted.
+        read = file != "writer.lock" and (kind != "folder" or not file.startswith(("log/", "pins/")))
+        if not file.startswith("log/") or kind != "folder":
+            assert (look(lambda copy=copy: read_all(copy)) is not None) == read, file  # type: ignore[misc]
+        assert verify(copy).sound != read, file
+        look(lambda copy=copy: inspect(copy))  # type: ignore[misc]
+        refused = look(lambda copy=copy: write_on(copy)) is not None  # type: ignore[misc]
+        assert refused == (read or file.startswith("log/") or (file == "writer.lock" and kind != "huge")), file
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "loop", "endless", "huge"])
+def test_a_pool_of_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    for name in POOL_FILES:
+        folder = tmp_path / name
+        folder.mkdir()
+        for other in POOL_FILES:
+            (folder / other).write_bytes(b"{}" if "dict" in other else b"[]")
+        (folder / name).unlink()
+        KINDS[kind](folder / name)
+        with pytest.raises(errors.CorruptStoreError, match=name):
+            read_pool(folder)
+
+
+def test_links_to_files_are_followed(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "moved")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in sorted((tmp_path / "moved").rglob("*")):
+        name = path.relative_to(tmp_path / "moved")
+        if path.is_dir():
+            (copy / name).mkdir()
+        else:
+            (copy / name).symlink_to(path)
+    read_all(copy)
+    assert verify(copy).sound
