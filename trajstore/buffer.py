@@ -253,6 +253,10 @@ class TrajectoryReplayBuffer:
         """
         return self._choices.read(drawn, columns, out)
 
+    def follow(self, sampler: Sampler) -> None:
+        """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""
+        self._choices.follow(sampler)
+
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
 

@@ -181,6 +181,11 @@ class Choices:
             prepared = self._prepare(contents, drawn, columns)
         return Batch(nest(contents.read(prepared, out)), drawn)
 
+    def follow(self, sampler: Sampler) -> None:
+        """Tell a sampler of what is shown now."""
+        with self._view.current() as contents:
+            self._follow(contents, sampler)
+
     def update(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile."""
         with self._view.current() as contents:

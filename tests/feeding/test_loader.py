@@ -1,0 +1,294 @@
+"""The loader: the same batches whatever it does ahead; errors, waiting, ends; state; workers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreClosedError, TrajectoryUnavailableError
+from trajstore.feeding import (
+    PreloadReplayBufferDataset,
+    ReplayBufferDataset,
+    ReplayLoader,
+    replay_buffer_collate_fn,
+)
+from trajstore.sampling import Priorities, Sampler, UseLimit, WeightedSampler
+
+
+def block(key: int, width: int = 1) -> Trajectory:
+    rewards = 1000.0 * key + torch.arange(8, dtype=torch.float64).reshape(4, 2, 1).expand(4, 2, width)
+    return Trajectory(rewards=rewards.contiguous(), curr_obs={"s": rewards.float().contiguous()})
+
+
+def fill(path: Path, keys: range, **more: Any) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(seed=1, auto_save=True, auto_save_path=path, sample_window_size=0, **more)
+    if not len(buffer):
+        buffer.add_trajectories([block(key) for key in keys])
+        buffer.flush()
+    return buffer
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Callable[..., TrajectoryReplayBuffer]]:
+    opened: list[TrajectoryReplayBuffer] = []
+
+    def make(name: str = "replay", keys: range = range(10)) -> TrajectoryReplayBuffer:
+        opened.append(fill(tmp_path / name, keys))
+        return opened[-1]
+
+    yield make
+    for buffer in opened:
+        buffer.close()
+
+
+def reader(path: Path) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+    buffer.load_checkpoint(path)
+    return buffer
+
+
+def rewards(batch: dict[str, Any]) -> list[float]:
+    assert torch.equal(batch["curr_obs"]["s"].double(), batch["rewards"])
+    values: list[float] = batch["rewards"].reshape(-1).tolist()
+    return values
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_batches_are_those_that_sampling_gives(
+    store: Callable[..., TrajectoryReplayBuffer], reuse: bool, depth: int
+) -> None:
+    buffer = store()
+    state = buffer.state_dict()
+    expected = [rewards(buffer.sample(16)) for _ in range(12)]
+    buffer.load_state_dict(state)
+    with ReplayLoader(buffer, 16, prefetch=depth, reuse=reuse) as loader:
+        assert [rewards(batch) for batch in itertools.islice(loader, 12)] == expected
+
+
+def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked_for(
+    store: Callable[..., TrajectoryReplayBuffer],
+) -> None:
+    with ReplayLoader(store(), 16, prefetch=3, reuse=True) as loader:
+        seen = set()
+        for batch in itertools.islice(loader, 40):
+            seen.add(batch["rewards"].data_ptr())
+            before = rewards(batch)
+            loader._running._changed.acquire()  # type: ignore[union-attr]  # a moment for the thread to go on
+            loader._running._changed.release()  # type: ignore[union-attr]
+            assert rewards(batch) == before
+        assert len(seen) <= 5
+
+
+def test_demonstrations_are_mixed_in_by_their_share(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    replay, demos = store(), store("demos", range(100, 105))
+    for reuse in (False, True):
+        with ReplayLoader(replay, 20, demos=demos, demo_share=0.25, reuse=reuse) as loader:
+            for batch in itertools.islice(loader, 8):
+                values = rewards(batch)
+                assert [value >= 100_000 for value in values] == [False] * 15 + [True] * 5
+
+
+def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_path: Path) -> None:
+    replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
+    replay.add_trajectories([block(0)])
+    demos.add_trajectories([block(1, width=3)])
+    with (
+        ReplayLoader(replay, 4, demos=demos) as loader,
+        pytest.raises(SchemaMismatchError, match=r"differ in curr_obs\.s, rewards"),
+    ):
+        next(loader)
+
+
+def test_it_waits_until_both_buffers_are_filled() -> None:
+    replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
+    loader = ReplayLoader(replay, 4, demos=demos, min_size=2, min_demo_size=1, timeout=0.05)
+    with pytest.raises(TimeoutError, match="are the buffers filled"):
+        next(loader)
+    replay.add_trajectories([block(0), block(1)])
+    demos.add_trajectories([block(7)])
+    loader._timeout = 20
+    assert rewards(next(loader))[2:] != []
+    loader.close()
+    with pytest.raises(StoreClosedError):
+        next(loader)
+
+
+@pytest.mark.parametrize("sampler", [None, "prioritized"])
+def test_a_state_names_the_batches_under_way(
+    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, sampler: str | None
+) -> None:
+    def make() -> Sampler | None:
+        return None if sampler is None else WeightedSampler([UseLimit(cooldown=1)], Priorities(per="trajectory"))
+
+    store().close()
+    with ReplayLoader(reader(tmp_path / "replay"), 4, prefetch=3, sampler=make()) as loader:
+        for _ in range(5):
+            next(loader)
+        state = loader.state_dict()
+        expected = [rewards(next(loader)) for _ in range(9)]
+    with ReplayLoader(reader(tmp_path / "replay"), 4, prefetch=2, sampler=make()) as other:
+        other.load_state_dict(state)
+        assert [rewards(next(other)) for _ in range(9)] == expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_ranks_together_get_the_global_batches_whatever_their_number(
+    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, world: int
+) -> None:
+    """Stopped on two ranks after four batches, resumed on another number."""
+    store().close()
+    path = tmp_path / "replay"
+    with ReplayLoader(reader(path), 16) as loader:
+        expected = [sorted(rewards(next(loader))) for _ in range(9)]
+    first = [ReplayLoader(reader(path), 16, rank=(r, 2)) for r in range(2)]
+    begun = [sorted(value for loader in first for value in rewards(next(loader))) for _ in range(4)]
+    state = first[0].state_dict()
+    later = [ReplayLoader(reader(path), 16, rank=(r, world)) for r in range(world)]
+    for loader in later:
+        loader.load_state_dict(state)
+    rest = [sorted(value for loader in later for value in rewards(next(loader))) for _ in range(5)]
+    for loader in first + later:
+        loader.close()
+    assert begun + rest == expected
+
+
+def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew(
+    store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = store()
+    drawn: list[int] = []
+    genuine = buffer.read
+
+    def evict_first(rows: Any, **options: Any) -> dict[str, Any]:
+        if not drawn:
+            drawn.append(int(rows.ids[0]))
+            buffer.evict(drawn)
+        return genuine(rows, **options)
+
+    monkeypatch.setattr(buffer, "read", evict_first)
+    with ReplayLoader(buffer, 8) as loader:
+        for _ in range(5):
+            assert all(value // 1000 != drawn[0] for value in rewards(next(loader)))
+        assert loader.figures()["batches_redrawn"] == 1
+    assert sum("drawn anew" in message for message in caplog.messages) == 1
+
+
+def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
+    store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = store()
+    threads = threading.active_count()
+    loader = ReplayLoader(buffer, 8)
+    next(loader)
+
+    def unreadable(rows: Any, **options: Any) -> dict[str, Any]:
+        raise TrajectoryUnavailableError("always")
+
+    monkeypatch.setattr(buffer, "read", unreadable)
+    with pytest.raises(TrajectoryUnavailableError, match="always"):
+        list(itertools.islice(loader, 10))
+    with pytest.raises(TrajectoryUnavailableError, match="always"):
+        next(loader)
+    loader.close()
+    assert threading.active_count() == threads
+
+
+def test_a_buffer_that_is_emptied_is_waited_for(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    buffer = store()
+    with ReplayLoader(buffer, 8, prefetch=1, timeout=20) as loader:
+        next(loader)
+        buffer.clear()
+        threading.Timer(0.3, lambda: buffer.add_trajectories([block(50)])).start()
+        values = [rewards(next(loader)) for _ in range(6)]
+    assert {value // 1000 for value in values[-1]} == {50}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_data_loader_with_workers_gives_the_same_sequence(
+    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, workers: int
+) -> None:
+    store().close()
+    with ReplayLoader(reader(tmp_path / "replay"), 8) as plain:
+        expected = [rewards(next(plain)) for _ in range(8)]
+    loader = DataLoader(
+        ReplayLoader(reader(tmp_path / "replay"), 8),
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context="fork",
+    )
+    assert [rewards(batch) for batch in itertools.islice(loader, 8)] == expected
+
+
+def test_torchdatas_stateful_loader_goes_on_where_it_was(
+    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path
+) -> None:
+    store().close()
+
+    def make() -> StatefulDataLoader[Any]:
+        return StatefulDataLoader(ReplayLoader(reader(tmp_path / "replay"), 8), batch_size=None, num_workers=0)
+
+    loader = make()
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    state = loader.state_dict()
+    expected = [rewards(next(batches)) for _ in range(5)]
+    other = make()
+    other.load_state_dict(state)
+    assert [rewards(batch) for batch in itertools.islice(other, 5)] == expected
+
+
+def test_rlinfs_datasets_by_their_names_and_arguments(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    buffer, demos = store(), store("demos", range(100, 104))
+    for make in (ReplayBufferDataset, PreloadReplayBufferDataset):
+        dataset = make(
+            replay_buffer=buffer,
+            demo_buffer=demos,
+            batch_size=9,
+            min_replay_buffer_size=2,
+            min_demo_buffer_size=2,
+            prefetch_size=3,
+        )
+        loader = DataLoader(dataset, batch_size=1, num_workers=0, collate_fn=replay_buffer_collate_fn)
+        values = rewards(next(iter(loader)))
+        assert [value >= 100_000 for value in values] == [False] * 4 + [True] * 4
+        dataset.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size: 0"),
+        ({"batch_size": 4, "rank": (2, 2)}, r"rank: \(2, 2\)"),
+        ({"batch_size": 4, "rank": (0, 5)}, "at least the number of ranks"),
+        ({"batch_size": 4, "prefetch": 0}, "prefetch 0"),
+        ({"batch_size": 4, "device": "meta"}, "must be the CPU or a CUDA device"),
+        ({"batch_size": 4, "demo_sampler": WeightedSampler()}, "has no effect without demos"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ReplayLoader(TrajectoryReplayBuffer(), **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    buffer = store()
+    state = buffer.state_dict()
+    expected = [rewards(buffer.sample(16)) for _ in range(20)]
+    buffer.load_state_dict(state)
+    with ReplayLoader(buffer, 16, device="cuda", prefetch=3) as loader:
+        for values in expected:
+            batch = next(loader)
+            assert batch["rewards"].is_cuda
+            assert batch["rewards"].reshape(-1).tolist() == values

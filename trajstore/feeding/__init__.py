@@ -1,0 +1,8 @@
+"""Feeding a learner: batches drawn and read ahead, exact and elastic resume."""
+
+from __future__ import annotations
+
+from trajstore.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
+from trajstore.feeding.loader import ReplayLoader
+
+__all__ = ["PreloadReplayBufferDataset", "ReplayBufferDataset", "ReplayLoader", "replay_buffer_collate_fn"]

@@ -1,0 +1,188 @@
+"""Batches made ahead of their use by a thread: a bounded queue, errors that reach the consumer, an orderly end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from trajstore.errors import EmptyBufferError, StoreClosedError, TrajectoryUnavailableError
+from trajstore.feeding.source import BatchSource, DrawnBatch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOK_AGAIN = 0.01
+"""Seconds between two looks at buffers that are not ready."""
+
+_REDRAWS = 100
+"""Batches drawn anew in a row, because trajectories were evicted between draw and read, before that is an error."""
+
+
+@dataclass(slots=True)
+class _Made(Generic[T]):
+    drawn: DrawnBatch
+    batch: T
+    nbytes: int
+
+
+class Prefetcher(Generic[T]):
+    """A thread that draws and reads batches while earlier ones are used.
+
+    A batch that is drawn but not yet handed out is *under way*; the state names these by their rows, so that a resumed
+    run hands out the same batches. Safe to use from one consuming thread; the state can be asked for from any.
+
+    Args:
+        source: draws; called by the thread alone while it runs.
+        make: reads a drawn batch, given its number in the sequence, and returns it with its number of bytes.
+        depth: most batches under way.
+        max_bytes: most bytes of finished ones; None = no bound. One batch is always allowed.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        make: Callable[[DrawnBatch, int], tuple[T, int]],
+        depth: int,
+        max_bytes: int | None,
+    ) -> None:
+        self._source = source
+        self._make = make
+        self._depth = depth
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._resumed: deque[DrawnBatch] = deque()
+        self._making: DrawnBatch | None = None
+        self._made: deque[_Made[T]] = deque()
+        self._nbytes = 0
+        self._handed_out = 0
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.redrawn = 0
+        """Batches that were drawn anew, because a trajectory of theirs was evicted before it was read."""
+
+    def start(self) -> None:
+        """Begin to make batches. Starting again does nothing."""
+        if self._thread is None and not self._stopping:
+            self._thread = threading.Thread(target=self._run, name="trajstore-prefetch", daemon=True)
+            self._thread.start()
+
+    def next(self, timeout: float | None = None) -> T:
+        """Return the next batch, waiting for it.
+
+        Raises:
+            TimeoutError: none was finished within ``timeout`` seconds.
+            StoreClosedError: the prefetcher was closed.
+            Exception: whatever ended the thread; the same one at every further call.
+        """
+        with self._changed:
+            there = self._changed.wait_for(lambda: self._made or self._error is not None or self._stopping, timeout)
+            if self._made and not self._stopping:
+                made = self._made.popleft()
+                self._nbytes -= made.nbytes
+                self._handed_out += 1
+                self._changed.notify_all()
+                return made.batch
+            if self._error is not None:
+                raise self._error
+            if self._stopping:
+                raise StoreClosedError("the loader was closed")
+            if not there:
+                raise TimeoutError(f"no batch within {timeout} s; are the buffers filled as far as they must be?")
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """End the thread and wait for it. Closing again does nothing."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    @property
+    def ready(self) -> int:
+        """Number of finished batches."""
+        return len(self._made)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the source's state and the rows of the batches under way, oldest first."""
+        with self._changed:
+            under_way = [made.drawn for made in self._made]
+            if self._making is not None:
+                under_way.append(self._making)
+            return {
+                "source": self._source.state_dict(),
+                "under_way": [*under_way, *self._resumed],
+                "handed_out": self._handed_out,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a state; before :meth:`start`."""
+        self._source.load_state_dict(state["source"])
+        self._resumed = deque(state["under_way"])
+        self._handed_out = int(state["handed_out"])
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        in_a_row = 0
+        try:
+            number = self._handed_out
+            while (drawn := self._next_drawn()) is not None:
+                try:
+                    batch, nbytes = self._make(drawn, number)
+                except TrajectoryUnavailableError:
+                    in_a_row += 1
+                    if in_a_row > _REDRAWS:
+                        raise
+                    self._draw_again()
+                    continue
+                in_a_row = 0
+                number += 1
+                with self._changed:
+                    self._made.append(_Made(drawn, batch, nbytes))
+                    self._making = None
+                    self._nbytes += nbytes
+                    self._changed.notify_all()
+        except Exception as error:  # whatever ends the thread must reach who waits for batches
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _draw_again(self) -> None:
+        with self._changed:
+            self._making = None
+            self.redrawn += 1
+        if self.redrawn == 1:
+            logger.warning("a trajectory was evicted between draw and read; the batch is drawn anew")
+
+    def _next_drawn(self) -> DrawnBatch | None:
+        """Wait until there is room and something to draw; None at the end."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or self._has_room())
+                if self._stopping:
+                    return None
+                if self._resumed:
+                    self._making = self._resumed.popleft()
+                    return self._making
+                if self._source.ready():
+                    try:
+                        self._making = self._source.draw()
+                        return self._making
+                    except EmptyBufferError:
+                        if self._source.ready():  # else emptied between look and draw: wait for more
+                            raise
+                self._changed.wait(_LOOK_AGAIN)
+
+    def _has_room(self) -> bool:
+        if not self._made:
+            return True
+        return len(self._made) < self._depth and (self._max_bytes is None or self._nbytes < self._max_bytes)
