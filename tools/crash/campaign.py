@@ -11,10 +11,7 @@ from pathlib import Path
 
 from tools.crash.child import torture
 from tools.crash.journal import Promises, read_journal
-from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import StoreNotFoundError, TrajstoreError
-from trajstore.testing.witness import WitnessError, check_trajectory
-from trajstore.verify import verify
+from tools.crash.look import look
 
 _LONGEST_LIFE = 0.8  # seconds
 
@@ -84,49 +81,12 @@ def _look(folder: Path, number: int, promises: Promises, seen: dict[int, int], r
     def problem(text: str) -> None:
         result.problems.append(f"kill {number}: {text}")
 
-    store = folder / "store"
-    present = _read(store, None, problem)
+    present = look(folder, promises, problem)
     if present is None:
-        if promises.flushed:
-            problem("the store is gone")
         return
     result.checked += len(present)
     result.promised += len(promises.flushed)
-    for trajectory_id, key in promises.flushed.items():
-        if trajectory_id in present:
-            if present[trajectory_id] != key:
-                problem(f"trajectory {trajectory_id} has the key {present[trajectory_id]}, {key} was flushed")
-        elif not promises.gone_rightly(trajectory_id, present):
-            problem(f"trajectory {trajectory_id} was flushed and is lost")
     for trajectory_id, key in present.items():
         if seen.setdefault(trajectory_id, key) != key:
             problem(f"id {trajectory_id} was given twice")
-    for name, kept in list(promises.pins.items()):
-        if kept is None:
-            del promises.pins[name]  # the child died in between: both are right
-        elif (pinned := _read(store, name, problem)) != kept:
-            problem(f"pin {name} holds {pinned}, not {kept}")
-    for trouble in verify(store).problems:
-        problem(f"{trouble.file}: {trouble.message}")
-    if promises.checkpoints:
-        if _read(folder / "checkpoint", None, problem) is None:
-            problem("the checkpoint is gone")
-        else:
-            for trouble in verify(folder / "checkpoint").problems:
-                problem(f"checkpoint: {trouble.file}: {trouble.message}")
     promises.forget(present)
-
-
-def _read(path: Path, pin: str | None, problem: Callable[[str], None]) -> dict[int, int] | None:
-    """Return id and key of every trajectory, each compared with what its key says; None if nothing is there."""
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    try:
-        buffer.load_checkpoint(path, pin=pin)
-        return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
-    except StoreNotFoundError:
-        return None
-    except (TrajstoreError, WitnessError, OSError) as error:
-        problem(f"{path.name}{f' (pin {pin})' if pin else ''} cannot be read: {type(error).__name__}: {error}")
-        return {}
-    finally:
-        buffer.close()

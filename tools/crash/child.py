@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -18,16 +19,33 @@ _KEYS_PER_ROUND = 1 << 20
 def torture(folder: str, round_number: int, seed: int) -> None:
     """Use the store in ``folder`` until killed."""
     torch.set_num_threads(1)
-    child = _Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"))
+    journal = Journal(Path(folder) / f"journal_{round_number:06d}")
+    child = Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"), journal)
     child.open()
     while True:
         child.step()
 
 
-class _Child:
-    def __init__(self, folder: Path, round_number: int, chance: random.Random) -> None:
+class Notes(Protocol):
+    """Where a child writes down what it was promised."""
+
+    def note(self, event: str, **values: Any) -> None:
+        """Take one entry, so that it is there when this returns."""
+
+
+class Child:
+    """Uses the store ``folder/store`` at random, and tells what it was promised.
+
+    Args:
+        folder: of store and checkpoint.
+        round_number: how many children came before it.
+        chance: decides what is done.
+        journal: is told.
+    """
+
+    def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Notes) -> None:
         self.folder = folder
-        self.journal = Journal(folder / f"journal_{round_number:06d}")
+        self.journal = journal
         self.round = round_number
         self.chance = chance
         self.next_key = round_number * _KEYS_PER_ROUND
@@ -35,6 +53,7 @@ class _Child:
         self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
 
     def open(self) -> None:
+        """Open the store, and see what is in it."""
         self.buffer = TrajectoryReplayBuffer(
             auto_save=True,
             auto_save_path=self.folder / "store",
@@ -51,6 +70,7 @@ class _Child:
         return ids
 
     def step(self) -> None:
+        """Do one thing."""
         actions = (self.add, self.flush, self.evict, self.sample, self.pin, self.unpin, self.checkpoint, self.reopen)
         self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3))[0]()
 
@@ -72,6 +92,7 @@ class _Child:
             chosen = [number for number in chosen if number in set(self._ids())]
             self.journal.note("evicting", ids=chosen)
             self.buffer.evict(chosen)
+            self.journal.note("evicted", ids=chosen)
 
     def sample(self) -> None:
         if len(self.buffer):
@@ -97,8 +118,10 @@ class _Child:
             self.journal.note("unpinned", name=name)
 
     def checkpoint(self) -> None:
+        self.buffer.flush()
+        self.journal.note("saving", keys={str(number): self.keys[number] for number in self._ids()})
         self.buffer.save_checkpoint(self.folder / "checkpoint")
-        self.journal.note("checkpointed")
+        self.journal.note("saved")
 
     def reopen(self) -> None:
         self.buffer.close()

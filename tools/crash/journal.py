@@ -37,14 +37,48 @@ class Promises:
     Attributes:
         flushed: id and key of every trajectory that was there when a ``flush`` returned.
         evicted: ids whose eviction was begun; they may be there or not.
+        gone: of these, the ids whose eviction has returned; they never come back.
         pins: ids and keys that each pin holds; None while it is uncertain whether the pin is there.
-        checkpoints: whether ``save_checkpoint`` ever returned.
+        unpinned: names of pins that were let go of; they never come back.
+        checkpoint: ids and keys of the last checkpoint of which ``save_checkpoint`` returned; None before the first.
+        saving: ids and keys of checkpoints of which saving was begun since.
+        pool: number of the pool that was saved last; None before the first.
+        pooling: numbers of pools of which saving was begun since.
     """
 
     flushed: dict[int, int] = field(default_factory=dict)
     evicted: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
     pins: dict[str, dict[int, int] | None] = field(default_factory=dict)
-    checkpoints: bool = False
+    unpinned: set[str] = field(default_factory=set)
+    checkpoint: dict[int, int] | None = None
+    saving: list[dict[int, int]] = field(default_factory=list)
+    pool: int | None = None
+    pooling: list[int] = field(default_factory=list)
+
+    def take(self, event: str, values: Mapping[str, Any]) -> None:
+        """Take in what a child noted."""
+        if event == "flushed":
+            self.flushed |= _keys(values)
+        elif event == "evicting":
+            self.evicted |= set(values["ids"])
+        elif event == "evicted":
+            self.gone |= set(values["ids"])
+        elif event == "pinned":
+            self.pins[values["name"]] = _keys(values)
+        elif event in ("pinning", "unpinning"):
+            self.pins[values["name"]] = None
+        elif event == "unpinned":
+            del self.pins[values["name"]]
+            self.unpinned.add(values["name"])
+        elif event == "saving":
+            self.saving.append(_keys(values))
+        elif event == "saved":
+            self.checkpoint, self.saving = self.saving[-1], []
+        elif event == "pooling":
+            self.pooling.append(values["number"])
+        elif event == "pooled":
+            self.pool, self.pooling = self.pooling[-1], []
 
     def gone_rightly(self, number: int, present: Iterable[int]) -> bool:
         """Return whether a flushed trajectory may be absent: it was evicted, or enough newer ones were committed."""
@@ -58,23 +92,16 @@ class Promises:
         self.flushed = {number: key for number, key in self.flushed.items() if number in present}
         oldest = min(present, default=0)
         self.evicted = {number for number in self.evicted if number > oldest}
+        self.gone = {number for number in self.gone if number > oldest}
 
 
 def read_journal(path: Path, promises: Promises) -> Promises:
     """Take a child's journal in; a last line that its death cut short was no promise."""
     for line in path.read_bytes().split(b"\n")[:-1]:
         entry = orjson.loads(line)
-        event = entry.pop("event")
-        if event == "flushed":
-            promises.flushed |= {int(number): key for number, key in entry["keys"].items()}
-        elif event == "evicting":
-            promises.evicted |= set(entry["ids"])
-        elif event == "pinned":
-            promises.pins[entry["name"]] = {int(number): key for number, key in entry["keys"].items()}
-        elif event in ("pinning", "unpinning"):
-            promises.pins[entry["name"]] = None
-        elif event == "unpinned":
-            del promises.pins[entry["name"]]
-        elif event == "checkpointed":
-            promises.checkpoints = True
+        promises.take(entry.pop("event"), entry)
     return promises
+
+
+def _keys(values: Mapping[str, Any]) -> dict[int, int]:
+    return {int(number): key for number, key in values["keys"].items()}

@@ -1,0 +1,154 @@
+"""Record, cut the power, look, go on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.crash.journal import Promises
+from tools.crash.look import look, read, verify_at
+from tools.powerloss.filesystem import Op, Promise
+from tools.powerloss.sessions import POOL, contents_of, pool_of, record_pools, record_store, write_tree
+from tools.powerloss.states import Case, build, digest, plan
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreNotFoundError, TrajstoreError
+from trajstore.testing.witness import witness
+
+_NEW_KEY = 1 << 39
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Result:
+    """What a campaign found.
+
+    Attributes:
+        states: different states of the disk that were looked at.
+        possible: how many crashes there were to choose from.
+        operations: recorded, all sessions together.
+        compared: trajectories read back and compared.
+        problems: what was wrong, each with what repeats it.
+        seconds: how long it took.
+    """
+
+    states: int = 0
+    possible: int = 0
+    operations: int = 0
+    compared: int = 0
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run_campaign(
+    folder: Path, states: int, sessions: int, seed: int, progress: Callable[[Result], None] | None = None
+) -> Result:
+    """Look at ``states`` states of the disk, from ``sessions`` sessions with a store and one with pools.
+
+    Args:
+        folder: an empty folder to work in.
+        states: how many, all sessions together; a tenth with pools.
+        sessions: with a store; the format changes from one to the next.
+        seed: of sessions and crashes.
+        progress: told after each state.
+    """
+    result, start = Result(), time.monotonic()
+
+    def tell(done: Result) -> None:
+        done.seconds = time.monotonic() - start
+        if progress is not None:
+            progress(done)
+
+    pools = max(states // 10, 1)
+    check(folder / "pools", record_pools(folder / "record_pools"), pools, seed, look_at_pool, "pools", result, tell)
+    for number in range(sessions):
+        ops = record_store(folder / "record", number, seed)
+        share = (states - result.states) // (sessions - number)
+        check(folder / "store", ops, share, seed, look_at_store, f"session {number}", result, tell)
+    result.seconds = time.monotonic() - start
+    return result
+
+
+Look = Callable[[Path, Promises, Tell], int]
+
+
+def check(
+    folder: Path, ops: Sequence[Op], states: int, seed: int, examine: Look, name: str, result: Result,
+    tell: Callable[[Result], None] = lambda _: None,
+) -> None:  # fmt: skip
+    """Look at so many different states of the disk after what was recorded."""
+    cases = plan(ops, 0, seed)
+    result.possible += len(cases)
+    result.operations += len(ops)
+    seen: set[tuple[bytes, int]] = set()
+    for case in cases:
+        if len(seen) >= states:
+            break
+        files = build(ops, case)
+        key = digest(files), case.promises
+        if key in seen:
+            continue
+        seen.add(key)
+        write_tree(folder, files)
+        found: list[str] = []
+        result.compared += examine(folder, _promises(ops, case), found.append)
+        result.problems += [f"seed {seed}, {name}, {_described(ops, case)}: {text}" for text in found]
+        shutil.rmtree(folder)
+        result.states += 1
+        tell(result)
+
+
+def _described(ops: Sequence[Op], case: Case) -> str:
+    told = [op.event for op in ops[: case.moment] if isinstance(op, Promise)]
+    last = told[-1] if told else "begun"
+    return f"after operation {case.moment} ({last}), {len(case.lost)} lost, {len(case.parts)} torn"
+
+
+def _promises(ops: Sequence[Op], case: Case) -> Promises:
+    promises = Promises()
+    for op in ops[: case.moment]:
+        if isinstance(op, Promise):
+            promises.take(op.event, op.values)
+    return promises
+
+
+def look_at_store(folder: Path, promises: Promises, problem: Tell) -> int:
+    """Compare with what was promised; then go on with the store and look again. Returns how many were compared."""
+    present = look(folder, promises, problem) or {}
+    store = folder / "store"
+    try:
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as buffer:
+            (new,) = buffer.add_trajectories([witness(_NEW_KEY)])
+            buffer.flush()
+    except TrajstoreError as error:
+        problem(f"no writer can go on: {type(error).__name__}: {error}")
+        return len(present)
+    after = read(store, None, problem)
+    if after != {**present, new: _NEW_KEY}:
+        problem(f"the next writer has {after} of {present}")
+    verify_at(store, problem)
+    return 2 * len(present)
+
+
+def look_at_pool(folder: Path, promises: Promises, problem: Tell) -> int:
+    """Compare the pool with what was promised. Returns how many trajectories were compared."""
+    from tools.mutate.pristine import RULES
+    from trajstore.experience import ExperienceManager
+
+    expected = [number for number in (promises.pool, *promises.pooling) if number is not None]
+    pool = ExperienceManager(RULES)
+    try:
+        pool.load_experience_pool_from_disk(folder / POOL)
+    except StoreNotFoundError:
+        if promises.pool is not None:
+            problem("the pool is gone")
+        return 0
+    except TrajstoreError as error:
+        problem(f"the pool cannot be read: {type(error).__name__}: {error}")
+        return 0
+    found = contents_of(pool)
+    if found not in [contents_of(pool_of(number)) for number in expected]:
+        problem(f"the pool holds {sorted(found)}, which is none of {expected}")
+    return len(found)

@@ -1,0 +1,169 @@
+"""A file system as far as power loss goes: what was done to it, what of that is durable, what may be left. Pure.
+
+The rules are those of ALICE (Pillai et al., OSDI 2014) in their strictest form:
+
+- what was written to a file is durable after ``fsync`` or ``fdatasync`` of that file, and a name after ``fsync`` of the
+  folder that it is in; neither does anything for the other;
+- of what is not durable any subset may be there. A write may be there in part: a prefix, or its length with zeros;
+- changes of one name in one folder happen in order. A rename happens as a whole, with both of its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A file or folder, whatever its names are."""
+
+    number: int
+    folder: bool
+
+
+ROOT = Node(0, True)
+
+Change = tuple[Node, str, Node | None]
+"""In a folder, a name now stands for a node, or for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Names change together, at one stroke."""
+
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bytes were written at an offset."""
+
+    node: Node
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A file was cut or lengthened."""
+
+    node: Node
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """A file's content, or a folder's names, became durable."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the user was told, or was about to ask for; does nothing to the file system."""
+
+    event: str
+    values: Mapping[str, Any]
+
+
+Op = Entries | Write | Size | Sync | Promise
+
+
+@dataclass
+class Tree:
+    """What can be seen: names in folders, bytes in files."""
+
+    folders: dict[Node, dict[str, Node]] = field(default_factory=lambda: {ROOT: {}})
+    files: dict[Node, bytearray] = field(default_factory=dict)
+
+    def apply(self, op: Op) -> None:
+        """Let an operation happen."""
+        if isinstance(op, Entries):
+            for folder, name, node in op.changes:
+                names = self.folders.setdefault(folder, {})
+                if node is None:
+                    names.pop(name, None)
+                else:
+                    names[name] = node
+        elif isinstance(op, Write):
+            content = self.files.setdefault(op.node, bytearray())
+            content.extend(bytes(max(op.offset + len(op.data) - len(content), 0)))
+            content[op.offset : op.offset + len(op.data)] = op.data
+        elif isinstance(op, Size):
+            content = self.files.setdefault(op.node, bytearray())
+            del content[op.size :]
+            content.extend(bytes(op.size - len(content)))
+
+    def find(self, folder: Node, parts: Sequence[str]) -> Node | None:
+        """Return what a path stands for."""
+        for part in parts:
+            found = self.folders.get(folder, {}).get(part)
+            if found is None:
+                return None
+            folder = found
+        return folder
+
+    def listing(self, folder: Node = ROOT, above: str = "") -> dict[str, bytes | None]:
+        """Return the content of every file by its path; None for a folder."""
+        found: dict[str, bytes | None] = {}
+        for name, node in self.folders.get(folder, {}).items():
+            found[above + name] = None if node.folder else bytes(self.files.get(node, b""))
+            if node.folder:
+                found |= self.listing(node, f"{above}{name}/")
+        return found
+
+
+def tree_of(ops: Iterable[Op]) -> Tree:
+    """Return what can be seen after all of these operations."""
+    tree = Tree()
+    for op in ops:
+        tree.apply(op)
+    return tree
+
+
+@dataclass
+class Pending:
+    """Which operations are not durable yet, by their position; grows by one operation after the other."""
+
+    open: dict[int, Op] = field(default_factory=dict)
+    _synced: dict[int, set[Node]] = field(default_factory=dict)
+    _position: int = 0
+
+    def add(self, op: Op) -> None:
+        """Take the next operation in."""
+        if isinstance(op, Sync):
+            self._sync(op.node)
+        elif not isinstance(op, Promise):
+            self.open[self._position] = op
+        self._position += 1
+
+    def _sync(self, node: Node) -> None:
+        for position, op in list(self.open.items()):
+            if isinstance(op, Entries):
+                folders = {change[0] for change in op.changes}
+                if node in folders:
+                    done = self._synced.setdefault(position, set())
+                    done.add(node)
+                    if done == folders:
+                        self._settle(position)
+            elif op.node == node:  # type: ignore[union-attr]
+                del self.open[position]
+
+    def _settle(self, position: int) -> None:
+        """An operation is durable, and so is what came before it under the same names."""
+        op = self.open.pop(position, None)
+        if isinstance(op, Entries):
+            for earlier in before(self.open, position, op):
+                self._settle(earlier)
+
+
+def before(open_: Mapping[int, Op], position: int, op: Entries) -> list[int]:
+    """Return which of the operations that are not durable change a name earlier that this one changes."""
+    names = {change[:2] for change in op.changes}
+    return [
+        at
+        for at, other in open_.items()
+        if at < position and isinstance(other, Entries) and names & {change[:2] for change in other.changes}
+    ]

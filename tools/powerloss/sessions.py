@@ -1,0 +1,82 @@
+"""What is done while it is recorded: a store used in every way, killed and used on; pools saved one over the other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tools.crash.child import Child
+from tools.mutate.pristine import RULES, agent_witness
+from tools.powerloss.filesystem import Op, tree_of
+from tools.powerloss.recorder import Recorder
+from trajstore.experience import ExperienceManager
+
+POOL = Path("pool") / "step_1"
+_STEPS = 30
+
+
+def record_store(folder: Path, number: int, seed: int, steps: int = _STEPS) -> list[Op]:
+    """Use a store, kill its process at a random moment (the machine stays on), and use it on.
+
+    Args:
+        folder: an empty folder to work in.
+        number: of the session; decides the format.
+        seed: of what is done.
+        steps: how many things are done before the kill, and as many after.
+
+    Returns:
+        What was done to the files, and promised.
+    """
+    chance = random.Random(f"{seed}/{number}")
+    ops: list[Op] = []
+    for life in range(2):
+        place = folder / f"{number}_{life}"
+        write_tree(place, tree_of(ops).listing())
+        recorder = Recorder(place, ops)
+        with recorder.recording():
+            child = Child(place, 4 * life + number, chance, recorder)
+            child.open()
+            for _ in range(steps):
+                child.step()
+            child.flush()
+            child.buffer.close()
+        if life == 0:
+            del ops[chance.randrange(len(ops) // 3, len(ops)) :]
+    return ops
+
+
+def record_pools(folder: Path) -> list[Op]:
+    """Save three pools to one place, one over the other."""
+    ops: list[Op] = []
+    folder.mkdir(parents=True)
+    recorder = Recorder(folder, ops)
+    with recorder.recording():
+        for number in range(3):
+            recorder.note("pooling", number=number)
+            pool_of(number).save_experience_pool_to_disk(folder / POOL)
+            recorder.note("pooled", number=number)
+    return ops
+
+
+def pool_of(number: int) -> ExperienceManager:
+    """Return a pool that tells its number by what is in it."""
+    pool = ExperienceManager(RULES)
+    trajectories = [agent_witness(key) for key in range(9 * number, 9 * number + 9)]
+    pool.update_difficulty2task_dict(trajectories)
+    pool.save_trajectories_to_memory([one for one in trajectories if one.reward.outcome == 1.0])
+    return pool
+
+
+def contents_of(pool: ExperienceManager) -> set[str]:
+    """Return the rollouts in a pool."""
+    return {str(one.rollout_id) for held in pool.task2trajectories.values() for one in held}
+
+
+def write_tree(folder: Path, files: dict[str, bytes | None]) -> None:
+    """Make files and folders as a listing says."""
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(content)
