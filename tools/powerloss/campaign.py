@@ -79,7 +79,7 @@ def check(
     tell: Callable[[Result], None] = lambda _: None,
 ) -> None:  # fmt: skip
     """Look at so many different states of the disk after what was recorded."""
-    cases = plan(ops, 0, seed)
+    cases = plan(ops, states, seed)
     result.possible += len(cases)
     result.operations += len(ops)
     seen: set[tuple[bytes, int]] = set()

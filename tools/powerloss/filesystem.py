@@ -128,6 +128,9 @@ class Pending:
     """Which operations are not durable yet, by their position; grows by one operation after the other."""
 
     open: dict[int, Op] = field(default_factory=dict)
+    before: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """For every change of names, the last earlier ones of the same names."""
+    _last: dict[tuple[Node, str], int] = field(default_factory=dict)
     _synced: dict[int, set[Node]] = field(default_factory=dict)
     _position: int = 0
 
@@ -137,6 +140,10 @@ class Pending:
             self._sync(op.node)
         elif not isinstance(op, Promise):
             self.open[self._position] = op
+            if isinstance(op, Entries):
+                names = [(folder, name) for folder, name, _ in op.changes]
+                self.before[self._position] = tuple({self._last[name] for name in names if name in self._last})
+                self._last |= dict.fromkeys(names, self._position)
         self._position += 1
 
     def _sync(self, node: Node) -> None:
@@ -148,22 +155,13 @@ class Pending:
                     done.add(node)
                     if done == folders:
                         self._settle(position)
-            elif op.node == node:  # type: ignore[union-attr]
+            elif isinstance(op, Write | Size) and op.node == node:
                 del self.open[position]
 
     def _settle(self, position: int) -> None:
         """An operation is durable, and so is what came before it under the same names."""
-        op = self.open.pop(position, None)
-        if isinstance(op, Entries):
-            for earlier in before(self.open, position, op):
-                self._settle(earlier)
-
-
-def before(open_: Mapping[int, Op], position: int, op: Entries) -> list[int]:
-    """Return which of the operations that are not durable change a name earlier that this one changes."""
-    names = {change[:2] for change in op.changes}
-    return [
-        at
-        for at, other in open_.items()
-        if at < position and isinstance(other, Entries) and names & {change[:2] for change in other.changes}
-    ]
+        waiting = [position]
+        while waiting:
+            at = waiting.pop()
+            if self.open.pop(at, None) is not None:
+                waiting += self.before[at]

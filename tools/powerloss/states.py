@@ -7,10 +7,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.powerloss.filesystem import Entries, Op, Pending, Promise, Tree, Write, before
+from tools.powerloss.filesystem import Entries, Op, Pending, Promise, Tree, Write
 
 _RANDOM = 4
-"""Random states at every moment at which something is not durable."""
+"""Random states at a moment at which something is not durable."""
+_SINGLE = 8
+"""Operations at a moment that are lost alone, and that are there alone."""
 
 
 @dataclass(frozen=True)
@@ -38,32 +40,33 @@ class _Choice:
     parts: tuple[tuple[int, int], ...] = ()
 
 
-def plan(ops: Sequence[Op], begin: int, seed: int) -> list[Case]:
-    """Return crashes at every moment from ``begin`` on, in an order in which any first ones are a fair sample.
+def plan(ops: Sequence[Op], moments: int, seed: int) -> list[Case]:
+    """Return crashes at some moments, in an order in which any first ones are a fair sample.
 
     Every second one is right after a promise, when what is not durable and should be tells most.
 
     Args:
         ops: all that was done, promises among it.
-        begin: the first moment.
+        moments: at how many moments.
         seed: of what is chosen at random.
     """
+    chance = random.Random(seed)
+    told = [at for at, op in enumerate(ops) if isinstance(op, Promise)]
+    between = [at for at, op in enumerate(ops) if not isinstance(op, Promise)]
+    chosen = set(chance.sample(told, min(len(told), moments // 2)) + chance.sample(between, min(len(between), moments)))
     pending, promises = Pending(), 0
-    told: list[Case] = []
-    between: list[Case] = []
-    for position, op in enumerate(ops):
+    found: dict[bool, list[Case]] = {True: [], False: []}
+    for at, op in enumerate(ops):
         pending.add(op)
         promises += isinstance(op, Promise)
-        moment = position + 1
-        if moment >= begin:
-            chance = random.Random(f"{seed}/{moment}")
-            choices = dict.fromkeys(_choices(pending.open, chance))
-            target = told if isinstance(op, Promise) else between
-            target += [Case(moment, promises, frozenset(pending.open) - c.kept, c.parts) for c in choices]
-    random.Random(seed).shuffle(told)
-    random.Random(seed).shuffle(between)
-    mixed = [case for pair in zip(told, between, strict=False) for case in pair]
-    return mixed + told[len(between) :] + between[len(told) :]
+        if at in chosen:
+            choices = dict.fromkeys(_choices(pending, chance))
+            cases = [Case(at + 1, promises, frozenset(pending.open) - one.kept, one.parts) for one in choices]
+            found[isinstance(op, Promise)] += cases
+    for several in found.values():
+        chance.shuffle(several)
+    mixed = [case for pair in zip(*found.values(), strict=False) for case in pair]
+    return mixed + found[True][len(mixed) // 2 :] + found[False][len(mixed) // 2 :]
 
 
 def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
@@ -87,7 +90,8 @@ def digest(files: dict[str, bytes | None]) -> bytes:
     return summary.digest()
 
 
-def _choices(open_: dict[int, Op], chance: random.Random) -> Iterator[_Choice]:
+def _choices(pending: Pending, chance: random.Random) -> Iterator[_Choice]:
+    open_ = pending.open
     everything = frozenset(open_)
     names = frozenset(at for at, op in open_.items() if isinstance(op, Entries))
     yield _Choice(everything)
@@ -98,40 +102,34 @@ def _choices(open_: dict[int, Op], chance: random.Random) -> Iterator[_Choice]:
     yield _Choice(names)
     yield _Choice(everything - names)
     yield _Choice(everything, tuple((at, 0) for at in writes))  # as long as they were, and zero
-    for at in open_:
-        yield _closed(open_, everything - {at})
-        yield _closed(open_, {at} | _before_all(open_, at))
+    for at in chance.sample(sorted(open_), min(len(open_), _SINGLE)):
+        yield _closed(pending, everything - {at})
+        yield _Choice(frozenset(_with_earlier(pending, at)))
         if at in writes:
             yield _Choice(everything, ((at, chance.randrange(writes[at])),))
     for _ in range(_RANDOM):
         likely = chance.random()
-        kept = {at for at in open_ if chance.random() < likely}
-        parts = tuple(
-            (at, chance.randrange(size)) for at, size in writes.items() if at in kept and chance.random() < 0.2
-        )
-        choice = _closed(open_, kept)
-        yield _Choice(choice.kept, tuple(part for part in parts if part[0] in choice.kept))
+        kept = _closed(pending, frozenset(at for at in open_ if chance.random() < likely)).kept
+        torn = [at for at in sorted(kept & writes.keys()) if chance.random() < 0.2]
+        yield _Choice(kept, tuple((at, chance.randrange(writes[at])) for at in torn))
 
 
-def _before_all(open_: dict[int, Op], position: int) -> set[int]:
-    """Return which operations must have happened if this one has."""
+def _with_earlier(pending: Pending, position: int) -> set[int]:
+    """Return an operation and all that must have happened before it."""
     found: set[int] = set()
     waiting = [position]
     while waiting:
         at = waiting.pop()
-        op = open_[at]
-        if isinstance(op, Entries):
-            new = set(before(open_, at, op)) - found
-            found |= new
-            waiting += new
+        if at in pending.open and at not in found:
+            found.add(at)
+            waiting += pending.before.get(at, ())
     return found
 
 
-def _closed(open_: dict[int, Op], kept: set[int] | frozenset[int]) -> _Choice:
+def _closed(pending: Pending, kept: frozenset[int]) -> _Choice:
     """Leave out what cannot have happened because something before it did not."""
     there: set[int] = set()
     for at in sorted(kept):
-        op = open_[at]
-        if not isinstance(op, Entries) or there.issuperset(before(open_, at, op)):
+        if all(earlier in there or earlier not in pending.open for earlier in pending.before.get(at, ())):
             there.add(at)
     return _Choice(frozenset(there))
