@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of sessions and crashes (default: 0)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trajstore-power-") as temporary:
-        result = run_campaign(Path(temporary), options.states, options.sessions, options.seed, _show)
+        result = run_campaign(Path(temporary), options.states, range(options.sessions), options.seed, progress=_show)
     for problem in result.problems:
         sys.stdout.write(f"{problem}\n")
     sys.stdout.write(

@@ -43,15 +43,22 @@ class Result:
 
 
 def run_campaign(
-    folder: Path, states: int, sessions: int, seed: int, progress: Callable[[Result], None] | None = None
+    folder: Path,
+    states: int,
+    sessions: Sequence[int],
+    seed: int,
+    *,
+    steps: int = 0,
+    progress: Callable[[Result], None] | None = None,
 ) -> Result:
-    """Look at ``states`` states of the disk, from ``sessions`` sessions with a store and one with pools.
+    """Look at ``states`` states of the disk, from sessions with a store and one with pools.
 
     Args:
         folder: an empty folder to work in.
         states: how many, all sessions together; a tenth with pools.
-        sessions: with a store; the format changes from one to the next.
+        sessions: numbers of those with a store; they decide the format.
         seed: of sessions and crashes.
+        steps: see :func:`~tools.powerloss.sessions.record_store`.
         progress: told after each state.
     """
     result, start = Result(), time.monotonic()
@@ -63,9 +70,9 @@ def run_campaign(
 
     pools = max(states // 10, 1)
     check(folder / "pools", record_pools(folder / "record_pools"), pools, seed, look_at_pool, "pools", result, tell)
-    for number in range(sessions):
-        ops = record_store(folder / "record", number, seed)
-        share = (states - result.states) // (sessions - number)
+    for at, number in enumerate(sessions):
+        ops = record_store(folder / "record", number, seed, steps)
+        share = (states - result.states) // (len(sessions) - at)
         check(folder / "store", ops, share, seed, look_at_store, f"session {number}", result, tell)
     result.seconds = time.monotonic() - start
     return result

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.crash.child import Child
+from tools.crash.child import FORMATS, Child
 from tools.mutate.pristine import RULES, agent_witness
 from tools.powerloss.filesystem import Op, tree_of
 from tools.powerloss.recorder import Recorder
 from trajstore.experience import ExperienceManager
 
 POOL = Path("pool") / "step_1"
-_STEPS = 30
+_STEPS = tuple(6 if name == "zarr" else 30 for name in FORMATS)
+"""A zarr shard is some forty files."""
 
 
-def record_store(folder: Path, number: int, seed: int, steps: int = _STEPS) -> list[Op]:
-    """Use a store, kill its process at a random moment (the machine stays on), and use it on.
+Kill = Callable[[Sequence[Op], random.Random], int]
+
+
+def at_random(ops: Sequence[Op], chance: random.Random) -> int:
+    """Kill at any moment of the last two thirds."""
+    return chance.randrange(len(ops) // 3, len(ops))
+
+
+def record_store(folder: Path, number: int, seed: int, steps: int = 0, kill: Kill = at_random) -> list[Op]:
+    """Use a store, kill its process (the machine stays on), and use it on.
 
     Args:
         folder: an empty folder to work in.
         number: of the session; decides the format.
         seed: of what is done.
-        steps: how many things are done before the kill, and as many after.
+        steps: how many things are done before the kill, and as many after; 0 = as many as this format is fit for.
+        kill: after which of the operations of the first process.
 
     Returns:
         What was done to the files, and promised.
@@ -36,12 +47,12 @@ def record_store(folder: Path, number: int, seed: int, steps: int = _STEPS) -> l
         with recorder.recording():
             child = Child(place, 4 * life + number, chance, recorder)
             child.open()
-            for _ in range(steps):
+            for _ in range(steps or _STEPS[number % len(FORMATS)]):
                 child.step()
             child.flush()
             child.buffer.close()
         if life == 0:
-            del ops[chance.randrange(len(ops) // 3, len(ops)) :]
+            del ops[kill(ops, chance) :]
     return ops
 
 

@@ -22,10 +22,10 @@ def main() -> int:
     problems = judge(result)
     for problem in problems:
         sys.stdout.write(f"{problem}\n")
+    sys.stdout.write(f"medians of the quarters\n{table(result.samples)}\n")
     sys.stdout.write(
-        f"medians of the quarters\n{table(result.samples)}\n"
-        f"{result.added} trajectories in {options.minutes:g} minutes, {result.rows} rows checked by followers, shards at most {result.worst:.2f} x live bytes, "
-        f"{len(problems)} problems\n"
+        f"{result.added} trajectories in {options.minutes:g} minutes, {result.rows} rows checked by followers, "
+        f"shards at most {result.worst:.2f} x live bytes, {len(problems)} problems\n"
     )
     return 1 if problems else 0
 

@@ -1,0 +1,193 @@
+"""Power loss: a short campaign, that it sees a missing fsync, and the model of the disk. See docs/crash-testing.md."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tools.crash.journal import Promises
+from tools.powerloss.campaign import Result, check, look_at_pool, look_at_store, run_campaign
+from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Pending, Sync, Tree, Write, tree_of
+from tools.powerloss.recorder import Recorder
+from tools.powerloss.sessions import record_pools, record_store
+from tools.powerloss.states import Case, build, plan
+
+
+def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
+    result = run_campaign(tmp_path, states=100, sessions=(0, 3), seed=3, steps=8)
+    assert result.problems == []
+    assert result.states == 100
+    assert result.compared > 1000
+
+
+def test_nothing_of_a_zarr_store_is_lost_when_the_power_fails(tmp_path: Path) -> None:
+    ops = record_store(tmp_path / "record", 1, seed=3, steps=4)
+    result = Result()
+    check(tmp_path / "state", ops, 10, 3, look_at_store, "zarr", result)
+    assert result.problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_nothing_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
+    result = run_campaign(tmp_path, states=2000, sessions=range(8), seed=4)
+    assert result.problems == []
+
+
+def _new_segment(ops: Sequence[Op], _: random.Random) -> int:
+    """Kill when a segment of the log was just made."""
+    tree, made = Tree(), 0
+    for at, op in enumerate(ops):
+        tree.apply(op)
+        log = tree.find(ROOT, ["store", "log"])
+        if isinstance(op, Entries) and any(folder == log and node for folder, _, node in op.changes):
+            made = at + 1
+    assert made
+    return made
+
+
+def test_a_segment_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> None:
+    ops = record_store(tmp_path / "record", 0, seed=5, steps=12, kill=_new_segment)
+    result = Result()
+    check(tmp_path / "state", ops, 25, 5, look_at_store, "killed", result)
+    assert result.problems == []
+
+
+# -- the campaign sees faults ------------------------------------------------------------------------
+
+
+def _without_syncs(ops: Sequence[Op], pattern: str) -> list[Op]:
+    """Leave out every fsync of files or folders with such a path."""
+    tree, left = Tree(), []
+    for op in ops:
+        tree.apply(op)
+        if not (isinstance(op, Sync) and any(re.fullmatch(pattern, path) for path in _paths(tree, op.node))):
+            left.append(op)
+    assert len(left) < len(ops), pattern
+    return left
+
+
+def _paths(tree: Tree, node: Node, folder: Node = ROOT, above: str = "") -> list[str]:
+    found = []
+    for name, inner in tree.folders.get(folder, {}).items():
+        if inner == node:
+            found.append(above + name)
+        if inner.folder:
+            found += _paths(tree, node, inner, f"{above}{name}/")
+    return found
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> list[Op]:
+    return record_store(tmp_path_factory.mktemp("session"), 0, seed=9, steps=25)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"store/shards",
+        r"store/shards/.*",
+        r"store/log",
+        r"store/log/.*",
+        r"store/pins",
+        r"store/trajectory_index\.json.*",
+        r".*checkpoint.*/shards",
+        r".*checkpoint[^/]*/trajectory_index\.json.*",
+    ],
+)
+def test_an_fsync_that_is_left_out_is_seen(tmp_path: Path, session: list[Op], pattern: str) -> None:
+    assert _first_problem(tmp_path, _without_syncs(session, pattern), look_at_store)
+
+
+def test_an_fsync_of_a_pool_that_is_left_out_is_seen(tmp_path: Path) -> None:
+    ops = record_pools(tmp_path / "record")
+    for pattern in ("pool", r"pool/.*pkl.*"):
+        assert _first_problem(tmp_path, _without_syncs(ops, pattern), look_at_pool)
+
+
+def _first_problem(
+    tmp_path: Path, ops: Sequence[Op], examine: Callable[[Path, Promises, Callable[[str], None]], int]
+) -> str | None:
+    result = Result()
+
+    class SeenError(Exception):
+        pass
+
+    def stop(result: Result) -> None:
+        if result.problems:
+            raise SeenError
+
+    with pytest.raises(SeenError):
+        check(tmp_path / "state", ops, 300, 1, examine, "planted", result, stop)
+    shutil.rmtree(tmp_path / "state", ignore_errors=True)
+    return result.problems[0]
+
+
+# -- recorder and model ------------------------------------------------------------------------------
+
+
+def test_calls_relative_to_a_folder_are_recorded(tmp_path: Path) -> None:
+    ops: list[Op] = []
+    with Recorder(tmp_path, ops).recording():
+        root = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+        os.mkdir("a", dir_fd=root)
+        file = os.open("a/x", os.O_WRONLY | os.O_CREAT, dir_fd=root)
+        os.write(file, b"12345")
+        os.pwrite(file, b"9", 1)
+        os.writev(file, [b"6", b"78"])
+        os.ftruncate(file, 7)
+        os.fsync(file)
+        os.close(file)
+        os.rename("a/x", "a/y", src_dir_fd=root, dst_dir_fd=root)
+        os.link("a/y", "z", src_dir_fd=root, dst_dir_fd=root)
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b").rmdir()
+        shutil.rmtree("a", dir_fd=root)
+        os.fsync(root)
+        os.close(root)
+    assert tree_of(ops).listing() == {"z": b"1934567"}
+    assert [op for op in ops if isinstance(op, Sync)][-1] == Sync(ROOT)
+
+
+def test_what_is_written_past_the_recorder_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"not all .* recorded: hidden"), Recorder(tmp_path, []).recording():
+        (tmp_path / "hidden").write_bytes(b"1")
+
+
+def test_what_is_durable_and_what_is_not() -> None:
+    file, folder = Node(1, False), Node(2, True)
+    ops: list[Op] = [
+        Entries(((ROOT, "d", folder),)),
+        Entries(((folder, "x.tmp", file),)),
+        Write(file, 0, b"abc"),
+        Sync(file),
+        Entries(((folder, "x.tmp", None), (folder, "x", file))),
+        Sync(ROOT),
+    ]
+    pending = Pending()
+    for op in ops:
+        pending.add(op)
+    assert sorted(pending.open) == [1, 4]
+    listings = [build(ops, case) for case in plan(ops, 100, 0) if case.moment == len(ops)]
+    assert {frozenset(one) for one in listings} == {
+        frozenset({"d"}),
+        frozenset({"d", "d/x.tmp"}),
+        frozenset({"d", "d/x"}),
+    }
+    assert all(content in (None, b"abc") for one in listings for content in one.values())
+    pending.add(Sync(folder))
+    assert pending.open == {}
+
+
+def test_writes_may_be_there_in_part() -> None:
+    file = Node(1, False)
+    ops: list[Op] = [Entries(((ROOT, "x", file),)), Sync(ROOT), Write(file, 0, b"abc"), Write(file, 3, b"def")]
+    found = {build(ops, case)["x"] for case in plan(ops, 100, 0) if case.moment == len(ops)}
+    assert found >= {b"", b"abcdef", b"abc", b"\0\0\0def", bytes(6)}
+    assert build(ops, Case(4, 0, frozenset(), ((3, 1),)))["x"] == b"abcd\0\0"
