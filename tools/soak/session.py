@@ -196,7 +196,7 @@ class _Session:
             shards, log = bytes_of(self.folder / "store")
             if shards <= 2 * live or time.monotonic() > limit:
                 break
-            time.sleep(0.25)
+            time.sleep(1.0)
             ids = self.ids()
             self.buffer.evict(ids[:1])  # the writer gives space back when something changes
         self.result.worst = max(self.result.worst, shards / max(live, 1))
