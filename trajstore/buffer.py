@@ -16,7 +16,7 @@ import torch
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.choices import Choices
 from trajstore.draws import Draws, Window
-from trajstore.errors import ConfigurationError, StoreError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError
 from trajstore.fields import nest
 from trajstore.formats import get_format
 from trajstore.intake import Intake, MemoryIntake, StoreIntake
@@ -123,10 +123,16 @@ class TrajectoryReplayBuffer:
         waiting writes full, this waits or raises, as ``WriterOptions.on_full`` says.
 
         Raises:
-            InvalidTrajectoryError: fields do not fit together; names field and shapes.
+            InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored and read
+                back; names the field, and its shapes or value. Nothing was added.
             StoreWriteError: an earlier write failed; nothing was added. ``flush`` tries it again.
             PendingFullError: no room for more waiting writes (``on_full="raise"``).
         """
+        if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+            raise InvalidTrajectoryError(
+                f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
+                "write add_trajectories([trajectory])"
+            )
         records = [record_of(trajectory) for trajectory in trajectories]
         return self._intake.add(records) if records else []
 

@@ -7,7 +7,7 @@ snapshot is replaced by rename, the log only grows, and what both say overlaps w
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +17,22 @@ import orjson
 
 from trajstore.commits import (
     LOG_FOLDER,
+    AddedShard,
     LogTail,
     decode_lines,
     entries_from_json,
-    iterate_ranges,
     manifest_from_json,
     natural,
+    parse_ranges,
     segment_generation,
 )
+from trajstore.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.fields import Axis
 from trajstore.formats.base import EncodedFile, ShardManifest
-from trajstore.index import TrajectoryIndex, check_columns, check_epochs
+from trajstore.index import TrajectoryIndex
 from trajstore.lifetimes import Lifetimes
+from trajstore.limits import MAX_GENERATION, MAX_ID
 from trajstore.pins import Pins
 from trajstore.schema import Schema
 from trajstore.sealed import LAYOUT, LAYOUT_VERSION, metadata_json, parse_metadata, seal, unseal
@@ -39,22 +42,25 @@ from trajstore.storage import Directory
 METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
 
+_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+"""What values of the wrong kind or size raise when they are used."""
+
+_RECORDS_AT_ONCE = 256  # of the log, made into columns together; who refreshes holds a lock for so long
 _ATTEMPTS = 20  # a reader that lost a race with a snapshot loads again
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A commit brought a shard: its row, and the index columns of its trajectories."""
+    """Commits brought shards: the index columns of their trajectories."""
 
-    row: int
-    columns: Mapping[str, Any]
+    columns: Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """A commit took trajectories out: inclusive ranges of their ids."""
 
-    ranges: list[tuple[int, int]]
+    ranges: npt.NDArray[np.int64]
 
 
 Change = Added | Evicted
@@ -77,6 +83,7 @@ class Catalog:
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
+        self._gate = EntryGate()
         self.pins = Pins(directory)
         self.shards = ShardTable()
         self.index = TrajectoryIndex()
@@ -149,6 +156,11 @@ class Catalog:
             self.__dict__.update(fresh.__dict__)
         return self.generation != before
 
+    @property
+    def left_out(self) -> Mapping[int, str]:
+        """By trajectory id, what is wrong with each entry that was left out."""
+        return self._gate.left_out
+
     def behind(self) -> bool:
         """Return whether anything has been committed since; changes nothing, so that others may read on."""
         if self.metadata()["generation"] > self.generation:
@@ -191,14 +203,14 @@ class Catalog:
         self.snapshot_bytes = len(data)
         del data
         try:
-            self.generation = self.snapshot_generation = natural(value["generation"])
-            self.next_id = natural(value["next_id"])
-            self.next_shard = natural(value["next_shard"])
+            self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
+            self.next_id = natural(value["next_id"], MAX_ID // 2)
+            self.next_shard = natural(value["next_shard"], MAX_ID // 2)
             self.store_id = str(value["store_id"])
             self.shards = ShardTable.from_json(value.pop("shards"))
-            self.index = TrajectoryIndex.from_json(value.pop("live"), len(self.shards))
-            self.pinned = TrajectoryIndex.from_json(value.pop("pinned"), len(self.shards))
-        except (KeyError, TypeError, ValueError, OverflowError, CorruptStoreError) as error:
+            self.index = TrajectoryIndex.from_json(value.pop("live"), len(self.shards), self._gate)
+            self.pinned = TrajectoryIndex.from_json(value.pop("pinned"), len(self.shards), self._gate)
+        except (*_NONSENSE, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
         for index in (self.index, self.pinned):
             self._check_rows(index, source)
@@ -206,23 +218,29 @@ class Catalog:
 
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
-        steps, batch, extra = (index[name].astype(np.int64) for name in ("steps", "batch", "extra"))
-        shard = index["shard"]
-        of_steps = self.shards.of_steps()[shard] if len(shard) else np.zeros(0, np.bool_)
+        columns = index.arrays
+        of_steps = self.shards.of_steps()[columns["shard"]] if len(index) else np.zeros(0, np.bool_)
         try:
-            check_epochs({"steps": index["steps"], "extra": index["extra"]}, of_steps)
+            sound = self._gate.admit(columns, shape_faults(columns, of_steps))
+            sound = self._gate.admit(sound, self._row_faults(sound))
+            if len(sound["trajectory_id"]) < len(index):
+                index.adopt(sound)
         except CorruptStoreError as error:
             raise CorruptStoreError(f"{source}: {error}") from error
-        if np.any(index["num_samples"] != np.where(of_steps, steps * batch, 1)):
-            raise CorruptStoreError(f"{source}: a trajectory has another number of samples than its steps say")
+
+    def _row_faults(self, columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[Fault]:
+        steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
+        shard = columns["shard"]
         for axes, start, rows in (
             ((Axis.SAMPLES,), "start_samples", steps * batch),
             ((Axis.FIRST_EXTRA, Axis.LAST_EXTRA), "start_extra", (steps + extra) * batch),
             ((Axis.RESPONSE,), "start_extra", extra),
-            ((Axis.DOCUMENT,), "start_document", index["document"].astype(np.int64)),
+            ((Axis.DOCUMENT,), "start_document", columns["document"].astype(np.int64)),
         ):
-            if len(shard) and np.any(index[start] > self.shards.rows_on(axes)[shard] - rows):
-                raise CorruptStoreError(f"{source}: a trajectory lies outside its shard")
+            if len(shard):
+                outside = columns[start] > self.shards.rows_on(axes)[shard] - rows
+                if outside.any():
+                    yield "a trajectory lies outside its shard", outside
 
     def news(self) -> list[tuple[str, LogTail]] | None:
         """Read the log records that follow, by segment; None if some are missing (a newer snapshot has them)."""
@@ -286,21 +304,22 @@ class Catalog:
 
     def _apply_tail(self, tail: LogTail, name: str) -> Iterator[Change]:
         source = f"{self.directory.url}/{name}"
+        following = self.generation
+        fresh = []
         for record in tail.records:
             generation = record.get("generation")
             if not isinstance(generation, int):
                 raise CorruptStoreError(f"{source}: a record without generation")
             if generation <= self.generation:
                 continue
-            if generation != self.generation + 1:
+            following += 1
+            if generation != following or generation > MAX_GENERATION:
                 raise CorruptStoreError(
-                    f"{source}: generation {generation} follows {self.generation}; records are missing"
+                    f"{source}: generation {generation} follows {following - 1}; records are missing"
                 )
-            try:
-                change = self.apply(record)
-            except (KeyError, TypeError, ValueError, OverflowError, CorruptStoreError) as error:
-                raise CorruptStoreError(f"{source}: generation {generation}: {error}") from error
-            yield change
+            fresh.append(record)
+        for begin in range(0, len(fresh), _RECORDS_AT_ONCE):
+            yield from self._apply_some(fresh[begin : begin + _RECORDS_AT_ONCE], source)
         if name != self.segment:
             self.log_bytes = 0
         self.log_bytes += tail.end - (self.segment_end if name == self.segment else 0)
@@ -318,34 +337,66 @@ class Catalog:
 
     # -- applying ---------------------------------------------------------------------------------
 
-    def apply(self, record: Mapping[str, Any]) -> Change:
-        """Apply a log record read from disk; return what it has changed.
+    def _apply_some(self, records: Sequence[Mapping[str, Any]], source: str) -> Iterator[Change]:
+        """Apply records that follow each other; those that add are taken in together, which is much faster."""
+        begin = 0
+        while begin < len(records):
+            end = begin + 1
+            if _adds(records[begin]):
+                while end < len(records) and _adds(records[end]):
+                    end += 1
+            try:
+                change = self.apply(records[begin:end])
+            except (*_NONSENSE, CorruptStoreError) as error:
+                if end - begin > 1:  # one by one, to find out which
+                    for record in records[begin:end]:
+                        yield from self._apply_some([record], source)
+                generation = records[begin]["generation"]
+                raise CorruptStoreError(f"{source}: generation {generation}: {error}") from error
+            yield change
+            begin = end
+
+    def apply(self, records: Sequence[Mapping[str, Any]]) -> Change:
+        """Apply one record read from disk, or several that add; all of it or nothing. Return what has changed.
 
         Raises:
             CorruptStoreError: it names what is not there, or is of an unknown kind.
         """
-        operation = record["operation"]
+        operation = records[0]["operation"]
         if operation == "add":
-            for item in record["schemas"]:
-                self._schemas.append(Schema.from_json(item))
-            manifest = manifest_from_json(record["shard"], self._schemas)
-            columns = self._entries(record["entries"], manifest)
-            change: Change = Added(self.add(natural(record["number"]), manifest, columns), columns)
+            change: Change = Added(self._add_recorded(records))
         elif operation == "evict":
-            change = Evicted(list(iterate_ranges(record["ids"])))
+            change = Evicted(parse_ranges(records[0]["ids"]))
             self.evict(change.ranges)
         else:
             raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
-        self.generation = record["generation"]
+        self.generation = records[-1]["generation"]
         return change
 
-    def _entries(self, value: Any, manifest: ShardManifest) -> dict[str, Any]:
-        columns = entries_from_json(value, manifest, self.index.weights, len(self.shards))
-        check_columns(columns, len(self.shards) + 1, len(self.index.weights))
-        check_epochs(columns, manifest.schema.kind == "step")
+    def _add_recorded(self, records: Sequence[Mapping[str, Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        schemas = list(self._schemas)
+        added: list[AddedShard] = []
+        for record in records:
+            schemas += [Schema.from_json(item) for item in record["schemas"]]
+            manifest = manifest_from_json(record["shard"], schemas)
+            row = len(self.shards) + len(added)
+            added.append(AddedShard(natural(record["number"], MAX_ID // 2), row, manifest, record["entries"]))
+        columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.weights)
         ids = columns["trajectory_id"]
-        if len(ids) and int(ids[0]) < self.next_id:
-            raise CorruptStoreError(f"trajectory id {ids[0]} was given before")
+        check_lengths(columns)
+        columns = self._gate.admit(
+            columns, range_faults(columns, len(self.shards) + len(added), len(self.index.weights))
+        )
+        steps = np.array([one.manifest.schema.kind == "step" for one in added], np.bool_)
+        columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
+        if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
+            raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
+        self._schemas = schemas
+        for one, record in zip(added, records, strict=True):
+            self.lifetimes.add(self.shards.add(one.number, one.manifest), record["generation"])
+            self.next_shard = max(self.next_shard, one.number + 1)
+        self.index.append(columns)
+        self.next_id = int(ids[-1]) + 1
         return columns
 
     def add(self, number: int, manifest: ShardManifest, columns: Mapping[str, Any]) -> int:
@@ -357,8 +408,8 @@ class Catalog:
         self.next_shard = max(self.next_shard, number + 1)
         return row
 
-    def evict(self, ranges: list[tuple[int, int]]) -> None:
-        """Take entries out of the live index; those that a pin names are kept aside."""
+    def evict(self, ranges: npt.NDArray[np.int64]) -> None:
+        """Take entries in inclusive ranges ``[n, 2]`` out of the live index; those that a pin names are kept aside."""
         positions = self.index.positions_in(ranges)
         if not len(positions):
             return
@@ -434,3 +485,7 @@ def _generation_of(record: Mapping[str, Any]) -> int:
     """Return a record's generation; 0 where it has none (applying it refuses that)."""
     value = record.get("generation")
     return value if isinstance(value, int) else 0
+
+
+def _adds(record: Mapping[str, Any]) -> bool:
+    return record.get("operation") == "add"

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from trajstore.catalog import Catalog
 from trajstore.commits import LOG_FOLDER, encode_line, entries_to_json, manifest_to_json, ranges_of, segment_name
 from trajstore.errors import StoreClosedError, StoreWriteError
@@ -208,7 +210,7 @@ class CommitLog:
         catalog = self.catalog
         ranges = ranges_of(sorted(ids))
         self._append(encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges}))
-        catalog.evict([(low, high) for low, high in ranges])
+        catalog.evict(np.array(ranges, np.int64))
         catalog.generation += 1
         self._listener.evicted(ids)
         self._collect_garbage(catalog)

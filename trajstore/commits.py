@@ -20,11 +20,12 @@ import numpy.typing as npt
 import orjson
 
 from trajstore.errors import CorruptStoreError, listed
+from trajstore.fields import Axis
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.index import UNKNOWN_VERSION, starts_of
+from trajstore.limits import RANGES, UNKNOWN_VERSION
 from trajstore.packing import StringTable
 from trajstore.record import Record
-from trajstore.schema import Extent, Schema
+from trajstore.schema import Schema
 from trajstore.storage import check_name
 
 LOG_FOLDER = "log"
@@ -38,7 +39,11 @@ def segment_name(first_generation: int) -> str:
 def segment_generation(name: str) -> int | None:
     """Return the first generation of a segment, or None if the name is not a segment's."""
     stem = name.removeprefix(LOG_FOLDER + "/").removesuffix(".log")
-    return int(stem) if name == f"{LOG_FOLDER}/{stem}.log" and len(stem) == 16 and stem.isdigit() else None
+    return (
+        int(stem)
+        if name == f"{LOG_FOLDER}/{stem}.log" and len(stem) == 16 and stem.isascii() and stem.isdigit()
+        else None
+    )
 
 
 def encode_line(record: dict[str, Any]) -> bytes:
@@ -150,14 +155,14 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         raise CorruptStoreError(f"not a shard's description: {error}") from error
 
 
-def natural(value: Any) -> int:
-    """Return a value that was read, if it is a whole number and not negative.
+def natural(value: Any, most: int = RANGES["nbytes"][1]) -> int:
+    """Return a value that was read, if it is a whole number from 0 to ``most``.
 
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a natural number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is not a natural number up to {most}")
     return value
 
 
@@ -179,47 +184,128 @@ def entries_to_json(records: Sequence[Record], ids: Sequence[int], uuids: bytes)
     }
 
 
-def entries_from_json(
-    value: Mapping[str, Any], manifest: ShardManifest, weights: StringTable, shard: int
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of the trajectories that a record says are in a shard.
+@dataclass(frozen=True, slots=True)
+class AddedShard:
+    """What a record says that was added.
+
+    Attributes:
+        number: of the shard.
+        row: in the shard table.
+        manifest: the shard's.
+        entries: the record's, of its trajectories.
+    """
+
+    number: int
+    row: int
+    manifest: ShardManifest
+    entries: Mapping[str, Any]
+
+
+def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict[str, npt.NDArray[Any]]:
+    """Return the index columns of the trajectories of some records, one after the other; ranges are not checked.
 
     Args:
-        value: the record's ``entries``.
-        manifest: the shard's.
+        added: what the records say; one or more.
         weights: table that takes their ``model_weights_id``.
-        shard: the shard's row.
 
     Raises:
-        CorruptStoreError: the trajectories do not add up to the shard's rows, or their ids are no ranges.
-        KeyError, TypeError, ValueError: values are absent or of the wrong kind.
+        CorruptStoreError: the trajectories do not add up to a shard's rows, or their ids are no ranges.
+        KeyError, TypeError, ValueError, OverflowError: values are absent or of the wrong kind.
     """
-    ranges = list(iterate_ranges(value["ids"]))
-    extents = [Extent(*(natural(n) for n in item)) for item in value["extents"]]
-    count = len(extents)
-    if sum(last - first + 1 for first, last in ranges) != count:
-        raise CorruptStoreError(f"{count} trajectories, but the ids {value['ids']}")
-    ids = [number for first, last in ranges for number in range(first, last + 1)]
-    kind = manifest.schema.kind
-    for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
-        if sum(extent.rows(column.axis) for extent in extents) != rows:
-            raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
-    columns: dict[str, npt.NDArray[Any]] = {
-        "trajectory_id": np.array(ids, np.int64),
-        "num_samples": np.array([e.steps * e.batch if kind == "step" else 1 for e in extents], np.int64),
-        "steps": np.array([e.steps for e in extents], np.int32),
-        "batch": np.array([e.batch for e in extents], np.int32),
-        "extra": np.array([e.extra for e in extents], np.int32),
-        "document": np.array([e.document for e in extents], np.int32),
-        "nbytes": np.array([manifest.schema.nbytes(e) for e in extents], np.int64),
-        "max_episode_length": np.array(value["max_episode_length"], np.int64),
-        "version_low": np.array([UNKNOWN_VERSION if v is None else v[0] for v in value["versions"]], np.int64),
-        "version_high": np.array([UNKNOWN_VERSION if v is None else v[1] for v in value["versions"]], np.int64),
-        "weights": np.array([weights.add(str(text)) for text in value["weights"]], np.int32),
-        "uuid": np.frombuffer(bytes.fromhex(value["uuids"]), "V16"),
-        "shard": np.full(count, shard, np.int32),
+    entries = [one.entries for one in added]
+    extents = _integers([item for one in entries for item in one["extents"]], 4)
+    counts = np.array([len(one["extents"]) for one in entries], np.int64)
+    versions = [_UNKNOWN if pair is None else pair for one in entries for pair in one["versions"]]
+    bounds = _integers(versions, 2)
+    texts = [text for one in entries for text in one["weights"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("weights must be strings")
+    of_steps = np.repeat(np.array([one.manifest.schema.kind == "step" for one in added], np.bool_), counts)
+    rows = _rows_of(extents)
+    starts, nbytes = _lay_out(added, counts, rows)
+    return {
+        "trajectory_id": _expand(entries, counts),
+        "num_samples": np.where(of_steps, rows[Axis.SAMPLES], 1).astype(np.int64),
+        **{name: extents[:, at] for at, name in enumerate(("steps", "batch", "extra", "document"))},
+        "nbytes": nbytes.astype(np.int64),
+        "max_episode_length": _integers([number for one in entries for number in one["max_episode_length"]]),
+        "version_low": bounds[:, 0],
+        "version_high": bounds[:, 1],
+        "weights": np.array([weights.add(text) for text in texts], np.int32),
+        "uuid": np.frombuffer(bytes.fromhex("".join([one["uuids"] for one in entries])), "V16"),
+        "shard": np.repeat(np.array([one.row for one in added], np.int32), counts),
+        "start_samples": starts[Axis.SAMPLES],
+        "start_extra": np.where(of_steps, starts[Axis.FIRST_EXTRA], starts[Axis.RESPONSE]),
+        "start_document": starts[Axis.DOCUMENT],
     }
-    return columns | starts_of(extents, kind)
+
+
+_UNKNOWN = (UNKNOWN_VERSION, UNKNOWN_VERSION)
+
+
+def _integers(values: list[Any], width: int | None = None) -> npt.NDArray[np.int64]:
+    """Return numbers ``[n]``, or rows of numbers ``[n, width]``, that were read.
+
+    Raises:
+        ValueError: some are no whole numbers of 64 bits, or a row has more or fewer.
+    """
+    array = np.array(values, None if values else np.int64)
+    shape = (len(values),) if width is None else (len(values), width)
+    if array.dtype != np.int64 or (values and array.shape != shape):
+        raise ValueError("not whole numbers of 64 bits, or another count of them")
+    return array.reshape(shape)
+
+
+def _rows_of(extents: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
+    """Return, per axis, the rows of each trajectory; as exact Python numbers where 64 bits might not do."""
+    exact: npt.NDArray[Any] = extents
+    if len(extents) and (extents.min() < 0 or extents.max() > RANGES["steps"][1]):
+        exact = extents.astype(object)
+    steps, batch, extra, document = exact.T
+    more = (steps + extra) * batch
+    return [steps * batch, more, more, extra, document]
+
+
+def _lay_out(
+    added: Sequence[AddedShard], counts: npt.NDArray[np.int64], rows: Sequence[npt.NDArray[Any]]
+) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[Any]]:
+    """Return, per axis, where the rows of each trajectory begin in its shard; and its bytes.
+
+    Raises:
+        CorruptStoreError: they do not add up to the rows of a shard.
+    """
+    if counts.min() == 0:
+        raise CorruptStoreError("a shard without trajectories")
+    begins = np.cumsum(counts) - counts
+    totals = np.stack([np.add.reduceat(each, begins) for each in rows], axis=1).tolist()
+    for one, total in zip(added, totals, strict=True):
+        for column, count in zip(one.manifest.schema.columns, one.manifest.rows, strict=True):
+            if total[column.axis] != count:
+                raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {count} rows")
+    widths = np.repeat(np.array([one.manifest.schema.axis_nbytes for one in added]), counts, axis=0)
+    starts = []
+    nbytes = np.zeros(len(rows[0]), np.int64)
+    for axis, each in enumerate(rows):
+        ends = np.cumsum(each)
+        starts.append((ends - each - np.repeat(ends[begins] - each[begins], counts)).astype(np.int64))
+        nbytes = nbytes + each * widths[:, axis]
+    return starts, nbytes
+
+
+def _expand(entries: Sequence[Mapping[str, Any]], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the ids of all trajectories.
+
+    Raises:
+        CorruptStoreError: a record names more or fewer than it has trajectories.
+    """
+    ranges = [parse_ranges(one["ids"]) for one in entries]
+    for each, count, one in zip(ranges, counts.tolist(), entries, strict=True):
+        if sum((each[:, 1] - each[:, 0] + 1).tolist()) != count:  # exact: a hostile sum wraps around
+            raise CorruptStoreError(f"{count} trajectories, but the ids {one['ids']}")
+    joined = np.concatenate(ranges)
+    lengths = joined[:, 1] - joined[:, 0] + 1
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(joined[:, 0] - before, lengths) + np.arange(lengths.sum())
 
 
 def ranges_of(ids: Sequence[int]) -> list[list[int]]:
@@ -242,16 +328,20 @@ def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64], limit: int = 10) ->
     return listed((str(low) if low == high else f"{low} to {high}" for low, high in pairs), limit)
 
 
-def iterate_ranges(ranges: Any) -> Iterator[tuple[int, int]]:
-    """Yield checked ``(first, last)`` pairs of a record's ranges.
+def parse_ranges(value: Any) -> npt.NDArray[np.int64]:
+    """Return the inclusive ranges of ids that a record or a pin says, ``[n, 2]``.
 
     Raises:
         CorruptStoreError: they are not ranges.
     """
     try:
-        for first, last in ranges:
-            if not 0 <= first <= last:
-                raise ValueError(f"range {first}..{last}")
-            yield int(first), int(last)
-    except (TypeError, ValueError) as error:
+        if not isinstance(value, list):
+            raise TypeError(f"a {type(value).__name__}")
+        ranges = _integers(value, 2)
+    except (TypeError, ValueError, OverflowError) as error:
         raise CorruptStoreError(f"not a list of id ranges: {error}") from error
+    wrong = (ranges[:, 0] < 0) | (ranges[:, 0] > ranges[:, 1]) | (ranges[:, 1] > RANGES["trajectory_id"][1])
+    if wrong.any():
+        first, last = ranges[np.argmax(wrong)].tolist()
+        raise CorruptStoreError(f"not a list of id ranges: range {first}..{last}")
+    return ranges

@@ -174,8 +174,10 @@ class Contents:
             self.drop(self.index.positions_in(change.ranges))
             return
         columns = dict(change.columns)
-        slot = self.residency.add_shard(number, change.row, len(columns["trajectory_id"]))
-        columns["shard"] = np.full(len(columns["trajectory_id"]), slot, np.int32)
+        rows, which, counts = np.unique(columns["shard"], return_inverse=True, return_counts=True)
+        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
+        slots = np.array([self.residency.add_shard(number, row, count) for row, count in pairs], np.int32)
+        columns["shard"] = slots[which]
         columns["weights"] = self.index.weights.extend(weights, columns["weights"].tolist())
         self._append(columns)
 

@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.entry_checks import EntryGate, check_lengths, range_faults
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.fields import Axis
+from trajstore.limits import UNKNOWN_VERSION
 from trajstore.packing import StringTable, pack, unpack
 from trajstore.record import Record
 from trajstore.schema import Extent, Kind
 
 IntArray = npt.NDArray[np.int64]
-
-UNKNOWN_VERSION = np.iinfo(np.int64).min
-"""Stands for "no version known" inside the arrays; entries show None."""
 
 COLUMNS: Mapping[str, npt.DTypeLike] = {
     "trajectory_id": np.int64,
@@ -170,13 +169,9 @@ class TrajectoryIndex:
         for name in names:
             self.arrays[name] = self.arrays[name].copy()
 
-    def positions_in(self, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.intp]:
-        """Return the positions of all kept entries whose ids lie in inclusive ranges, oldest first."""
-        ids = self["trajectory_id"]
-        wanted = np.zeros(len(ids), np.bool_)
-        for low, high in ranges:
-            wanted |= (ids >= low) & (ids <= high)
-        return self.first + np.flatnonzero(wanted)
+    def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
+        """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
+        return self.first + np.flatnonzero(lie_in(self["trajectory_id"], ranges))
 
     def drop_oldest(self, count: int) -> None:
         """Forget the ``count`` oldest entries."""
@@ -244,12 +239,13 @@ class TrajectoryIndex:
         }
 
     @staticmethod
-    def from_json(value: Any, shards: int) -> TrajectoryIndex:
+    def from_json(value: Any, shards: int, gate: EntryGate | None = None) -> TrajectoryIndex:
         """Return the index that :meth:`to_json` described.
 
         Args:
             value: the JSON values.
             shards: number of shards in the table that the entries refer to.
+            gate: what becomes of entries that cannot be served; None refuses them.
 
         Raises:
             CorruptStoreError: it does not describe an index, or columns disagree.
@@ -261,45 +257,35 @@ class TrajectoryIndex:
             index.weights = StringTable.from_json(value["weights"])
         except (KeyError, TypeError) as error:
             raise CorruptStoreError(f"not an index: {error}") from error
-        check_columns(columns, shards, len(index.weights))
-        index.arrays = columns
-        index.end = len(columns["trajectory_id"])
-        index.ends = np.cumsum(columns["num_samples"])
-        ids = columns["trajectory_id"]
-        index._ascending = bool(np.all(ids[1:] > ids[:-1]))
+        check_lengths(columns)
+        index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.weights))))
         return index
 
+    def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Hold these entries instead of the present ones, in these very arrays.
 
-def check_columns(columns: Mapping[str, npt.NDArray[Any]], shards: int, weights: int) -> None:
-    """Refuse columns that name shards or weights that are not there, or negative sizes.
-
-    Raises:
-        CorruptStoreError: they do.
-    """
-    count = len(columns["trajectory_id"])
-    for name, array in columns.items():
-        if len(array) != count:
-            raise CorruptStoreError(f"index column {name} has {len(array)} entries, not {count}")
-        limit = {"shard": shards, "weights": weights}.get(name)
-        if array.dtype.kind != "i" or name.startswith("version"):
-            continue
-        if count and (array.min() < 0 or (limit is not None and array.max() >= limit)):
-            raise CorruptStoreError(f"index column {name} holds a value out of range")
+        Raises:
+            CorruptStoreError: they have more samples than can be counted.
+        """
+        if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
+            raise CorruptStoreError("the samples of all trajectories are too many to be counted")
+        self.arrays = dict(columns)
+        self.first, self.end = 0, len(columns["trajectory_id"])
+        self.ends = np.cumsum(columns["num_samples"])
+        ids = columns["trajectory_id"]
+        self._ascending = bool(np.all(ids[1:] > ids[:-1]))
+        self._order = None
 
 
-def check_epochs(columns: Mapping[str, npt.NDArray[Any]], of_steps: npt.ArrayLike) -> None:
-    """Refuse step trajectories whose steps cannot be split into as many epochs as they have extra rows.
-
-    Args:
-        columns: of the entries.
-        of_steps: per entry, or for all of them, whether they are step trajectories.
-
-    Raises:
-        CorruptStoreError: sampling would compute rows outside of the shard.
-    """
-    steps, extra = columns["steps"], columns["extra"]
-    if np.any(np.asarray(of_steps) & (extra > 0) & ((steps == 0) | (steps % np.maximum(extra, 1) != 0))):
-        raise CorruptStoreError("the steps of a trajectory cannot be split into its epochs")
+def lie_in(ids: IntArray, ranges: IntArray) -> npt.NDArray[np.bool_]:
+    """Return, per id, whether it lies in one of the inclusive ranges ``[n, 2]``, which may overlap."""
+    if not len(ranges):
+        return np.zeros(len(ids), np.bool_)
+    order = np.argsort(ranges[:, 0], kind="stable")
+    lows, reach = ranges[order, 0], np.maximum.accumulate(ranges[order, 1])
+    at = np.searchsorted(lows, ids, side="right") - 1
+    inside: npt.NDArray[np.bool_] = (at >= 0) & (reach[at] >= ids)
+    return inside
 
 
 _NUMBERS = (

@@ -16,7 +16,8 @@ import torch
 from trajstore.catalog import Catalog
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.fields import Axis
-from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex
+from trajstore.index import TrajectoryIndex
+from trajstore.limits import UNKNOWN_VERSION
 from trajstore.maintenance import SHARDS_FOLDER
 from trajstore.places import Place, find_place, mixed_sentence
 from trajstore.schema import DOCUMENT

@@ -14,10 +14,11 @@ from typing import Any
 import orjson
 import torch
 
+from trajstore.document import LEAVES
 from trajstore.errors import CorruptStoreError
 from trajstore.schema import DOCUMENT, dtypes
 
-_VALUES, _TENSORS = "leaves", "tensors"
+_VALUES, _TENSORS = LEAVES, "tensors"
 
 
 def document_of(leaves: Mapping[str, Any]) -> dict[str, Any]:

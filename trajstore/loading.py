@@ -189,11 +189,12 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
     source = StoreSource(catalog)
     lost = source.lost(index)
     if lost is None:
-        return _Opened(source, index, state, 0, tuple(warnings))
+        return _Opened(source, index, state, len(catalog.left_out), tuple(warnings))
     first = index.first
     index = index.slice(0, len(index))
     index.drop(lost.positions - first)
-    return _Opened(source, index, state, len(lost.ids), (*warnings, f"{directory.url}: {lost}; they are left out"))
+    skipped = len(lost.ids) + len(catalog.left_out)
+    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; they are left out"))
 
 
 def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.commits import iterate_ranges
+from trajstore.commits import parse_ranges
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.formats.base import EncodedFile
+from trajstore.index import lie_in
 from trajstore.sealed import seal, unseal
 from trajstore.storage import Directory, check_name
 
@@ -22,7 +23,7 @@ class Pins:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._ranges: dict[str, list[tuple[int, int]]] = {}
+        self._ranges: dict[str, npt.NDArray[np.int64]] = {}
 
     def load(self) -> None:
         """Read all pins anew.
@@ -30,7 +31,7 @@ class Pins:
         Raises:
             CorruptStoreError: one is damaged.
         """
-        found: dict[str, list[tuple[int, int]]] = {}
+        found: dict[str, npt.NDArray[np.int64]] = {}
         for name in self._directory.names(PINS_FOLDER):
             if not name.endswith(".json"):
                 continue
@@ -38,7 +39,7 @@ class Pins:
                 value = self._read(name)
             except FileNotFoundError:
                 continue
-            found[_name_in(name)] = list(iterate_ranges(value["ids"]))
+            found[_name_in(name)] = parse_ranges(value["ids"])
         self._ranges = found
 
     def _read(self, file: str) -> dict[str, Any]:
@@ -59,12 +60,11 @@ class Pins:
         """Return, per id, whether any pin names it."""
         named = np.zeros(len(ids), np.bool_)
         for ranges in self._ranges.values():
-            for low, high in ranges:
-                named |= (ids >= low) & (ids <= high)
+            named |= lie_in(ids, ranges)
         return named
 
-    def ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return the ids that a pin names, as inclusive ranges.
+    def ranges(self, name: str) -> npt.NDArray[np.int64]:
+        """Return the ids that a pin names, as inclusive ranges ``[n, 2]``.
 
         Raises:
             StoreNotFoundError: there is no such pin.

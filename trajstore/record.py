@@ -10,17 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from math import isfinite
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import torch
 
 from trajstore.arena import Lease
+from trajstore.document import decode_document, encode_document
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
 from trajstore.leaves import document_of, leaves_of
+from trajstore.limits import (
+    MAX_SAMPLES,
+    MAX_STEPS,
+    RANGES,
+    plain_name,
+    shown,
+    version_number,
+    whole_number,
+)
 from trajstore.schema import DOCUMENT, Extent, Schema, dtypes, intern_schema
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory, get_model_weights_id
 
@@ -122,8 +132,11 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def record_of(trajectory: AnyTrajectory) -> Record:
     """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
 
+    What this takes can be written, and read back equal; see :mod:`trajstore.limits` and :mod:`trajstore.document`.
+
     Raises:
-        InvalidTrajectoryError: fields do not fit together; the message names field and shapes.
+        InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored; the message
+            names the field, and its shape or value.
     """
     if isinstance(trajectory, AgentTrajectory):
         return _record_of_agent(trajectory)
@@ -149,11 +162,15 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
     ):
         return value
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
+        value = _from_numpy(name, value)
     if not isinstance(value, torch.Tensor):
         raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_quantized:
-        raise InvalidTrajectoryError(f"field {name}: sparse and quantized tensors cannot be stored; make it dense")
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        raise InvalidTrajectoryError(
+            f"field {name}: sparse, nested and quantized tensors cannot be stored; make it dense"
+        )
+    if value.is_meta:
+        raise InvalidTrajectoryError(f"field {name}: a tensor on the device 'meta' has no values to store")
     if value.requires_grad:
         value = value.detach()
     if value.device.type != "cpu":
@@ -164,18 +181,24 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
     return tensor
 
 
+def _from_numpy(name: str, value: npt.NDArray[Any]) -> torch.Tensor:
+    if not value.flags.c_contiguous or not value.flags.writeable:  # torch would warn of the latter
+        value = value.copy(order="C")
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError) as error:  # texts, objects, the other byte order
+        raise InvalidTrajectoryError(f"field {name}: numpy's dtype {value.dtype} cannot be stored") from error
+
+
 def _document_column(
-    document: Mapping[str, Any],
+    document: dict[str, Any],
     columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]],
     tensors: list[torch.Tensor],
 ) -> int:
     """Append the document's column, if there is anything to say, and return its number of bytes."""
     if not document:
         return 0
-    try:
-        text = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    except (TypeError, ValueError) as error:
-        raise InvalidTrajectoryError(f"fields {sorted(document)}: not JSON: {error}") from error
+    text = encode_document(document)
     columns.append((DOCUMENT, torch.uint8, (), Axis.DOCUMENT))
     tensors.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     return len(text)
@@ -184,18 +207,34 @@ def _document_column(
 def _leading_shape(trajectory: Any) -> tuple[int, int]:
     for name in ("prev_logprobs", "rewards"):
         value = getattr(trajectory, name, None)
-        if value is not None:
-            shape = tuple(value.shape)
-            if len(shape) < 2:
-                raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...]")
-            return shape[0], shape[1]
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor | np.ndarray):
+            raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
+        shape = tuple(value.shape)
+        if len(shape) < 2:
+            raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...]")
+        return shape[0], shape[1]
+    if not hasattr(trajectory, "max_episode_length"):
+        raise InvalidTrajectoryError(
+            f"{shown(trajectory)} is a {type(trajectory).__name__}, must be a Trajectory or an AgentTrajectory"
+        )
     raise InvalidTrajectoryError("a trajectory needs prev_logprobs or rewards: one of them gives T and B")
+
+
+def _check_extent(steps: int, batch: int) -> None:
+    """Refuse more steps, environments or samples than the index has room for."""
+    if steps * batch == 0:
+        raise InvalidTrajectoryError(f"trajectory has T = {steps}, B = {batch}: there is nothing in it to store")
+    for name, value, most in (("T", steps, MAX_STEPS), ("B", batch, MAX_STEPS), ("T·B", steps * batch, MAX_SAMPLES)):
+        if value > most:
+            raise InvalidTrajectoryError(f"trajectory has {name} = {value}, must be in [1, {most}]; split it")
 
 
 def _record_of_step(trajectory: Any) -> Record:
     steps, batch = _leading_shape(trajectory)
-    if steps * batch == 0:
-        raise InvalidTrajectoryError(f"trajectory has T = {steps}, B = {batch}: there is nothing in it to store")
+    if not 0 < steps * batch <= MAX_STEPS:  # in one comparison what nearly all trajectories pass
+        _check_extent(steps, batch)
     extra = 0
     extra_field = ""
     columns: list[tuple[str, torch.dtype, tuple[int, ...], Axis]] = []
@@ -213,15 +252,22 @@ def _record_of_step(trajectory: Any) -> Record:
         tensors.append(tensor)
     leaves: dict[str, Any] = {}
     for field in DICT_FIELDS:
-        for path, value in walk(getattr(trajectory, field, None) or {}, (field,)):
+        given = getattr(trajectory, field, None)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            raise InvalidTrajectoryError(f"field {field}: must be a dict of tensors, is a {type(given).__name__}")
+        for path, value in walk(given, (field,)):
             name = join_name(path)
             if not isinstance(value, torch.Tensor | np.ndarray):
-                leaves[name] = value
+                leaves[plain_name(shown(name), name)] = value
                 continue
             tensor = _as_tensor(name, value)
             shape = tuple(tensor.shape)
             if len(shape) < 2:
-                leaves[name] = tensor  # no row for each step: given back, never sampled
+                if tensor.dtype not in dtypes().values():
+                    raise InvalidTrajectoryError(f"field {name}: dtype {tensor.dtype} cannot be stored")
+                leaves[plain_name(shown(name), name)] = tensor  # no row for each step: given back, never sampled
                 continue
             if shape[1] != batch:
                 raise InvalidTrajectoryError(
@@ -232,17 +278,20 @@ def _record_of_step(trajectory: Any) -> Record:
             tensors.append(tensor)
     size = _document_column(document_of(leaves), columns, tensors)
     versions = next((tensor for (name, *_), tensor in zip(columns, tensors, strict=True) if name == "versions"), None)
-    weights = trajectory.model_weights_id or get_model_weights_id(
-        versions if versions is not None else torch.zeros(1, dtype=torch.float32)
-    )
+    known = version_range(versions)  # first: versions that are no numbers have no bytes to make an id of
+    weights = trajectory.model_weights_id
+    if weights is None or (isinstance(weights, str) and not weights):
+        weights = get_model_weights_id(versions if versions is not None else torch.zeros(1, dtype=torch.float32))
     return Record(
         intern_schema("step", columns),
         Extent(steps, batch, extra, size),
         tuple(tensors),
         num_samples=steps * batch,
-        max_episode_length=int(trajectory.max_episode_length),
-        model_weights_id=str(weights),
-        versions=version_range(versions),
+        max_episode_length=whole_number(
+            "max_episode_length", trajectory.max_episode_length, *RANGES["max_episode_length"]
+        ),
+        model_weights_id=plain_name("model_weights_id", weights),
+        versions=known,
     )
 
 
@@ -268,7 +317,7 @@ def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
         versions: real numbers, on the CPU.
 
     Raises:
-        InvalidTrajectoryError: a version is not a finite number.
+        InvalidTrajectoryError: a version is not a finite number, or none of 64 bits.
     """
     if versions is None or versions.numel() == 0:
         return None
@@ -278,7 +327,10 @@ def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
     low, high = array.min(), array.max()
     if versions.is_complex() or not (np.isfinite(low) and np.isfinite(high)):
         raise InvalidTrajectoryError("field versions: not a finite number")
-    return int(low), int(high)
+    return version_number("versions", int(low)), version_number("versions", int(high))
+
+
+_TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
 
 
 def _record_of_agent(trajectory: AgentTrajectory) -> Record:
@@ -288,29 +340,82 @@ def _record_of_agent(trajectory: AgentTrajectory) -> Record:
     tokens = _agent_columns(values, _TOKEN_COLUMNS, Axis.SAMPLES, columns, tensors)
     response_first = len(columns)
     response = _agent_columns(values, _RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
-    start = trajectory.response_start
+    document = {name: values[name] for name in _DOCUMENT_FIELDS if values[name] is not None}
+    _check_document(values, document)
+    start = document.get("response_start")
     if start is not None and tokens is not None:
-        if not 0 <= start <= tokens:
+        if start > tokens:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
         if response is not None and tokens - start != response:
             raise InvalidTrajectoryError(
                 f"field {columns[response_first][0]}: has {response} entries, "
                 f"must have L - response_start = {tokens - start}"
             )
-    document = {name: values[name] for name in _DOCUMENT_FIELDS if values[name] is not None}
-    if isinstance(trajectory.reward, Reward):
-        document["reward"] = vars(trajectory.reward)
     size = _document_column(document, columns, tensors)
-    version = trajectory.policy_version
+    version = document.get("policy_version")
     return Record(
         intern_schema("agent", columns),
         Extent(tokens or 0, 1, response or 0, size),
         tuple(tensors),
         num_samples=1,
         max_episode_length=0,
-        model_weights_id=str(trajectory.metadata.get("model_weights_id", "")),
-        versions=None if version is None else (int(version), int(version)),
+        model_weights_id=plain_name("metadata.model_weights_id", trajectory.metadata.get("model_weights_id", "")),
+        versions=None if version is None else (version, version),
     )
+
+
+def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None:
+    """Refuse fields of another type than their annotation says; whole numbers and the reward become plain ones.
+
+    Args:
+        values: all fields.
+        document: those that are known and no tensors; changed.
+    """
+    for name in _TEXTS:
+        if type(values[name]) is not str and not isinstance(values[name], str):
+            raise _wrong_type(name, values[name], "a string")
+    metadata, messages, reward = values["metadata"], values["messages"], values["reward"]
+    if not isinstance(metadata, dict):
+        raise _wrong_type("metadata", metadata, "a dict")
+    if not isinstance(messages, list):
+        raise _wrong_type("messages", messages, "a list of dicts")
+    for at, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise _wrong_type(f"messages[{at}]", message, "a dict")
+    terminated = values["is_terminated"]
+    if terminated is not None and not isinstance(terminated, bool | np.bool_):
+        raise _wrong_type("is_terminated", terminated, "True, False or None")
+    if (start := values["response_start"]) is not None:
+        document["response_start"] = whole_number("response_start", start, 0, MAX_STEPS)
+    if (version := values["policy_version"]) is not None:
+        document["policy_version"] = version_number("policy_version", version)
+    _check_real("entropy", values["entropy"])
+    if reward is None:
+        return
+    if not isinstance(reward, Reward):
+        hint = f"; write Reward(outcome={shown(reward)})" if isinstance(reward, int | float) else ""
+        raise _wrong_type("reward", reward, f"a Reward or None{hint}")
+    _check_real("reward.outcome", reward.outcome)
+    _check_real("reward.success_rate", reward.success_rate)
+    if not isinstance(reward.description, str):
+        raise _wrong_type("reward.description", reward.description, "a string")
+    if not isinstance(reward.metadata, dict):
+        raise _wrong_type("reward.metadata", reward.metadata, "a dict")
+    document["reward"] = vars(reward)
+
+
+def _check_real(field: str, value: Any) -> None:
+    if value is None or (type(value) is float and isfinite(value)):
+        return
+    if isinstance(value, float | int | np.floating | np.integer) and np.isfinite(value):
+        return
+    raise InvalidTrajectoryError(
+        f"field {field}: {shown(value)} is a {type(value).__name__}, must be a finite number or None"
+    )
+
+
+def _wrong_type(field: str, value: Any, wanted: str) -> InvalidTrajectoryError:
+    return InvalidTrajectoryError(f"field {field}: {shown(value)} is a {type(value).__name__}, must be {wanted}")
 
 
 def _agent_columns(
@@ -331,6 +436,8 @@ def _agent_columns(
         if tensor.dim() != 1:
             raise InvalidTrajectoryError(f"field {name}: shape {list(tensor.shape)}, must have one dimension")
         size = tensor.shape[0]  # its len goes through Python
+        if size > MAX_STEPS:
+            raise InvalidTrajectoryError(f"field {name}: has {size} entries, must have at most {MAX_STEPS}")
         if length is None:
             length, first = size, name
         elif length != size:
@@ -373,6 +480,8 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
 
 def _agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any]) -> AgentTrajectory:
     reward = document.pop("reward", None)
+    if isinstance(reward, int | float):  # earlier versions took a bare number for a reward
+        reward = {"outcome": reward}
     given: dict[str, Any] = {**values, **document}
     trajectory = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
     if not isinstance(trajectory.metadata, dict) or not isinstance(trajectory.messages, list):
@@ -387,9 +496,6 @@ def parse_document(tensor: torch.Tensor) -> dict[str, Any]:
         CorruptStoreError: it is none.
     """
     try:
-        document = orjson.loads(tensor.numpy().tobytes())
-    except orjson.JSONDecodeError as error:
-        raise CorruptStoreError(f"column {DOCUMENT}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CorruptStoreError(f"column {DOCUMENT}: not a JSON object")
-    return document
+        return decode_document(tensor.numpy().tobytes())
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"column {DOCUMENT}: {error}") from error

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import ConfigurationError
-from trajstore.index import UNKNOWN_VERSION, TrajectoryIndex
+from trajstore.index import TrajectoryIndex
+from trajstore.limits import UNKNOWN_VERSION
 
 
 @dataclass(frozen=True)

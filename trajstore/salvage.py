@@ -11,15 +11,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
-from trajstore.commits import LOG_FOLDER, decode_each, entries_from_json, ids_in_words, natural, segment_generation
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError
-from trajstore.formats.base import ShardManifest
-from trajstore.index import COLUMNS, TrajectoryIndex, check_columns, check_epochs
-from trajstore.packing import StringTable, unpack
+from trajstore.commits import LOG_FOLDER, decode_each, natural, segment_generation
+from trajstore.entry_checks import EntryGate
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
+from trajstore.index import TrajectoryIndex
+from trajstore.limits import MAX_GENERATION, MAX_ID
 from trajstore.schema import Schema
 from trajstore.sealed import LAYOUT, LAYOUT_VERSION, unseal
 from trajstore.shards import ShardTable
@@ -29,8 +26,6 @@ _LOST = Schema("step", ())
 """Stands for a schema that a damaged record told; no shard fits it."""
 
 _BAD_VALUES = (KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError, CorruptStoreError)
-
-Columns = dict[str, npt.NDArray[Any]]
 
 
 class SalvagedCatalog(Catalog):
@@ -42,6 +37,7 @@ class SalvagedCatalog(Catalog):
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(directory)
+        self._gate = EntryGate(lenient=True)
         self.warnings: list[str] = []
 
     @classmethod
@@ -58,6 +54,9 @@ class SalvagedCatalog(Catalog):
         catalog._load_snapshot()
         catalog._read_whole_log()
         catalog.load_pins()
+        if catalog.left_out:
+            found = listed(f"trajectory {number} ({what})" for number, what in catalog.left_out.items())
+            catalog._warn(f"{directory.url}: entries that cannot be served are left out: {found}")
         told = catalog.metadata()["generation"]
         if told > catalog.generation:
             catalog._warn(f"{directory.url}: the newest {told - catalog.generation:,} commits are missing")
@@ -108,44 +107,21 @@ class SalvagedCatalog(Catalog):
                     f"{reason.replace(f'{source}: {source}', source)}; the log cannot replace it, it does not begin "
                     "with the first commit; restore it from a copy"
                 ) from error
-            self.__dict__.update(Catalog(self.directory).__dict__)
+            self.__dict__.update(Catalog(self.directory).__dict__ | {"_gate": self._gate})
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
             self._warn(f"{error}: worked out again from the log, which has every commit")
         self._schemas = list(self.shards.schemas)
 
     def _take_snapshot(self, value: Any, source: str) -> None:
-        self.generation = self.snapshot_generation = natural(value["generation"])
-        self.next_id = natural(value["next_id"])
-        self.next_shard = natural(value["next_shard"])
+        self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
+        self.next_id = natural(value["next_id"], MAX_ID // 2)
+        self.next_shard = natural(value["next_shard"], MAX_ID // 2)
         self.store_id = str(value["store_id"])
         self.shards = ShardTable.from_json(value["shards"])
         for name in ("live", "pinned"):
-            packed = value[name]["columns"]
-            columns = {column: unpack(packed[column], dtype) for column, dtype in COLUMNS.items()}
-            weights = StringTable.from_json(value[name]["weights"])
-            sound = self._sound(columns, len(weights), source)
-            if len(sound) < len(columns["trajectory_id"]):
-                lost = np.setdiff1d(np.arange(len(columns["trajectory_id"])), sound)
-                self._warn(
-                    f"{source}: {len(lost):,} entries hold values out of range and are left out: "
-                    f"ids {ids_in_words(columns['trajectory_id'][lost])}"
-                )
-            index = TrajectoryIndex()
-            index.weights = weights
-            index.append({column: array[sound] for column, array in columns.items()})
-            setattr(self, "index" if name == "live" else "pinned", index)
-
-    def _sound(self, columns: Columns, weights: int, source: str) -> npt.NDArray[np.intp]:
-        """Return the entries that opening would not refuse, found by halving."""
-
-        def check(positions: npt.NDArray[np.intp]) -> None:
-            chosen = {name: array[positions] for name, array in columns.items()}
-            check_columns(chosen, len(self.shards), weights)
-            index = TrajectoryIndex()
-            index.append(chosen)
+            index = TrajectoryIndex.from_json(value[name], len(self.shards), self._gate)
             self._check_rows(index, source)
-
-        return _passing(np.arange(len(columns["trajectory_id"])), check)
+            setattr(self, "index" if name == "live" else "pinned", index)
 
     # -- the log ----------------------------------------------------------------------------------
 
@@ -188,50 +164,14 @@ class SalvagedCatalog(Catalog):
                 number = natural(record["shard"]["schema"])  # a record tells no schema but its own
                 self._schemas += [_LOST] * (number - len(self._schemas))
                 del self._schemas[number:]
-            self.apply(record)
+            self.apply([record])
         except (*_BAD_VALUES, UnsafeContentError) as error:
             self._warn(f"{source}: generation {record.get('generation')}: {error}; what it committed is left out")
             if isinstance(record.get("generation"), int):
                 self.generation = max(self.generation, record["generation"])
 
-    def _entries(self, value: Any, manifest: ShardManifest) -> dict[str, Any]:
-        columns: Columns = entries_from_json(value, manifest, self.index.weights, len(self.shards))
-        of_steps = manifest.schema.kind == "step"
-
-        def check(positions: npt.NDArray[np.intp]) -> None:
-            chosen = {name: array[positions] for name, array in columns.items()}
-            check_columns(chosen, len(self.shards) + 1, len(self.index.weights))
-            check_epochs(chosen, of_steps)
-            if np.any(chosen["trajectory_id"] < self.next_id):
-                raise CorruptStoreError("a trajectory id was given before")
-
-        sound = _passing(np.arange(len(columns["trajectory_id"])), check)
-        if not len(sound):
-            raise CorruptStoreError("no entry makes sense")
-        if len(sound) < len(columns["trajectory_id"]):
-            lost = np.delete(columns["trajectory_id"], sound)
-            self._warn(
-                f"{self.directory.url}/{LOG_FOLDER}: {len(lost):,} entries hold values out of range and are left out: "
-                f"ids {ids_in_words(lost)}"
-            )
-        return {name: array[sound] for name, array in columns.items()}
-
 
 _WORKED_OUT = "worked out again from the index; seed and generator state are lost"
-
-
-def _passing(positions: npt.NDArray[np.intp], check: Any) -> npt.NDArray[np.intp]:
-    """Return those of the positions that pass a check which can only refuse many at once."""
-    if not len(positions):
-        return positions
-    try:
-        check(positions)
-    except _BAD_VALUES:
-        if len(positions) == 1:
-            return positions[:0]
-        half = len(positions) // 2
-        return np.concatenate([_passing(positions[:half], check), _passing(positions[half:], check)])
-    return positions
 
 
 def open_leniently(directory: Directory) -> tuple[Catalog, list[str]]:

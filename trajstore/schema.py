@@ -12,11 +12,15 @@ import torch
 
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.fields import Axis
+from trajstore.limits import plain_name, shown
 
 Kind = Literal["step", "agent"]
 
 DOCUMENT = "_document"
 """Name of the column that holds a trajectory's JSON document, as bytes."""
+
+_MAX_ROW_NBYTES = 1 << 48
+"""More than any memory has; numbers below this can be added up without fear."""
 
 _DTYPE_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -77,15 +81,20 @@ class Schema:
 
     def nbytes(self, extent: Extent) -> int:
         """Return the bytes of all columns of a trajectory."""
-        return sum([extent.rows(axis) * width for axis, width in self._axis_nbytes])
+        return sum([extent.rows(axis) * width for axis, width in self._used_axes])
 
     @cached_property
-    def _axis_nbytes(self) -> tuple[tuple[Axis, int], ...]:
-        """Bytes of one row of all columns on an axis, per axis that has any."""
-        total: dict[Axis, int] = {}
+    def axis_nbytes(self) -> tuple[int, ...]:
+        """Bytes of one row of all columns on an axis, per axis."""
+        total = [0] * len(Axis)
         for column, width in zip(self.columns, self.row_nbytes, strict=True):
-            total[column.axis] = total.get(column.axis, 0) + width
-        return tuple(total.items())
+            total[column.axis] += width
+        return tuple(total)
+
+    @cached_property
+    def _used_axes(self) -> tuple[tuple[Axis, int], ...]:
+        used = {column.axis for column in self.columns}
+        return tuple((axis, width) for axis, width in zip(Axis, self.axis_nbytes, strict=True) if axis in used)
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON values."""
@@ -108,6 +117,8 @@ class Schema:
                 if not isinstance(name, str) or any(n < 0 for n in shape) or dtype not in dtypes():
                     raise ValueError(f"column {name!r}")
                 columns.append(ColumnSpec(name, dtype, shape, Axis(axis)))
+                if columns[-1].row_nbytes >= _MAX_ROW_NBYTES:
+                    raise ValueError(f"column {name!r}")
             return Schema(kind, tuple(columns))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not a trajectory schema: {error}") from error
@@ -150,6 +161,7 @@ def intern_schema(kind: Kind, columns: Sequence[tuple[str, torch.dtype, tuple[in
     if schema is None:
         specs = tuple(ColumnSpec(name, _dtype_name(dtype), shape, axis) for name, dtype, shape, axis in columns)
         for spec, (name, dtype, _, _) in zip(specs, columns, strict=True):
+            plain_name(shown(name), name)
             if spec.dtype not in dtypes():
                 raise InvalidTrajectoryError(f"field {name}: dtype {dtype} cannot be stored")
         schema = _schemas.setdefault(key, Schema(kind, specs))

@@ -29,9 +29,10 @@ class Trajectory:
     ========================================== =============== =====================================
 
     ``prev_logprobs`` or, without it, ``rewards`` gives T and B. ``max_episode_length`` is in steps;
-    ``model_weights_id`` names the weights that acted. Leaves of the dicts without a row for each step, which
-    are tensors of fewer than two dimensions and JSON values (None, text, lists), are stored with the trajectory,
-    given back, and never sampled. Checked when the trajectory is added to a buffer, not here.
+    ``model_weights_id`` names the weights that acted; without one, it becomes an id of ``versions``. Leaves of
+    the dicts without a row for each step, which are tensors of fewer than two dimensions and JSON values (None,
+    text, lists; see ``AgentTrajectory.metadata``), are stored with the trajectory, given back, and never sampled.
+    Checked when the trajectory is added to a buffer, not here.
     """
 
     max_episode_length: int = 0
@@ -98,7 +99,11 @@ class AgentTrajectory:
     list of dicts with ``role``, ``content`` and optionally ``author`` (``"llm"`` for the model).
     ``policy_version`` is the training step whose weights sampled. ``entropy`` is the mean of
     ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero.
-    ``tokenizer_fingerprint`` identifies tokenizer and chat template. ``metadata`` is any JSON.
+    ``tokenizer_fingerprint`` identifies tokenizer and chat template.
+
+    ``metadata``, ``messages`` and ``Reward.metadata`` are any JSON. They come back as JSON has them: tuples as
+    lists, numpy's scalars and arrays as numbers and lists. What JSON has no equal of (NaN, dates, bytes, keys that
+    are not strings, integers beyond 64 bits) is refused when the trajectory is added.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)

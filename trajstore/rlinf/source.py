@@ -24,7 +24,8 @@ from trajstore.errors import (
 from trajstore.formats.base import EncodedFile, ShardManifest, ShardReader, StoredFile
 from trajstore.formats.safe_pickle import legacy_loads, safe_loads
 from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_zip, locate
-from trajstore.index import UNKNOWN_VERSION, TrajectoryEntry, TrajectoryIndex
+from trajstore.index import TrajectoryEntry, TrajectoryIndex
+from trajstore.limits import UNKNOWN_VERSION
 from trajstore.record import Record, version_range
 from trajstore.residency import MappedShard
 from trajstore.rlinf.layout import (

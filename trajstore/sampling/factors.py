@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trajstore.errors import ConfigurationError
-from trajstore.index import UNKNOWN_VERSION
+from trajstore.limits import UNKNOWN_VERSION
 from trajstore.sampling.base import Additions, FloatArray, IntArray
 from trajstore.sampling.roster import Growing
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.index import UNKNOWN_VERSION
+from trajstore.limits import UNKNOWN_VERSION
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
 
 

@@ -1,0 +1,365 @@
+"""What adding takes, opening takes: numbers out of the index's range, text and types that cannot be stored."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import logging
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
+from trajstore.catalog import INDEX_NAME
+from trajstore.commits import encode_line
+from trajstore.packing import pack, unpack
+from trajstore.record import record_of
+from trajstore.sealed import seal, unseal
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+Z = torch.zeros(1, 1, 1)
+
+
+def step(**fields: Any) -> Trajectory:
+    return Trajectory(**{"actions": Z, "rewards": Z, **fields})
+
+
+Refuse = Callable[[Any, str], None]
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Refuse]:
+    """Adding raises and changes nothing; what was added before and after is there when the store is opened again."""
+    path = tmp_path_factory.mktemp("refused")
+    keys: list[int] = []
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
+
+        def refuse(trajectory: Any, match: str) -> None:
+            before = buffer.total_samples
+            with pytest.raises(errors.InvalidTrajectoryError, match=match):
+                buffer.add_trajectories([witness(2), trajectory])
+            assert buffer.total_samples == before
+            assert buffer.add_trajectories([witness(len(keys) % 7)]) == [len(keys)]
+            keys.append(len(keys) % 7)
+
+        yield refuse
+        buffer.flush()
+    again = TrajectoryReplayBuffer()
+    assert again.load_checkpoint(path) == 0
+    assert [check_trajectory(again.get(number)) for number in range(len(again))] == keys
+    assert verify(path).sound
+
+
+# -- numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 2**70, 10**5000, 2.5, float("nan"), "7", None, torch.zeros(2)], ids=type)
+def test_max_episode_length_out_of_range(refused: Refuse, value: Any) -> None:
+    refused(step(max_episode_length=value), "field max_episode_length: ")
+
+
+@pytest.mark.parametrize(
+    "value", [7, True, np.int32(7), np.uint8(7), torch.tensor(7), 7.0, np.float32(7), 2**63 - 1, 0]
+)
+def test_whole_numbers_of_any_kind(value: Any) -> None:
+    buffer = TrajectoryReplayBuffer()
+    (number,) = buffer.add_trajectories([step(max_episode_length=value)])
+    got = buffer.get(number)
+    assert isinstance(got, Trajectory)
+    assert got.max_episode_length == int(value)
+
+
+@pytest.mark.parametrize("versions", [1e30, -1e30, float(2**63), float("-inf")])
+def test_versions_beyond_64_bits(refused: Refuse, versions: float) -> None:
+    refused(step(versions=torch.full((1, 1, 1), versions, dtype=torch.float64)), "field versions: ")
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63), 10**30, 1.5, "3", float("inf")])
+def test_policy_version_beyond_64_bits(refused: Refuse, value: Any) -> None:
+    refused(AgentTrajectory(policy_version=value), "field policy_version: ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "match"),
+    [
+        ((2**31, 1, 0), "T = 2147483648"),
+        ((1, 2**31, 0), "B = 2147483648"),
+        ((2**33, 1, 0), "T = 8589934592"),
+        ((2**21, 2**20, 0), "T·B = 2199023255552"),
+    ],
+)
+def test_extents_that_the_index_cannot_hold(refused: Refuse, shape: tuple[int, ...], match: str) -> None:
+    refused(Trajectory(rewards=torch.zeros(shape)), match)
+
+
+def test_the_longest_extent_comes_back(tmp_path: Path) -> None:
+    longest = Trajectory(rewards=torch.zeros(2**31 - 1, 1, 0), max_episode_length=2**63 - 1)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([longest, longest])
+    again = TrajectoryReplayBuffer()
+    again.load_checkpoint(tmp_path)
+    assert again.total_samples == 2 * (2**31 - 1)
+    got = again.get(1)
+    assert isinstance(got, Trajectory)
+    assert got.rewards is not None
+    assert got.rewards.shape == (2**31 - 1, 1, 0)
+    assert got.max_episode_length == 2**63 - 1
+
+
+# -- text and names ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "a\nb", "\x1b[2J", "x\x85"])
+@pytest.mark.parametrize("field", ["curr_obs", "forward_inputs"])
+@pytest.mark.parametrize("leaf", [Z, "text"], ids=["tensor", "text"])
+def test_names_that_cannot_be_stored(refused: Refuse, name: str, field: str, leaf: Any) -> None:
+    refused(step(**{field: {"inner": {name: leaf}}}), rf"field '{field}\.inner\..*U\+")
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\0", 7, uuid.uuid4(), b"x", 0, False])
+def test_weights_ids_that_cannot_be_stored(refused: Refuse, value: Any) -> None:
+    refused(step(model_weights_id=value), "field model_weights_id: ")
+    refused(AgentTrajectory(metadata={"model_weights_id": value}), "model_weights_id")
+
+
+@pytest.mark.parametrize("field", ["task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint"])
+@pytest.mark.parametrize("value", ["\udfff", 5, None, b"x", ["a"]])
+def test_texts_of_agent_trajectories(refused: Refuse, field: str, value: Any) -> None:
+    refused(AgentTrajectory(**{field: value}), f"field {field}: ")
+
+
+def test_texts_with_any_character_come_back(tmp_path: Path) -> None:
+    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), 0x10FFFF]))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([AgentTrajectory(query=text, messages=[{text: text}])])
+    again = TrajectoryReplayBuffer()
+    again.load_checkpoint(tmp_path)
+    got = again.get(0)
+    assert isinstance(got, AgentTrajectory)
+    assert (got.query, got.messages) == (text, [{text: text}])
+
+
+# -- types -------------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Point:
+    x: int = 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(float("nan"), float("-inf"), np.float32("nan"), np.array([1.0, np.inf])),
+        *(2**64, -(2**63) - 1, 1j, b"x", {1, 2}, {3: 4}, object(), Z, Path("x"), Point()),
+        *(uuid.uuid4(), Colour.RED, datetime.datetime(2026, 1, 1), datetime.date(2026, 1, 1), np.datetime64("2026")),
+        *("\ud800", {"\udc00": 1}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_metadata_that_json_has_no_equal_of_is_refused_by_its_path(refused: Refuse, value: Any) -> None:
+    refused(AgentTrajectory(metadata={"fine": 1, "deep": [{"bad": value}]}), r"^field metadata.deep\[0\].bad")
+    with pytest.raises(errors.InvalidTrajectoryError, match=r"^field messages\[1\]\.content"):
+        record_of(AgentTrajectory(messages=[{"role": "user"}, {"content": value}]))
+    with pytest.raises(errors.InvalidTrajectoryError, match=r"^field reward\.metadata\.judge"):
+        record_of(AgentTrajectory(reward=Reward(metadata={"judge": value})))
+
+
+def test_metadata_nested_too_deeply(refused: Refuse) -> None:
+    circle: dict[str, Any] = {}
+    circle["again"] = circle
+    refused(AgentTrajectory(metadata=circle), r"^field metadata\.again\.again.*nested")
+
+
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ((1, (2,)), [1, [2]]),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (np.bool_(True), True),
+        (Text("x"), "x"),
+        (2**64 - 1, 2**64 - 1),
+        (-(2**63), -(2**63)),
+        ({"a": -0.0, "b": 5e-324}, {"a": -0.0, "b": 5e-324}),
+    ],
+)
+def test_metadata_that_comes_back_as_json_has_it(value: Any, found: Any) -> None:
+    buffer = TrajectoryReplayBuffer()
+    (number,) = buffer.add_trajectories([AgentTrajectory(metadata={"value": value})])
+    got = buffer.get(number)
+    assert isinstance(got, AgentTrajectory)
+    assert got.metadata == {"value": found}
+    assert type(got.metadata["value"]) is type(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"reward": 1.0}, r"^field reward: 1\.0 is a float, must be a Reward.*write Reward\(outcome=1\.0\)"),
+        ({"reward": {"outcome": 1.0}}, "^field reward: .* is a dict, must be a Reward"),
+        ({"reward": Reward(outcome="1")}, r"^field reward\.outcome: '1' is a str"),
+        ({"reward": Reward(outcome=float("nan"))}, r"^field reward\.outcome: nan"),
+        ({"reward": Reward(success_rate=Z)}, r"^field reward\.success_rate: "),
+        ({"reward": Reward(description=3)}, r"^field reward\.description: "),
+        ({"reward": Reward(metadata=[])}, r"^field reward\.metadata: "),
+        ({"messages": "hello"}, "^field messages: 'hello' is a str"),
+        ({"messages": {"role": "user"}}, "^field messages: "),
+        ({"messages": ({},)}, "^field messages: "),
+        ({"messages": [{}, "hello"]}, r"^field messages\[1\]: 'hello' is a str, must be a dict"),
+        ({"metadata": [1]}, "^field metadata: "),
+        ({"metadata": None}, "^field metadata: "),
+        ({"is_terminated": 1}, "^field is_terminated: "),
+        ({"is_terminated": "yes"}, "^field is_terminated: "),
+        ({"entropy": "low"}, "^field entropy: "),
+        ({"entropy": float("inf")}, "^field entropy: "),
+        ({"response_start": -1}, "^field response_start: "),
+        ({"response_start": 1.5}, "^field response_start: "),
+        ({"input_ids": [1, 2]}, "^field input_ids: must be a tensor, is a list"),
+        ({"input_ids": np.array(["a"])}, "^field input_ids: numpy's dtype <U1"),
+    ],
+)
+def test_fields_of_agent_trajectories_of_another_type(refused: Refuse, fields: dict[str, Any], match: str) -> None:
+    refused(AgentTrajectory(**fields), match)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"curr_obs": Z}, "^field curr_obs: must be a dict of tensors, is a Tensor"),
+        ({"curr_obs": [Z]}, "^field curr_obs: must be a dict of tensors, is a list"),
+        ({"forward_inputs": {"note": float("nan")}}, r"forward_inputs\.note.*nan"),
+        ({"curr_obs": {3: Z}}, r"field curr_obs: key 3 is a int"),
+        ({"actions": [1.0]}, "^field actions: must be a tensor, is a list"),
+        ({"rewards": 1.0}, "^field rewards: must be a tensor, is a float"),
+        ({"actions": Z.to_sparse()}, "^field actions: sparse"),
+        ({"actions": torch.zeros(1, 1, 1, device="meta")}, "^field actions: .*meta"),
+        ({"actions": np.zeros((1, 1, 1), ">f4")}, "^field actions: numpy's dtype >f4"),
+        ({"actions": np.array([[["x"]]], object)}, "^field actions: numpy's dtype object"),
+    ],
+)
+def test_fields_of_step_trajectories_of_another_type(refused: Refuse, fields: dict[str, Any], match: str) -> None:
+    refused(step(**fields), match)
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", {"rewards": Z}, Z])
+def test_what_is_no_trajectory(refused: Refuse, value: Any) -> None:
+    refused(value, "must be a Trajectory|must be a tensor")
+
+
+@pytest.mark.parametrize("value", [Trajectory(rewards=Z), AgentTrajectory(), Z, "x", {"rewards": Z}, 3])
+def test_one_trajectory_instead_of_a_list(value: Any) -> None:
+    with pytest.raises(errors.InvalidTrajectoryError, match=r"a list of trajectories, not a .*\(\[trajectory\]\)"):
+        TrajectoryReplayBuffer().add_trajectories(value)
+
+
+def test_numpy_arrays_that_cannot_be_written_to_are_taken_without_a_warning() -> None:
+    array = np.ones((1, 1, 1), np.float32)
+    array.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_of(Trajectory(rewards=array))  # type: ignore[arg-type]
+
+
+# -- what earlier versions stored --------------------------------------------------------------------
+
+
+def damaged(path: Path, *, clean: bool, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Make a store of five trajectories, and change what is said of the middle one as an earlier version wrote it."""
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
+    buffer.add_trajectories([witness(key) for key in (5, 5, 5, 5, 5)])
+    buffer.flush()
+    if not clean:
+        (log,) = (path / "log").iterdir()
+        line = orjson.loads(log.read_bytes()[9:])
+    buffer.close()
+    file = path / INDEX_NAME
+    value = unseal("snapshot", file.read_bytes(), "")
+    if clean:
+        columns = value["live"]["columns"]
+        arrays = {name: unpack(item, item["dtype"]) for name, item in columns.items()}
+        change(arrays)
+        value["live"]["columns"] = {name: pack(array) for name, array in arrays.items()}
+    else:
+        line["generation"] = value["generation"] + 1
+        entries = line["entries"]
+        start = value["next_id"]
+        entries["ids"] = [[start, start + 4]]
+        entries["uuids"] = os.urandom(80).hex()
+        change(entries)
+        (path / "log" / f"{line['generation']:016d}.log").write_bytes(encode_line(line))
+    file.write_bytes(seal("snapshot", orjson.dumps(value)))
+    return path
+
+
+def _column(name: str, value: int) -> Callable[[dict[str, Any]], None]:
+    def change(columns: dict[str, Any]) -> None:
+        columns[name][2] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("clean", "name", "value"),
+    [
+        (True, "max_episode_length", -1),
+        (True, "steps", -(2**31)),
+        (True, "steps", 0),
+        (True, "num_samples", 2**33),
+        (True, "version_low", 10**9),
+        (False, "max_episode_length", -1),
+    ],
+)
+def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clean: bool, name: str, value: int
+) -> None:
+    path = damaged(tmp_path / "store", clean=clean, change=_column(name, value))
+    bad = 2 if clean else 7
+    for call in (
+        lambda: TrajectoryReplayBuffer().load_checkpoint(path),
+        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
+    ):
+        with pytest.raises(errors.CorruptStoreError, match=rf"trajectory {bad}; load_checkpoint\(strict=False\)"):
+            call()
+    assert f"trajectory {bad}" in str(verify(path).problems[0])
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    with caplog.at_level(logging.WARNING):
+        assert buffer.load_checkpoint(path, strict=False) == 1
+    assert f"are left out: trajectory {bad} (" in caplog.text
+    assert bad not in buffer.trajectory_ids.tolist()
+    assert len(buffer) == (4 if clean else 9)
+    for number in buffer.trajectory_ids.tolist():
+        assert check_trajectory(buffer.get(number)) == 5
+    buffer.save_checkpoint(tmp_path / "mended")
+    assert verify(tmp_path / "mended").sound
+    assert TrajectoryReplayBuffer().load_checkpoint(tmp_path / "mended") == 0
+
+
+def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.record._check_document", lambda values, document: None)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([AgentTrajectory(reward=1.0, task_id="t")])  # type: ignore[arg-type]
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(tmp_path)
+    got = buffer.get(0)
+    assert isinstance(got, AgentTrajectory)
+    assert got.reward == Reward(outcome=1.0)
+    assert verify(tmp_path).sound
