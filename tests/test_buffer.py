@@ -208,7 +208,7 @@ def test_the_callers_tensors_may_change(tmp_path: Path, kind: str) -> None:
         ({"rewards": torch.zeros(4)}, r"rewards: shape \[4\]"),
         ({"rewards": torch.zeros(0, 2, 1)}, "T = 0"),
         ({"curr_obs": {"a": {"b": torch.zeros(4, 1)}}}, r"curr_obs\.a\.b: shape \[4, 1\]"),
-        ({"curr_obs": {"a": object()}}, "leaves"),
+        ({"curr_obs": {"a": object()}}, r"field curr_obs\.a: a object"),
         ({"curr_obs": {1: torch.zeros(4, 2)}}, "string keys"),
         ({"actions": [1, 2]}, "actions: must be a tensor"),
         ({"versions": torch.full((4, 2, 1), float("nan"))}, "versions"),
