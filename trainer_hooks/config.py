@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_hooks.batch import GROUPS, GroupOffPolicy
+from trainer_hooks.masks import REGULARIZERS, RegularizeReplayed
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
 from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
@@ -19,8 +20,15 @@ from trajstore.experience.store import LEAST_CAPACITY, BufferStore
 SECTION = "exp_manager.experience_replay"
 """Where the keys stand in a trainer's configuration."""
 
+_DEFAULT_OFF_CLIPRANGE = 1.0
 _STORE_KEYS = ("path", "format", "capacity")
-_FLAGS = ("enable", "exp_is_correct", "use_current_policy_entropy")
+_FLAGS = (
+    "enable",
+    "exp_is_correct",
+    "use_current_policy_entropy",
+    "drop_negative_off_policy",
+    "clip_off_policy",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +46,7 @@ class ExperienceReplayConfig:
     """Share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points joined by straight lines."""
     offpolicy_trajectories_per_task: int = 1
     """Histories per experience task at the most: k, below ``n_rollout``."""
-    off_cliprange_high: float = 1.0
+    off_cliprange_high: float = _DEFAULT_OFF_CLIPRANGE
     """Upper clip range of off-policy tokens."""
     exp_is_correct: bool = True
     """Whether recorded log-probabilities stand for the current policy's on replayed tokens."""
@@ -70,6 +78,16 @@ class ExperienceReplayConfig:
     seed: int = 1234
     off_policy_shaping: float | None = None
     """gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``) does not."""
+    drop_negative_off_policy: bool = False
+    """Whether replayed tokens with a negative advantage have no loss."""
+    clip_off_policy: bool = True
+    """Whether replayed tokens are clipped at all."""
+    regularize_replayed: RegularizeReplayed = "entropy"
+    """Which regularizers count replayed tokens: ``entropy``, ``both`` (KL too) or ``none``."""
+    pool_path: str | None = None
+    """Folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read."""
+    pool_save_freq: int | None = None
+    """Steps between two of them; ``None`` = none is written."""
 
     def __post_init__(self) -> None:
         _raise_if(_problems(vars(self)))
@@ -182,11 +200,33 @@ def _problems(values: Mapping[str, Any], n_rollout: int | None = None) -> list[s
     shaping = values["off_policy_shaping"]
     if shaping is not None and (not _number(shaping) or shaping <= 0):
         problems.append(f"off_policy_shaping: {shaping!r}, must be a number above 0, or none")
+    if values["regularize_replayed"] not in REGULARIZERS:
+        problems.append(
+            f"regularize_replayed: {values['regularize_replayed']!r}, must be one of {', '.join(REGULARIZERS)}"
+        )
+    problems += _without_effect(values)
+    pool_path, freq = values["pool_path"], values["pool_save_freq"]
+    if pool_path is not None and (not isinstance(pool_path, str) or not pool_path):
+        problems.append(f"pool_path: {pool_path!r}, must be a folder or null")
+    if freq is not None and (isinstance(freq, bool) or not isinstance(freq, int) or freq < 1):
+        problems.append(f"pool_save_freq: {freq!r}, must be a whole number of at least 1, or null")
+    elif freq is not None and pool_path is None:
+        problems.append(f"pool_save_freq: {freq}, has no effect without pool_path")
     fingerprint = values["reward_fingerprint"]
     if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
         problems.append(f"reward_fingerprint: {fingerprint!r}, must be a name or null")
     problems += _store_problems(values["store"])
     return problems + rule_problems(values)
+
+
+def _without_effect(values: Mapping[str, Any]) -> list[str]:
+    """Return which options have no effect beside the others, one sentence each."""
+    problems = []
+    if values["clip_off_policy"] is False and values["off_cliprange_high"] != _DEFAULT_OFF_CLIPRANGE:
+        problems.append(
+            f"off_cliprange_high: {values['off_cliprange_high']!r}, has no effect with clip_off_policy: false"
+        )
+    return problems
 
 
 def _store_problems(store: Any) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -13,9 +15,19 @@ from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
 from trajstore.experience import ExperienceManager
+from trajstore.experience.outcomes import outcome_of
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 WARN_EVERY = 100
-"""Steps for which a warning that a batch is far off-policy is not repeated."""
+"""Steps for which a warning of one kind is not repeated."""
+
+EMPTY_STEPS = 10
+"""Steps in a row without anything to replay after which there is a warning."""
+
+ZERO_LOSS_STEPS = 10
+"""Steps in a row with a loss of exactly 0 on replayed tokens after which there is a warning."""
 
 STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
@@ -30,10 +42,14 @@ class ReplayFigures:
         self._figures: list[Mapping[str, float]] = []
         self._drawn: deque[tuple[Counter[int], Counter[int]]] = deque(maxlen=STARVING_STEPS)
         self._difficulty: dict[str, int] = {}
-        self._quiet_until = 0
+        self._quiet_until: dict[str, int] = {}
+        self._zero_steps = 0
+        self._histories: list[AgentTrajectory] = []
 
-    def note_drawn(self, tasks: Sequence[str]) -> None:
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]]) -> None:
         """Remember which buckets could be replayed in this step, and which were."""
+        self._histories = [one for held in histories.values() for one in held]
+        tasks = [task for task, held in histories.items() if held]
         buckets = self._manager.difficulty2task_dict
         self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
         valid = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
@@ -56,6 +72,7 @@ class ReplayFigures:
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
         self.note(metrics.loss_metrics(loss, response_mask, exp_mask))
+        self.note(metrics.distance_metrics(loss["importance_ratio"], response_mask, exp_mask))
         ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
         for name, labels in (("age", self._ages(batch, rows)), ("difficulty", self._difficulties(batch, rows))):
             clipped = metrics.clip_fraction_by(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high)
@@ -99,14 +116,67 @@ class ReplayFigures:
         self._figures = []
         return result
 
+    def rollouts(
+        self, fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory] | None
+    ) -> dict[str, float]:
+        """Return the figures of ``metrics.rollout_metrics``; ``replayed`` None: the histories drawn for this step."""
+        histories = self._histories if replayed is None else replayed
+        self._histories = []
+        return metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
+
     def warn(self, figures: Mapping[str, float]) -> None:
-        """Log a warning if a step's figures show a batch far off-policy; not again within :data:`WARN_EVERY` steps."""
-        share = figures.get(f"{metrics.PREFIX}off_policy_share", 0.0)
-        ratio = figures.get(f"{metrics.PREFIX}off_ratio_max", 1.0)
-        far = share > metrics.OFF_POLICY_SHARE_LIMIT or ratio > metrics.OFF_POLICY_RATIO_LIMIT
-        if far and self._manager.global_steps >= self._quiet_until:
-            self._quiet_until = self._manager.global_steps + WARN_EVERY
-            metrics.warn_if_far_off_policy(figures)
+        """Log what a step's figures warn of; each kind not again within :data:`WARN_EVERY` steps."""
+        found = metrics.warnings_of(figures)
+        loss = figures.get(f"{metrics.PREFIX}off_pg_loss")
+        if loss is not None:
+            self._zero_steps = self._zero_steps + 1 if loss == 0.0 else 0
+        if self._zero_steps >= ZERO_LOSS_STEPS:
+            found["zero"] = (
+                f"the loss of the replayed tokens was 0 in {self._zero_steps} steps: their advantages are 0 (groups of"
+                " equal rewards?), or all of them are clipped or dropped"
+            )
+        step = self._manager.global_steps
+        for kind, message in found.items():
+            if step >= self._quiet_until.get(kind, 0):
+                self._quiet_until[kind] = step + WARN_EVERY
+                logger.warning("experience replay: %s", message)
+
+
+class ReplayWatch:
+    """Says, once, why a run that is to replay replays nothing."""
+
+    def __init__(self, manager: ExperienceManager) -> None:
+        self._manager = manager
+        self._empty_steps = 0
+        self._ever = False
+        self._told = False
+        self._best: float | None = None
+
+    def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
+        """Take the rollouts of a step, to know their best outcome."""
+        outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
+        self._best = max([*outcomes, *([] if self._best is None else [self._best])], default=None)
+
+    def chosen(self, figures: Mapping[str, float]) -> None:
+        """Take the figures of the mixing of a step; warn when :data:`EMPTY_STEPS` in a row had nothing to replay."""
+        empty = figures.get(f"{metrics.PREFIX}nothing_to_replay", 0.0) > 0
+        self._ever = self._ever or figures.get(f"{metrics.PREFIX}experience_tasks", 0.0) > 0
+        self._empty_steps = self._empty_steps + 1 if empty else 0
+        if self._empty_steps >= EMPTY_STEPS:
+            self._tell(f"nothing to replay in {self._empty_steps} steps")
+
+    def closed(self) -> None:
+        """Warn at the end of a run in which nothing at all was replayed although it should have been."""
+        if self._empty_steps and not self._ever:
+            self._tell("nothing was replayed in this run")
+
+    def _tell(self, what: str) -> None:
+        if self._told:
+            return
+        self._told = True
+        reason = self._manager.why_nothing()
+        best = "no rollout had an outcome" if self._best is None else f"the best outcome so far is {self._best:g}"
+        logger.warning("experience replay: %s: %s (%s)", what, reason or "exp_ratio leaves no place for it", best)
 
 
 def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:

@@ -12,13 +12,15 @@ One step of any GRPO trainer, with the calls in their order::
     hook.loss_computed(batch, rows, loss, advantages)         # optional: figures for the metrics
     metrics = hook.step_done(batch, fresh, current, entropys) # good rollouts enter the pool
 
-and ``state_dict`` / ``load_state_dict`` where the trainer saves and resumes. With ``enable: false`` no pool is
-opened, and the calls hand back what they were given.
+``exp_mask`` in ``...`` is the batch's, [B, P + R], as it is. ``state_dict`` goes into the trainer's checkpoint, and
+``resume(state, step)`` is called where the trainer resumes. With ``enable: false`` no pool is opened, and the calls
+hand back what they were given.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,13 +32,16 @@ from trainer_hooks import metrics
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids
 from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.figures import ReplayFigures
-from trainer_hooks.masks import compute_response_mask, replace_recorded_old_log_probs
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trainer_hooks.figures import ReplayFigures, ReplayWatch
+from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
+from trainer_hooks.poolfiles import PoolFiles
+from trajstore.errors import ConfigurationError
 from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.pool import task_id_of
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
@@ -64,6 +69,8 @@ class LossOptions(TypedDict):
 
     off_cliprange_high: float
     off_policy_shaping: float | None
+    drop_negative_off_policy: bool
+    clip_off_policy: bool
 
 
 class ReplayHook(Generic[Task]):
@@ -116,7 +123,19 @@ class ReplayHook(Generic[Task]):
         except BaseException:
             self.close()
             raise
-        self._replay = _Replay(manager, collate, ReplayFigures(manager))
+        files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
+        self._replay = _Replay(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
+        if config.use_current_policy_entropy and current_entropy is None and config.exp_select_mode != "random":
+            logger.warning(
+                "experience replay: use_current_policy_entropy has no effect: the trainer gives no current_entropy, so"
+                " the saved entropy decides. Set it to false to say so"
+            )
+        if config.save_filter == "positive":
+            logger.warning(
+                "experience replay: save_filter: positive lets every outcome above 0 in: rollouts below"
+                " success_threshold = %g, failures with partial rewards, are replayed too",
+                config.success_threshold,
+            )
 
     # ---- the fixed points of a step ----
 
@@ -132,8 +151,11 @@ class ReplayHook(Generic[Task]):
         if replay is None:
             return MixedTasks((), tuple(tasks))
         with replay.figures.times.measure("tasks_chosen"):
+            if not replay.files.begun:
+                self.resume(None, global_steps - 1)
             replay.manager.global_steps = global_steps
             experience, on_policy = replay.collate(tasks, training_progress)
+            replay.watch.chosen(replay.collate.metrics)
         return MixedTasks(tuple(experience), tuple(on_policy))
 
     def before_rollout(self, mixed: MixedTasks[Task]) -> list[PlannedTask[Task]]:
@@ -144,7 +166,7 @@ class ReplayHook(Generic[Task]):
         with replay.figures.times.measure("before_rollout"):
             histories = replay.collate.get_histories(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
-            replay.figures.note_drawn([task for task, found in histories.items() if found])
+            replay.figures.note_drawn(histories)
         tasks = (*mixed.experience, *mixed.on_policy)
         # A task may stand in the batch twice; only as an experience task does it bring history.
         found = [tuple(histories.get(task_id_of(task), ())) for task in mixed.experience]
@@ -224,7 +246,15 @@ class ReplayHook(Generic[Task]):
         return {
             "off_cliprange_high": self.config.off_cliprange_high,
             "off_policy_shaping": self.config.off_policy_shaping,
+            "drop_negative_off_policy": self.config.drop_negative_off_policy,
+            "clip_off_policy": self.config.clip_off_policy,
         }
+
+    def regularizer_masks(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return which tokens of a batch count in the entropy term and in the KL term: ``masks.regularizer_masks``."""
+        return regularizer_masks(
+            batch.tensors["response_mask"], batch.tensors["exp_mask"], self.config.regularize_replayed
+        )
 
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
@@ -245,7 +275,7 @@ class ReplayHook(Generic[Task]):
             replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
     def watch(self, figures: Mapping[str, float]) -> None:
-        """Take figures of the loss under the names of ``metrics.loss_metrics``, to warn of a batch far off-policy."""
+        """Take figures of the loss under the names of ``metrics.loss_metrics``, to warn of what is wrong with them."""
         if self._replay is not None:
             self._replay.figures.warn(figures)
 
@@ -286,6 +316,7 @@ class ReplayHook(Generic[Task]):
         is_experience_replay: Sequence[bool],
         policy_versions: Sequence[int | None],
         asked: Mapping[str, int] | None = None,
+        replayed: Sequence[AgentTrajectory] | None = None,
     ) -> dict[str, float]:
         """Do what :meth:`step_done` does, for a trainer with batches of its own.
 
@@ -297,9 +328,10 @@ class ReplayHook(Generic[Task]):
             policy_versions: for every row of the batch; None = unknown.
             asked: rollouts that were to be made, by task, where some did not come back. Those are unknown: neither
                 successes nor failures.
+            replayed: histories that were in the batch, for the figures; ``None`` = all that were drawn for this step.
 
         Raises:
-            InvalidTrajectoryError: a rollout lacks its task, its entropies or its mask.
+            InvalidTrajectoryError: a rollout lacks its task.
             StoreWriteError: the pool's store could not write.
         """
         replay = self._replay
@@ -307,11 +339,17 @@ class ReplayHook(Generic[Task]):
             return {}
         with replay.figures.times.measure("step_done"):
             figures = self.admit(done, asked)
+            figures |= replay.figures.rollouts(done, replayed)
+            replay.files.save_if_due()
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
         return {**taken, **replay.collate.metrics, **figures}
 
     def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
+
+        It is also the way for rollouts that exist already, step by step: those of a store, say. They need no
+        ``entropys``: without them the trajectory's ``entropy`` counts, and without that the mean of -``old_log_probs``
+        over the response, an estimate of it from the tokens that were sampled.
 
         Args:
             done: as for :meth:`rollouts_done`.
@@ -320,11 +358,10 @@ class ReplayHook(Generic[Task]):
         if self._replay is None:
             return {}
         manager = self._replay.manager
-        entropys = [_column(one, "entropys", one.entropys) for one in done]
-        masks = [_column(one, "response_mask", one.response_mask) for one in done]
+        self._replay.watch.made(done)
         refused = manager.refused.total()
         manager.update_difficulty2task_dict(done, asked)
-        kept = manager.update_skip_uid_set_and_filter_trajectories(done, entropys, masks, asked)
+        kept = manager.update_skip_uid_set_and_filter_trajectories(done, asked=asked)
         offered = len(kept) + manager.refused.total() - refused
         manager.save_trajectories_to_memory(kept)
         return metrics.refused_metrics(manager.refused.total() - refused, offered)
@@ -352,12 +389,34 @@ class ReplayHook(Generic[Task]):
         """Go back to a cut; what entered the pool since leaves it. An empty state changes nothing.
 
         Raises:
-            ConfigurationError: the cut is of another tokenizer.
+            ConfigurationError: the cut is of another tokenizer, or of another dataset.
             CorruptStoreError: this is no such state.
         """
         if self._replay is not None and state:
-            self._replay.manager.load_state_dict(dict(state))
+            self._replay.files.load_cut(state)
             self._replay.collate.check_tasks()
+
+    def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Put the pool to where it stood at a step, and log what that did and what else could have been.
+
+        To a cut if there is one; else to the newest ``step_N`` of ``pool_path`` that is not after ``step``; else it
+        stays as it lies in its store. A trainer that never calls this begins so with its first step.
+
+        Args:
+            state: what :meth:`state_dict` returned; empty or ``None`` = there is none.
+            step: number of training steps that are done.
+
+        Raises:
+            ConfigurationError: the pool is of another tokenizer, or of another dataset.
+            CorruptStoreError: what was found is no pool.
+        """
+        if self._replay is None:
+            return
+        if state:
+            self._replay.files.load_cut(state)
+        else:
+            self._replay.files.load_newest(step)
+        self._replay.collate.check_tasks()
 
     @property
     def manager(self) -> ExperienceManager | None:
@@ -366,6 +425,8 @@ class ReplayHook(Generic[Task]):
 
     def close(self) -> None:
         """Write what is left and close the pool's store. Closing again does nothing."""
+        if self._replay is not None:
+            self._replay.watch.closed()
         if self._store is not None:
             self._store.close()
 
@@ -385,9 +446,5 @@ class _Replay(Generic[Task]):
     manager: ExperienceManager
     collate: ExperienceMixCollateFn[Task]
     figures: ReplayFigures
-
-
-def _column(trajectory: AgentTrajectory, name: str, value: Tensor | None) -> Tensor:
-    if value is None:
-        raise InvalidTrajectoryError(f"field {name}: rollout {trajectory.rollout_id!r} has none")
-    return value
+    files: PoolFiles
+    watch: ReplayWatch

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer_hooks.masks import compute_response_mask
 from trajstore.errors import ConfigurationError
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -68,8 +69,8 @@ def het_compute_token_on_off_policy_loss(
         log_prob: [B, R], under the policy in training.
         advantages: [B, R].
         response_mask: [B, R], bool or number; nonzero = the token counts.
-        exp_mask: [B, R], bool or number; nonzero = off-policy. Of a mask over prompt and response give the
-            response's part.
+        exp_mask: [B, R], bool or number; nonzero = off-policy. Of a mask over prompt and response, [B, P + R] as in a
+            batch of ``build_batch``, the response's part counts.
         cliprange: l and h where ``cliprange_low`` or ``cliprange_high`` is None.
         cliprange_low: l of both sides.
         cliprange_high: h of on-policy tokens.
@@ -98,6 +99,8 @@ def het_compute_token_on_off_policy_loss(
     if low is None or high is None:
         raise ConfigurationError("no clip range: give cliprange, or both cliprange_low and cliprange_high")
     _check_parameters(low, high, off_cliprange_high, clip_ratio_c, off_policy_shaping)
+    if exp_mask.dim() == 2 and log_prob.dim() == 2 and exp_mask.shape[1] > log_prob.shape[1]:
+        exp_mask = compute_response_mask(exp_mask, log_prob.shape[1])
     _check_shapes(
         log_prob, old_log_prob=old_log_prob, advantages=advantages, response_mask=response_mask, exp_mask=exp_mask
     )

@@ -6,7 +6,7 @@ A quantity that does not exist (the ratio of a side without tokens, the age of a
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,17 +16,27 @@ import torch
 from torch import Tensor
 
 from trajstore.errors import ConfigurationError
-
-logger = logging.getLogger(__name__)
+from trajstore.experience import is_success
+from trajstore.experience.outcomes import outcome_of
+from trajstore.trajectory import AgentTrajectory
 
 PREFIX = "experience_replay/"
 """Begins every name."""
 
 OFF_POLICY_SHARE_LIMIT = 0.5
-"""Share of off-policy tokens above which :func:`warn_if_far_off_policy` warns."""
+"""Share of off-policy tokens above which there is a warning."""
+
+OFF_POLICY_SHARE_LEAST = 0.1
+"""Share of off-policy tokens below which there is a warning, if anything is replayed."""
+
+RATIO_NEAR_ZERO = 0.1
+"""Importance ratio below which a token's gradient is next to nothing."""
+
+WASTED_SHARE_LIMIT = 0.5
+"""Share of such tokens among the off-policy ones above which there is a warning."""
 
 OFF_POLICY_RATIO_LIMIT = 10.0
-"""Importance ratio of an off-policy token above which :func:`warn_if_far_off_policy` warns."""
+"""Importance ratio of an off-policy token above which there is a warning."""
 
 _LOSS_KEYS_BY_SIDE = {
     side: (f"{side}_pg_loss", f"{side}_pg_clipfrac", f"{side}_pg_clipfrac_lower") for side in ("on", "off")
@@ -70,19 +80,90 @@ def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Te
     return {PREFIX + name: value for name, value in figures.items()}
 
 
-def warn_if_far_off_policy(metrics: Mapping[str, float]) -> None:
-    """Log a warning when :func:`loss_metrics` shows a batch too far from the policy in training.
+def warnings_of(figures: Mapping[str, float]) -> dict[str, str]:
+    """Return what is worth a warning in a step's figures (names of :func:`loss_metrics` and others here), by kind.
 
-    That is: a share of off-policy tokens above 0.5, or an importance ratio above 10 on one of them.
+    Kinds: ``share`` and ``ratio``, too far off-policy; ``little`` and ``wasted``, replay that changes next to nothing;
+    ``nan``, a loss of replayed tokens that is no number.
     """
-    share = metrics.get(f"{PREFIX}off_policy_share", 0.0)
+    found: dict[str, str] = {}
+    share = figures.get(f"{PREFIX}off_policy_share", 0.0)
     if share > OFF_POLICY_SHARE_LIMIT:
-        logger.warning("%.0f %% of the tokens are off-policy: lower exp_ratio or replay fewer per task", 100 * share)
-    ratio = metrics.get(f"{PREFIX}off_ratio_max", 1.0)
-    if ratio > OFF_POLICY_RATIO_LIMIT:
-        logger.warning(
-            "an off-policy token has importance ratio %.3g: set max_policy_age, or check the recorded log-probs", ratio
+        found["share"] = f"{share:.0%} of the tokens are off-policy: lower exp_ratio or replay fewer per task"
+    if 0 < share < OFF_POLICY_SHARE_LEAST:
+        found["little"] = (
+            f"only {share:.1%} of the tokens are replayed: raise exp_ratio or offpolicy_trajectories_per_task, or see"
+            " whether the pool has enough tasks (experience_replay/experience_tasks)"
         )
+    ratio = figures.get(f"{PREFIX}off_ratio_max", 1.0)
+    if ratio > OFF_POLICY_RATIO_LIMIT:
+        found["ratio"] = (
+            f"an off-policy token has importance ratio {ratio:.3g}: set max_policy_age, or check the recorded log-probs"
+        )
+    wasted = figures.get(f"{PREFIX}off_ratio_near_zero_share", 0.0)
+    if wasted > WASTED_SHARE_LIMIT:
+        found["wasted"] = (
+            f"{wasted:.0%} of the replayed tokens have importance ratios below {RATIO_NEAR_ZERO}, so next to no"
+            " gradient: the policy has left these histories, set max_policy_age"
+        )
+    if math.isnan(figures.get(f"{PREFIX}off_pg_loss", 0.0)):
+        found["nan"] = "the loss of the replayed tokens is NaN: check the recorded log-probs and the outcomes"
+    return found
+
+
+@torch.no_grad()
+def distance_metrics(importance_ratio: Tensor, response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
+    """Return how far each side is from the policy in training. Synchronizes with the device once.
+
+    ``on_ppo_kl``, ``off_ppo_kl``: mean of old - current log-prob in nats over the side's tokens, of which
+    ``ppo_kl`` is the mixture; ``off_ratio_near_zero_share``: of the off-policy tokens, those whose ratio is
+    below 0.1. A side without tokens has none.
+
+    Args:
+        importance_ratio: [B, R].
+        response_mask: [B, R].
+        exp_mask: [B, R].
+    """
+    valid = response_mask.bool()
+    off = valid & exp_mask.bool()
+    limits = torch.finfo(torch.float32)
+    kl = -importance_ratio.double().clamp(limits.tiny, limits.max).log()
+    parts = [torch.stack([torch.where(mask, kl, 0.0).sum(), mask.sum().double()]) for mask in (valid & ~off, off)]
+    near_zero = (off & (importance_ratio < RATIO_NEAR_ZERO)).sum().double()
+    (on_kl, on), (off_kl, off_count), (small, _) = torch.stack(
+        [*parts, torch.stack([near_zero, torch.zeros_like(near_zero)])]
+    ).tolist()
+    result: dict[str, float] = {}
+    if on:
+        result[f"{PREFIX}on_ppo_kl"] = on_kl / on
+    if off_count:
+        result[f"{PREFIX}off_ppo_kl"] = off_kl / off_count
+        result[f"{PREFIX}off_ratio_near_zero_share"] = small / off_count
+    return result
+
+
+def rollout_metrics(
+    fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory], success_threshold: float
+) -> dict[str, float]:
+    """Return figures of fresh rollouts alone, of replayed ones, and of both together.
+
+    ``fresh_``, ``replayed_``, ``mixed_``, each with ``score_mean`` (outcomes), ``success_rate``,
+    ``response_length_mean`` (tokens) and ``entropy_mean`` (nats, of the rollouts' means). Trainers show the mixed
+    ones: successes are replayed, so these are better than the policy is. What no rollout tells is left out.
+    """
+    figures: dict[str, float] = {}
+    for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
+        outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
+        columns = {
+            "score_mean": outcomes,
+            "success_rate": [float(is_success(outcome, success_threshold)) for outcome in outcomes],
+            "response_length_mean": [
+                float(one.old_log_probs.numel()) for one in rollouts if one.old_log_probs is not None
+            ],
+            "entropy_mean": [one.entropy for one in rollouts if one.entropy is not None],
+        }
+        figures |= {f"{PREFIX}{side}_{name}": sum(found) / len(found) for name, found in columns.items() if found}
+    return figures
 
 
 @torch.no_grad()

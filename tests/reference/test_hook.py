@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,3 +224,138 @@ def test_wrong_calls_are_named() -> None:
         replay.step_done(twice, fresh, values, values)
     with pytest.raises(ConfigurationError, match="offpolicy_trajectories_per_task"):
         hook(offpolicy_trajectories_per_task=N)
+
+
+def with_outcomes(replay: ReplayHook[str], step: int, outcome: float) -> dict[str, float]:
+    """Do a step in which every rollout has one outcome."""
+    plan = replay.before_rollout(replay.tasks_chosen(TASKS, step / 100, step))
+    fresh = roll_out(plan, step)
+    for one in fresh:
+        one.reward = Reward(outcome=outcome)
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    current = log_probs_of(batch, step)
+    return replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
+
+
+def test_a_success_is_what_reaches_the_configured_threshold() -> None:
+    for threshold, entered in ((2.0, {}), (0.9, dict.fromkeys(TASKS, 2))):
+        replay = hook(success_threshold=threshold)
+        plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
+        fresh = roll_out(plan, 1)
+        for one in fresh:
+            assert one.reward is not None
+            one.reward.outcome = float(torch.tensor(0.9)) if one.reward.outcome else 0.1
+        batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+        replay.step_done(batch, fresh, log_probs_of(batch, 1), torch.ones(batch.tensors["responses"].shape))
+        assert replay.manager is not None
+        assert {task: len(held) for task, held in replay.manager.task2trajectories.items()} == entered
+
+
+def test_fresh_figures_stand_beside_the_mixed_ones() -> None:
+    replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
+    do_step(replay, 1, successes=1)
+    *_, metrics = do_step(replay, 2, successes=1)
+    found = {name.removeprefix("experience_replay/"): value for name, value in metrics.items()}
+    assert (found["fresh_score_mean"], found["fresh_success_rate"]) == (4 / 12, 4 / 12)
+    assert (found["replayed_score_mean"], found["mixed_score_mean"]) == (1.0, 8 / 16)
+    assert found["fresh_response_length_mean"] == 4.0
+    assert found["fresh_entropy_mean"] == pytest.approx(0.5)
+    assert found["replayed_entropy_mean"] == pytest.approx(0.5)
+
+
+def test_replay_that_yields_nothing_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    replay = hook()
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 31):
+            with_outcomes(replay, step, 0.9)
+    told = [message for message in caplog.messages if "nothing to replay" in message]
+    assert len(told) == 1
+    assert "an outcome must reach success_threshold = 1" in told[0]
+    assert "the best outcome so far is 0.9" in told[0]
+    caplog.clear()
+    short = hook()
+    with_outcomes(short, 1, float("nan"))
+    with caplog.at_level(logging.WARNING):
+        short.close()
+    assert "nothing was replayed in this run" in caplog.text
+    assert "16 were refused as outcome_not_finite" in caplog.text
+
+
+def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        hook(save_filter="positive")
+    assert "use_current_policy_entropy has no effect" in caplog.text
+    assert "save_filter: positive lets every outcome above 0 in" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        hook(use_current_policy_entropy=False)
+    assert not caplog.messages
+
+
+def test_the_pool_is_written_every_save_freq_and_the_newest_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 2}
+    replay = hook(**files)
+    for step in range(1, 6):
+        do_step(replay, step)
+    assert sorted(path.name for path in (tmp_path / "experience_pool").iterdir()) == ["step_2", "step_4"]
+    resumed = hook(**files)
+    with caplog.at_level(logging.INFO):
+        resumed.resume({}, 3)
+    assert "step_2 with 16 trajectories of 4 tasks; the store held 0" in caplog.text
+    assert resumed.manager is not None
+    assert {one.policy_version for held in resumed.manager.task2trajectories.values() for one in held} <= {1, 2}
+    *_, metrics = do_step(resumed, 4)
+    assert metrics["experience_replay/replayed_rows"] == 2.0
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        do_step(hook(**files), 1)  # a new run: it never calls resume
+    assert "step_4 is after step 0, where this run begins, and is not loaded" in caplog.text
+
+
+def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    replay = hook()
+    do_step(replay, 1)
+    state = replay.state_dict()
+    do_step(replay, 2)
+    with caplog.at_level(logging.INFO):
+        replay.resume(state, 1)
+    assert "back at step 1 of the checkpoint with 8 trajectories of 4 tasks; the store held 16" in caplog.text
+
+
+def test_existing_rollouts_enter_without_entropies() -> None:
+    replay = hook()
+    made = [
+        AgentTrajectory(
+            input_ids=torch.tensor([1, 2, 3 + number, 4]),
+            loss_mask=torch.tensor([0, 0, 1, 1]),
+            response_start=2,
+            old_log_probs=torch.tensor([-0.5 - number, -1.5]),
+            reward=Reward(outcome=float(number < 2)),
+            task_id="a",
+            policy_version=0,
+        )
+        for number in range(N)
+    ]
+    assert replay.admit(made) == {"experience_replay/refused_share": 0.0}
+    assert replay.manager is not None
+    assert [one.entropy for one in replay.manager.task2trajectories["a"]] == [1.0, 1.5]
+
+
+def test_the_batchs_own_mask_fits_the_loss() -> None:
+    replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
+    do_step(replay, 1)
+    batch, _, old, _ = do_step(replay, 2)
+    tensors, width = batch.tensors, old.shape[1]
+    assert tensors["exp_mask"].shape[1] > width
+    arguments = (old, old + 0.5, torch.ones_like(old), tensors["response_mask"])
+    whole = het_compute_token_on_off_policy_loss(*arguments, tensors["exp_mask"], cliprange=0.2, **replay.loss_options)
+    part = het_compute_token_on_off_policy_loss(
+        *arguments, tensors["exp_mask"][:, -width:], cliprange=0.2, **replay.loss_options
+    )
+    assert all(whole[name].equal(value) for name, value in part.items())
+    entropy, kl = replay.regularizer_masks(batch)
+    assert entropy.equal(tensors["response_mask"])
+    assert not (kl * tensors["exp_mask"][:, -width:]).any()
+    assert kl.sum() + (tensors["exp_mask"][:, -width:] != 0).sum() == entropy.sum()

@@ -12,6 +12,11 @@ from trajstore.errors import ConfigurationError
 from trajstore.experience import PoolRules, RatioSchedule
 
 DEFAULTS = {
+    "drop_negative_off_policy": False,
+    "clip_off_policy": True,
+    "regularize_replayed": "entropy",
+    "pool_path": None,
+    "pool_save_freq": None,
     "enable": False,
     "replay_start_ratio": 0.35,
     "exp_ratio": 0.5,

@@ -433,7 +433,7 @@ def test_on_cuda_equals_the_cpu(options: dict[str, Any]) -> None:
         ({"bound": 0.5}, "clip_ratio_c"),
         ({"mode": "mean"}, "loss_agg_mode"),
         ({"options": {"off_policy_shaping": 0.0}}, "off_policy_shaping"),
-        ({"exp_mask": torch.zeros(3, 9)}, "exp_mask"),
+        ({"exp_mask": torch.zeros(9, 9)}, "exp_mask"),
         ({"advantages": torch.zeros(3, 1)}, "advantages"),
         ({"log_prob": torch.zeros(5)}, "log_prob"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import pytest
@@ -21,7 +20,7 @@ from trainer_hooks.metrics import (
     record_metrics,
     refused_metrics,
     starving_buckets,
-    warn_if_far_off_policy,
+    warnings_of,
 )
 from trajstore.errors import ConfigurationError
 
@@ -66,14 +65,17 @@ def test_loss_metrics_equal_plain_python(seed: int, rows: int, tokens: int) -> N
         ({"off_policy_share": 0.5, "off_ratio_max": 10.5}, ["importance ratio 10.5"]),
         ({"off_policy_share": 0.9, "off_ratio_max": math.inf}, ["off-policy: lower exp_ratio", "importance ratio inf"]),
         ({"off_policy_share": 0.5, "off_ratio_max": 10.0}, []),
+        ({"off_policy_share": 0.09}, ["only 9.0% of the tokens are replayed: raise exp_ratio"]),
+        ({"off_policy_share": 0.0}, []),
+        ({"off_ratio_near_zero_share": 0.6}, ["60% of the replayed tokens have importance ratios below 0.1"]),
+        ({"off_pg_loss": math.nan}, ["is NaN"]),
         ({}, []),
     ],
 )
-def test_warnings(metrics: dict[str, float], words: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="trainer_hooks.metrics"):
-        warn_if_far_off_policy({f"experience_replay/{name}": value for name, value in metrics.items()})
-    assert len(caplog.messages) == len(words)
-    assert all(word in message for word, message in zip(words, caplog.messages, strict=True))
+def test_warnings(metrics: dict[str, float], words: list[str]) -> None:
+    messages = list(warnings_of({f"experience_replay/{name}": value for name, value in metrics.items()}).values())
+    assert len(messages) == len(words)
+    assert all(word in message for word, message in zip(words, messages, strict=True))
 
 
 def test_record_metrics() -> None:

@@ -20,7 +20,6 @@ from trainer_hooks.batch import Batch, BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import PlannedTask, ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.masks import compute_response_mask
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
 from trainer_hooks.reference.model import ModelConfig, build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
@@ -265,7 +264,7 @@ class ReferenceTrainer:
         self._order.set_state(state["order"])
         self._waiting = list(state["waiting"])
         self.curve = [CurvePoint(**point) for point in state["curve"]]
-        self.hook.load_state_dict(state["replay"])
+        self.hook.resume(state["replay"], self.step)
 
     def close(self) -> None:
         """Write what is left of the pool, and give its store back."""
@@ -334,14 +333,13 @@ class ReferenceTrainer:
         """Take one optimizer step on some rows; return their loss."""
         config = self.config
         response_mask = batch.tensors["response_mask"][part]
-        exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[part]
         log_probs, entropys = self._policy(batch, part)
         loss = het_compute_token_on_off_policy_loss(
             old_log_prob=old_log_probs[part],
             log_prob=log_probs,
             advantages=advantages[part],
             response_mask=response_mask,
-            exp_mask=exp_mask,
+            exp_mask=batch.tensors["exp_mask"][part],
             cliprange_low=config.cliprange_low,
             cliprange_high=config.cliprange_high,
             clip_ratio_c=config.clip_ratio_c,
@@ -349,7 +347,8 @@ class ReferenceTrainer:
         )
         objective = loss["pg_loss"]
         if config.entropy_coeff:
-            objective = objective - config.entropy_coeff * (entropys * response_mask).sum() / response_mask.sum()
+            counted = self.hook.regularizer_masks(batch)[0][part]
+            objective = objective - config.entropy_coeff * (entropys * counted).sum() / counted.sum().clamp(min=1)
         self._optimizer.zero_grad()
         objective.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)

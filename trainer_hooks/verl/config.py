@@ -147,6 +147,11 @@ class ReplayBlock:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
             )
+        if replay.setdefault("regularize_replayed", "both") != "both":
+            raise ConfigurationError(
+                f"{REPLAY_SECTION}.regularize_replayed: {replay['regularize_replayed']!r}, must be both: verl's KL and"
+                " entropy terms count every token"
+            )
         n_rollout = int(config.actor_rollout_ref.rollout.n)
         result = ReplayBlock(
             experience_replay=ExperienceReplayConfig.from_mapping(

@@ -42,6 +42,8 @@ class HetOptions:
 
     off_cliprange_high: float
     off_policy_shaping: float | None
+    drop_negative_off_policy: bool = False
+    clip_off_policy: bool = True
 
 
 @dataclass(slots=True)
@@ -119,6 +121,8 @@ def het_policy_loss(
         off_cliprange_high=call.options.off_cliprange_high,
         clip_ratio_c=config.get("clip_ratio_c", 3.0),
         off_policy_shaping=call.options.off_policy_shaping,
+        drop_negative_off_policy=call.options.drop_negative_off_policy,
+        clip_off_policy=call.options.clip_off_policy,
     )
     losses = terms["pg_losses"] if rollout_is_weights is None else terms["pg_losses"] * rollout_is_weights
     # verl divides by the tokens or rows of the whole batch, over all ranks; these numbers only it knows.

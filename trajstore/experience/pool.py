@@ -18,6 +18,7 @@ from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trajstore.experience.contract import check_same, check_trajectories
 from trajstore.experience.cut import PoolCut
+from trajstore.experience.diagnosis import why_nothing
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
@@ -29,6 +30,8 @@ from trajstore.experience.selection import (
     PoolRules,
     Refusal,
     is_worth_keeping,
+    mean_entropy,
+    own_entropy,
     plan_admissions,
     rank,
     rollouts_to_keep,
@@ -169,8 +172,8 @@ class ExperienceManager:
     def update_skip_uid_set_and_filter_trajectories(
         self,
         trajectories: Sequence[AgentTrajectory],
-        entropys: Sequence[torch.Tensor] | torch.Tensor,
-        response_mask: Sequence[torch.Tensor] | torch.Tensor,
+        entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
         asked: Mapping[str, int] | None = None,
     ) -> list[AgentTrajectory]:
         """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
@@ -179,8 +182,9 @@ class ExperienceManager:
 
         Args:
             trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
-            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``.
-            response_mask: as ``entropys``; 1 where the model wrote.
+            entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``. ``None``: what the
+                trajectories themselves tell (``selection.own_entropy``).
+            response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
             asked: as for :meth:`update_difficulty2task_dict`.
 
         Returns:
@@ -191,16 +195,19 @@ class ExperienceManager:
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
         """
-        if not len(trajectories) == len(entropys) == len(response_mask):
-            raise InvalidTrajectoryError(
-                f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
-                f" {len(response_mask)}: row i must belong to trajectory i"
-            )
+        if entropys is None or response_mask is None:
+            means = [own_entropy(one) for one in trajectories]
+        else:
+            if not len(trajectories) == len(entropys) == len(response_mask):
+                raise InvalidTrajectoryError(
+                    f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
+                    f" {len(response_mask)}: row i must belong to trajectory i"
+                )
+            means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
         outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
         kept, refused = rollouts_to_keep(
             trajectories,
-            entropys,
-            response_mask,
+            means,
             outcomes={task: one for task, one in outcomes.items() if self._may_enter(task, one)},
             rules=self.rules,
             global_steps=self.global_steps,
@@ -243,6 +250,10 @@ class ExperienceManager:
     def get_valid_replay_task_ids(self) -> list[str]:
         """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
         return [task for tasks in self._state.valid_buckets(self.rules, self.global_steps).values() for task in tasks]
+
+    def why_nothing(self) -> str:
+        """Return why no task can be drawn now, in a sentence; empty if one can."""
+        return why_nothing(self._state, self.rules, self.global_steps, self.refused)
 
     def sample_tasks_from_replaypool(
         self,

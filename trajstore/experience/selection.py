@@ -165,6 +165,23 @@ def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float |
     return mean if math.isfinite(mean) else None
 
 
+def own_entropy(trajectory: AgentTrajectory) -> float | None:
+    """Return the mean entropy that a trajectory tells of itself, in nats; ``None`` if it tells none.
+
+    The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
+    estimates it from the tokens that were sampled.
+    """
+    mask = llm_mask(trajectory)
+    for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
+        if sign < 0 and trajectory.entropy is not None:
+            return trajectory.entropy
+        if values is not None and mask is not None and values.shape == mask.shape:
+            mean = mean_entropy(values, mask)
+            if mean is not None:
+                return sign * mean
+    return trajectory.entropy
+
+
 def token_digest(trajectory: AgentTrajectory) -> bytes:
     """Return 16 bytes that two trajectories share only if their tokens are equal.
 
@@ -281,8 +298,7 @@ def choose_to_save(
 
 def rollouts_to_keep(
     trajectories: Sequence[AgentTrajectory],
-    entropys: Sequence[torch.Tensor] | torch.Tensor,
-    response_mask: Sequence[torch.Tensor] | torch.Tensor,
+    entropies: Sequence[float | None],
     *,
     outcomes: Mapping[str, TaskOutcome],
     rules: PoolRules,
@@ -293,8 +309,7 @@ def rollouts_to_keep(
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
-        entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``.
-        response_mask: as ``entropys``; 1 where the model wrote.
+        entropies: mean entropy in nats of each of them; ``None`` = unknown.
         outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
         global_steps: policy version of rollouts that tell none.
@@ -305,7 +320,7 @@ def rollouts_to_keep(
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
     refused: Counter[str] = Counter()
-    for trajectory, values, mask in zip(trajectories, entropys, response_mask, strict=True):
+    for trajectory, entropy in zip(trajectories, entropies, strict=True):
         task = trajectory.task_id
         if is_replayed(trajectory):
             continue
@@ -315,7 +330,6 @@ def rollouts_to_keep(
             continue
         if task not in outcomes or not in_bounds(outcomes[task], rules):
             continue
-        entropy = mean_entropy(values, mask)
         version = global_steps if trajectory.policy_version is None else trajectory.policy_version
         candidates.setdefault(task, []).append(replace(trajectory, entropy=entropy, policy_version=version))
     kept: list[AgentTrajectory] = []

@@ -38,7 +38,9 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
     block = block_of(compose_verl)
     folder = Path("checkpoints/here/trajstore").absolute()
     assert block == ReplayBlock(
-        experience_replay=ExperienceReplayConfig(enable=False, store={"path": str(folder / "pool")}),
+        experience_replay=ExperienceReplayConfig(
+            enable=False, store={"path": str(folder / "pool")}, regularize_replayed="both"
+        ),
         recording=RecordingConfig(enable=True, path=None, format="pt", capacity=None, on_error="raise"),
         outcome=OutcomeRule(key=None, success=1.0),
         on_resume="exact",

@@ -1,0 +1,44 @@
+"""Why a pool has nothing to replay, in a sentence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trajstore.experience.journal import PoolState
+from trajstore.experience.selection import PoolRules
+
+
+def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: Mapping[str, int]) -> str:
+    """Return why no task of the pool can be drawn now; empty if one can.
+
+    Args:
+        state: of the pool.
+        rules: of the pool.
+        global_steps: the step that is going on.
+        refused: how many trajectories were refused so far, by reason.
+    """
+    valid = state.valid_buckets(rules, global_steps)
+    if valid and (rules.replay_difficulty is None or rules.replay_difficulty in valid):
+        return ""
+    if valid:
+        found = ", ".join(map(str, sorted(valid)))
+        return f"replay_difficulty is {rules.replay_difficulty}, and the tasks that could be replayed have {found}"
+    if not state.entries:
+        reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
+        low, high = rules.experience_lbound, rules.experience_rbound
+        reasons.append(
+            f"no success entered yet: an outcome must reach success_threshold = {rules.success_threshold:g}, of a task"
+            f" with more than {low} and fewer than {high} successes out of {rules.n_rollout}"
+        )
+        if state.skip:
+            reasons.append(f"{len(state.skip)} tasks are solved")
+        return "the pool has no trajectory; " + "; ".join(reasons)
+    held = list(state.entries)
+    skipped = sum(task in state.skip for task in held)
+    unplaced = sum(task not in state.buckets and task not in state.skip for task in held)
+    barred = len(held) - skipped - unplaced
+    limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
+    return (
+        f"of {len(held)} tasks with trajectories {barred} have none that may come out ({limits}), {skipped} are skipped"
+        f" as solved, {unplaced} have no bucket yet"
+    )
