@@ -207,7 +207,8 @@ class TrajectoryReplayBuffer:
 
         Raises:
             EmptyBufferError: there is nothing to sample from.
-            SchemaMismatchError: trajectories of the window differ in their columns.
+            SchemaMismatchError: trajectories of the window differ in their columns, or are agent trajectories, which
+                :meth:`sample_trajectories` draws whole.
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """

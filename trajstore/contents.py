@@ -405,6 +405,11 @@ class Contents:
 
     def _columns_for(self, located: Located, names: Sequence[str] | None) -> list[int]:
         signatures = np.unique(self.residency.signature[located.slot]).tolist()
+        if any(self.residency.kind(signature) == "agent" for signature in signatures):
+            raise SchemaMismatchError(
+                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
+                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
+            )
         sets = [self.residency.columns(signature) for signature in signatures]
         specs = self.residency.specs
         if names is None:

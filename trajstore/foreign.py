@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trajstore.errors import CorruptStoreError, UnsafeContentError
+from trajstore.measure import row_keys, seam_names, turns_of
 from trajstore.record import Record
 from trajstore.rlinf.source import RLinfSource
-from trajstore.statistics import RewardStatistics, id_gaps, policy_report, range_of
+from trajstore.statistics import RewardStatistics, Seam, id_gaps, policy_report, range_of
 from trajstore.storage import Directory
 
 Report = dict[str, Any]
@@ -66,7 +69,8 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -
             key = (column.name, column.dtype, column.row_shape)
             columns[key] = columns.get(key, 0) + tensor.nbytes
         if "rewards" in tensors:
-            rewards.add(tensors["rewards"], tensors.get("dones"))
+            blocks = {name: _block(tensors[name], record) for name in ("rewards", "dones") if name in tensors}
+            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(record, tensors, rows.start == 0))
         if record.versions is not None:
             lows.append(record.versions[0])
             highs.append(record.versions[1])
@@ -84,13 +88,36 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -
     }
 
 
+def _block(rows: torch.Tensor, record: Record) -> torch.Tensor:
+    """Return the rows ``[(T + E) * B, C]`` of a column as ``[T + E, B, C]``."""
+    return rows.reshape(rows.shape[0] // record.extent.batch, record.extent.batch, -1)
+
+
+def _seam(record: Record, tensors: dict[str, torch.Tensor], whole: bool) -> Seam | None:
+    names = seam_names(record.schema)
+    if not names:
+        return None
+    shape = (record.extent.steps, record.extent.batch, -1)
+    firsts, lasts = (
+        [tensors[f"{field}.{name}"].reshape(shape)[at] for name in names]
+        for field, at in (("curr_obs", 0), ("next_obs", -1))
+    )
+    return Seam(row_keys([*firsts]), row_keys([*lasts]), whole)
+
+
 def inspect_pool(directory: Directory) -> Report:
     """Return the report of :func:`trajstore.inspect.inspect` on the three files of an experience pool."""
     from trajstore.experience.persistence import read_pool
+    from trajstore.experience.selection import token_refusal
 
     contents = read_pool(Path(directory.url))
+    refused: Counter[str] = Counter()
     trajectories = [item for items in contents.task2trajectories.values() for item in items]
     sizes = directory.sizes()
+    for item in trajectories:
+        refusal = token_refusal(item)
+        if refusal is not None:
+            refused[refusal.value] += 1
     versions = [item.policy_version for item in trajectories if item.policy_version is not None]
     lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
     outcomes = [
@@ -104,8 +131,16 @@ def inspect_pool(directory: Directory) -> Report:
         "files": len(sizes),
         "size_on_disk": sum(sizes.values()),
         "measured": len(trajectories),
-        "steps": range_of(lengths),
-        "agents": {"tasks": len(contents.task2trajectories), "outcomes": range_of(outcomes)},
+        "tokens": range_of(lengths),
+        "replayable": len(trajectories) - refused.total(),
+        "refused": dict(refused),
+        "agents": {
+            "rollouts": len(trajectories),
+            "tasks": len(contents.task2trajectories),
+            "outcomes": range_of(outcomes),
+            "turns": range_of([turns for item in trajectories if (turns := turns_of(item)) is not None]),
+            "with_messages": sum(bool(item.messages) for item in trajectories),
+        },
         "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
         "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
         "skipped_tasks": len(contents.skip_uid_set),

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.schema import ColumnSpec, Extent, Schema
+from trajstore.schema import ColumnSpec, Extent, Kind, Schema
 
 MEMORY = -1
 """Source number of slots in memory."""
@@ -78,8 +78,9 @@ class Residency:
         self._schemas: dict[int, Schema] = {}
         self._columns: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
         self._numbers: dict[ColumnSpec, int] = {}
-        self._signatures: dict[tuple[int, ...], int] = {}
+        self._signatures: dict[tuple[Kind | int, ...], int] = {}
         self._signature_columns: list[tuple[int, ...]] = []
+        self._signature_kinds: list[Kind] = []
         self._mapped: OrderedDict[int, int] = OrderedDict()
         self._maps = 0
         self._map_limit = map_limit
@@ -234,11 +235,16 @@ class Residency:
                 if numbers[-1] == len(self.specs):
                     self.specs.append(spec)
             sampled = tuple(n for n, column in zip(numbers, schema.columns, strict=True) if column.axis <= 2)
-            signature = self._signatures.setdefault(tuple(sorted(sampled)), len(self._signatures))
+            signature = self._signatures.setdefault((schema.kind, *sorted(sampled)), len(self._signatures))
             if signature == len(self._signature_columns):
                 self._signature_columns.append(sampled)
+                self._signature_kinds.append(schema.kind)
             known = self._columns[schema] = (np.array(numbers, np.int64), signature)
         return known
+
+    def kind(self, signature: int) -> Kind:
+        """Return of which kind the trajectories of this signature are."""
+        return self._signature_kinds[signature]
 
     def columns(self, signature: int) -> tuple[int, ...]:
         """Return the numbers of the columns that can be sampled from slots of this signature."""

@@ -14,7 +14,7 @@ from trajstore.formats import open_shard
 from trajstore.formats.base import Buffer, ShardManifest, ShardReader, rows_from_bytes
 from trajstore.index import TrajectoryIndex
 from trajstore.record import trajectory_of
-from trajstore.schema import Schema
+from trajstore.schema import Extent, Schema
 from trajstore.storage import Directory
 from trajstore.trajectory import AnyTrajectory
 
@@ -55,7 +55,7 @@ class ShardAccess:
             CorruptStoreError: a file is missing or damaged; names it.
         """
         manifest = self._open(int(index.arrays["shard"][position]))
-        extent = index.entry(position).extent
+        extent = extent_at(index, position)
         found = {}
         for number, column in enumerate(manifest.schema.columns):
             if only is not None and column.name not in only:
@@ -67,6 +67,46 @@ class ShardAccess:
                 tensor = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
             found[column.name] = tensor
         return found
+
+    def stacked(
+        self, index: TrajectoryIndex, position: int, count: int, only: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return columns of step trajectories that follow each other in a shard and have one shape, in one read.
+
+        Args:
+            index: the catalog's ``index`` or ``pinned``.
+            position: of the first.
+            count: how many.
+            only: names wanted; those that they lack are left out.
+
+        Returns:
+            By name, ``[count, T (+ E), B, ...]``.
+
+        Raises:
+            CorruptStoreError: a file is missing or damaged; names it.
+        """
+        manifest = self._open(int(index.arrays["shard"][position]))
+        extent = extent_at(index, position)
+        found = {}
+        for number, column in enumerate(manifest.schema.columns):
+            if column.name in only:
+                start, rows = int(index.arrays[_START[column.axis]][position]), extent.rows(column.axis)
+                tensor = self._rows(manifest, number, start, start + count * rows)
+                found[column.name] = tensor.reshape(count, rows // extent.batch, extent.batch, *column.row_shape)
+        return found
+
+    def rows(self, index: TrajectoryIndex, position: int, name: str, start: int, stop: int) -> torch.Tensor | None:
+        """Return rows ``[start, stop)`` of a column, counted within the trajectory; None if it lacks the column.
+
+        Raises:
+            CorruptStoreError: a file is missing or damaged; names it.
+        """
+        manifest = self._open(int(index.arrays["shard"][position]))
+        for number, column in enumerate(manifest.schema.columns):
+            if column.name == name:
+                first = int(index.arrays[_START[column.axis]][position])
+                return self._rows(manifest, number, first + start, first + stop)
+        return None
 
     def trajectory(self, index: TrajectoryIndex, position: int, only: Collection[str] | None = None) -> AnyTrajectory:
         """Return one trajectory, of its columns those named (all if None).
@@ -112,6 +152,11 @@ class ShardAccess:
         if name not in self._maps:
             self._maps[name] = fetch_file(self._catalog.directory, manifest, name)
         return self._maps[name]
+
+
+def extent_at(index: TrajectoryIndex, position: int) -> Extent:
+    """Return how many rows the trajectory at a position has on each axis."""
+    return Extent(*(int(index.arrays[name][position]) for name in ("steps", "batch", "extra", "document")))
 
 
 def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buffer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import FAILED
+from trajstore.errors import SchemaMismatchError
 from trajstore.inspect import inspect
 from trajstore.statistics import RewardStatistics
 from trajstore.trajectory import Reward
@@ -50,6 +53,8 @@ def test_report_of_a_store(tmp_path: Path, trajectory_format: str) -> None:
         "ended": 5 * 4,
         "length": {"min": 2, "mean": (4 + 2 + 6 + 6) / 4, "max": 6},
         "return": {"min": 2.0, "mean": 4.5, "max": 6.0},
+        "spanning": None,
+        "begun_before": 0,
     }
     assert report["integrity"]["problems"] == []
 
@@ -155,7 +160,13 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
             ]
         )
     report = inspect(path)
-    assert report["agents"] == {"tasks": 4, "outcomes": {"min": 0.0, "mean": 0.5, "max": 1.0}}
+    assert report["agents"] == {
+        "rollouts": 4,
+        "tasks": 4,
+        "outcomes": {"min": 0.0, "mean": 0.5, "max": 1.0},
+        "turns": {"min": 1, "mean": 1.0, "max": 1},
+        "with_messages": 4,
+    }
     assert report["policy"]["ages"]["max"] == 3
     assert report["rewards"] is None
     code, out, _ = run("inspect", path, "--trajectory", 1)
@@ -205,3 +216,193 @@ def test_episodes_are_those_of_a_plain_loop(steps: list[tuple[float, bool]], boo
     statistics.add(torch.tensor([reward for reward, _ in steps]).reshape(-1, 1, 1), dones)
     assert statistics.lengths == lengths
     assert statistics.returns == pytest.approx(returns, abs=1e-9)
+
+
+# -- agents, runs, episodes ----------------------------------------------------------------------------
+
+HOSTILE = "look\x1b[2J\x1b]0;owned\x07 \u202ehere\x9b\n  at a glance: all files there"
+
+
+def agent_store(path: Path, count: int = 4, **more: object) -> Path:
+    """Rollouts of ten tokens: four of the prompt, and two turns of two with an answer between them."""
+    written = torch.tensor([1, 1, 0, 0, 1, 1])
+    values: dict[str, object] = {
+        "messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "x" * 5000}],
+        "input_ids": torch.arange(10),
+        "loss_mask": torch.cat([torch.zeros(4, dtype=torch.int64), written]),
+        "response_mask": written,
+        "old_log_probs": torch.arange(6) / -8,
+        "response_start": 4,
+        "reward": Reward(outcome=1.0, success_rate=0.5, description="exact", metadata={"format": 0.25}),
+        "data_id": "row_7",
+        "metadata": {"engine": "vllm\x1b[31m"},
+        "is_terminated": True,
+    }
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.add_trajectories(
+            [AgentTrajectory(task_id=f"task_{n % 2}", policy_version=40 + n, **(values | more)) for n in range(count)]  # type: ignore[arg-type]
+        )
+    return path
+
+
+def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("inspect", agent_store(tmp_path / "agents", messages=[]))
+    assert code == 0
+    assert "rollouts" in out
+    assert "tokens of a rollout   10" in out
+    assert "turns of the model  2" in out
+    assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
+    report = inspect(tmp_path / "agents")
+    assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
+    assert report["response_tokens"]["max"] == 6
+    assert report["steps"] is report["batch"] is None
+
+
+def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:
+    path = agent_store(tmp_path / "agents")
+    code, out, _ = run("inspect", path, "--trajectory", 1)
+    assert code == 0
+    for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "4 to 5", "the model wrote 4"):
+        assert text in out
+    assert "3,000 more characters" in out
+    assert all(character.isprintable() or character == "\n" for character in out)
+    assert "\\x1b[2J" in out
+    assert "\\u202e" in out
+    assert "\n  | " in out
+    assert "\n  at a glance" not in out, "no message passes for a line of the report"
+    code, out, _ = run("inspect", path, "--trajectory", 1, "--json")
+    assert all(character.isprintable() or character == "\n" for character in out)
+    report = json.loads(out)
+    assert report["messages"][0]["content"] == HOSTILE
+    assert len(report["messages"][1]["content"]) == 5000
+    assert report["reward"]["metadata"] == {"format": 0.25}
+    assert [part["part"] for part in report["token_parts"]] == ["prompt", "model", "told", "model"]
+
+
+def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
+    path = agent_store(tmp_path / "agents")
+    report = json.loads(run("inspect", path, "--trajectory", 0, "--sample", 8, "--json")[1])
+    assert report["part"] == "model"
+    assert report["values"] == {"input_ids": 8, "loss_mask": 1, "response_mask": 1, "old_log_probs": -0.5}
+    report = json.loads(run("inspect", path, "--trajectory", 0, "--sample", 3, "--json")[1])
+    assert (report["part"], report["values"]) == ("prompt", {"input_ids": 3, "loss_mask": 0})
+    assert "the model wrote" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
+    code, _, err = run("inspect", path, "--trajectory", 0, "--sample", 10)
+    assert code == FAILED
+    assert "tokens 0 to 9" in err
+
+
+def test_tokens_as_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        @staticmethod
+        def from_pretrained(name: str, **_: object) -> Tokenizer:
+            if "absent" in name:
+                raise OSError("no such folder")
+            return Tokenizer()
+
+        @staticmethod
+        def decode(ids: list[int], **_: object) -> str:
+            return "".join(f"<{number}\x1b>" for number in ids)
+
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
+    path = agent_store(tmp_path / "agents", metadata={"tokenizer": str(tmp_path)})
+    code, out, _ = run("inspect", path, "--trajectory", 0)
+    assert code == 0
+    assert "<4\\x1b><5\\x1b>" in out
+    (path.parent / "other").mkdir()
+    code, out, _ = run("inspect", path, "--trajectory", 0, "--sample", 4, "--tokenizer", path.parent / "other")
+    assert "<4" in out
+    code, _, err = run("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
+    assert code == FAILED
+    assert "tokenizer absent" in err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run("inspect", path, "--trajectory", 0)[0] == 0, "what the store names is of use only if it is there"
+    code, _, err = run("inspect", path, "--trajectory", 0, "--tokenizer", "x")
+    assert code == FAILED
+    assert "pip install 'trajstore[demo]'" in err
+
+
+@pytest.mark.parametrize("stream", [0, 1])
+def test_episodes_are_joined_over_trajectories(tmp_path: Path, stream: int) -> None:
+    """One environment of episodes of 5 and 8 steps, cut into blocks of 3; another worker's blocks come between."""
+    generator = torch.Generator().manual_seed(3)
+
+    def blocks(lengths: list[int], worker: int) -> list[Trajectory]:
+        total = sum(lengths)
+        states = torch.rand(total + 1, 1, 4, generator=generator) + worker
+        dones = torch.zeros(total, 1, 1, dtype=torch.bool)
+        dones[torch.tensor(lengths).cumsum(0) - 1] = True
+        return [
+            Trajectory(
+                rewards=torch.ones(stop - start, 1, 1),
+                dones=dones[start:stop],
+                curr_obs={"states": states[start:stop], "task": torch.zeros(stop - start, 1, 1)},
+                next_obs={"states": states[start + 1 : stop + 1], "task": torch.zeros(stop - start, 1, 1)},
+            )
+            for start in range(0, total, 3)
+            for stop in [min(start + 3, total)]
+        ]
+
+    one, other = blocks([5, 8, 5], 0), blocks([7, 7, 4], 10)
+    mixed = [block for pair in zip(one, other, strict=True) for block in pair] if stream else [*one, *other]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories(mixed)
+    episodes = inspect(tmp_path / "store")["episodes"]
+    assert episodes["ended"] == 6
+    assert episodes["length"] == {"min": 4, "mean": 6.0, "max": 8}
+    assert episodes["return"] == {"min": 4.0, "mean": 6.0, "max": 8.0}
+    assert (episodes["spanning"], episodes["begun_before"]) == (6, 0)
+    newest = inspect(tmp_path / "store", measure=4)["episodes"]
+    assert newest["begun_before"] > 0
+    assert newest["ended"] > newest["begun_before"] or newest["length"] is None
+
+
+def test_what_nothing_joins_is_said(run: Run, store: Path) -> None:
+    assert "length within one trajectory" in run("inspect", store)[1]
+
+
+def test_a_run_is_one_table(run: Run, tmp_path: Path) -> None:
+    for rank in range(4):
+        write_store(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 2 + rank))
+    (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
+    next((tmp_path / "rank_2" / "shards").iterdir()).unlink()
+    code, out, _ = run("inspect", tmp_path)
+    assert code == 0
+    assert len(out.splitlines()) < 35
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  rank_")}
+    assert rows["rank_0"][1] == "2"
+    assert rows["rank_1"][1] == "?"
+    assert rows["rank_2"][-1] != rows["rank_3"][-1]
+    assert "rank_1: cannot be read" in out
+    assert "rank_2: shards/" in out
+    report = inspect(tmp_path)
+    assert report["trajectories"] == 2 + 4 + 5
+    assert report["rewards"]["mean"] == 1.0
+    assert report["policy"]["versions"] == {"min": 0, "max": 34}
+    code, out, _ = run("inspect", tmp_path, "--each")
+    assert out.count("columns") == 3
+
+
+def test_a_file_is_told_to_be_one(run: Run, store: Path) -> None:
+    for command in ("inspect", "verify"):
+        code, _, err = run(command, store / "metadata.json")
+        assert code == FAILED
+        assert "is a file; give the directory" in err
+
+
+@pytest.mark.parametrize("module", ["trajstore", "trajstore.cli"])
+def test_the_command_line_is_a_module(module: str, project_root: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=project_root, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"inspect" in done.stdout
+
+
+def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:
+    path = agent_store(tmp_path / "agents")
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(path)
+    for columns in (None, ["input_ids"]):
+        with pytest.raises(SchemaMismatchError, match=r"sample_trajectories\(count\)"):
+            buffer.sample(2, columns=columns)
+    assert len(buffer.sample_trajectories(2)) == 2

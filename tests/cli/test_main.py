@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.cli.stores import Run
 from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, main
-from trajstore.cli.output import ProgressBar, format_bytes, format_number, format_range
+from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range, visible
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
@@ -121,3 +122,14 @@ def test_numbers_for_people() -> None:
     assert format_range(None) == ""
     assert format_range({"min": 2, "mean": 2.0, "max": 2}) == "2"
     assert format_range({"min": 1, "mean": 1.5, "max": 2}) == "1 to 2, mean 1.5"
+
+
+def test_what_a_terminal_obeys_is_shown() -> None:
+    assert visible("plain ü 猫 \u00a0") == "plain ü 猫 \u00a0"
+    assert visible("a\x1b[0m\x9b\n\u2028\u202e\ud800\U000e0041") == r"a\x1b[0m\x9b\n\u2028\u202e\ud800\U000e0041"
+    stream = io.StringIO()
+    Output(stream).json({"text": "\x9b\u202e\ud800\x7f ü"})
+    assert stream.getvalue().isprintable() or set(stream.getvalue()) - set(stream.getvalue().replace("\n", "")) == {
+        "\n"
+    }
+    assert json.loads(stream.getvalue()) == {"text": "\x9b\u202e\ud800\x7f ü"}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from trajstore.cli import demo, inspect, verify
 from trajstore.cli.command import Command
-from trajstore.cli.output import Output
+from trajstore.cli.output import Output, visible
 from trajstore.errors import CorruptStoreError, TrajstoreError
 
 DAMAGED = 1
@@ -74,5 +74,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"trajstore: {' '.join(message.split())}\n")
+    sys.stderr.write(f"trajstore: {visible(' '.join(message.split()))}\n")
     return code

@@ -8,22 +8,32 @@ from typing import Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
+from trajstore.cli.trajectory import write_trajectory
 
-_LONGEST_VALUE = 100  # characters of a value in the table of one sample
+_SHOWN = 50  # problems written one by one
 
 KINDS = {
     "store": "trajectory store",
     "rlinf": "RLinf directory",
     "experience_pool": "experience pool",
     "run": "run directory",
+    "unreadable": "cannot be read",
 }
 
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
-    parser.add_argument("--trajectory", type=int, metavar="ID", help="show one trajectory")
-    parser.add_argument("--sample", type=int, metavar="K", help="show sample K of the trajectory (t * B + b)")
+    parser.add_argument("--each", action="store_true", help="of a run directory, show every rank in full")
+    parser.add_argument("--trajectory", type=int, metavar="ID", help="show one trajectory; of an agent, what was said")
+    parser.add_argument(
+        "--sample", type=int, metavar="K", help="show sample K of the trajectory (t * B + b), or token K of a rollout"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="show tokens as text with this tokenizer (default: the folder that the rollout's metadata names)",
+    )
     parser.add_argument(
         "--measure",
         type=int,
@@ -34,14 +44,17 @@ def _configure(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError
-    from trajstore.inspect import MEASURED_AT_MOST, inspect, inspect_trajectory
+    from trajstore.inspect import MEASURED_AT_MOST, inspect
+    from trajstore.trajectory_report import inspect_trajectory
 
     if options.sample is not None and options.trajectory is None:
         raise ConfigurationError("--sample needs --trajectory: samples are counted within their trajectory")
+    if options.tokenizer is not None and options.trajectory is None:
+        raise ConfigurationError("--tokenizer needs --trajectory: it shows the tokens of one rollout")
     if options.measure is not None and options.measure < 0:
         raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
     if options.trajectory is not None:
-        report = inspect_trajectory(options.path, options.trajectory, options.sample)
+        report = inspect_trajectory(options.path, options.trajectory, options.sample, options.tokenizer)
     else:
         measure = MEASURED_AT_MOST if options.measure is None else options.measure
         with ProgressBar("reading", sys.stderr) as bar:
@@ -49,61 +62,94 @@ def _run(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(report)
     elif options.trajectory is not None:
-        _write_trajectory(report, out)
+        write_trajectory(report, out)
     else:
-        write_report(report, out)
+        write_report(report, out, each=options.each)
     return 0
 
 
-def write_report(report: dict[str, Any], out: Output) -> None:
-    """Write a report of ``trajstore.inspect.inspect`` for people."""
+def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
+    """Write a report of ``trajstore.inspect.inspect`` for people.
+
+    Args:
+        report: of any kind.
+        out: where to.
+        each: whether the parts of a run are written in full, not one line each.
+    """
     out.heading(f"{report['path']}: {KINDS[report['kind']]}")
-    if report["kind"] == "run":
-        out.pairs(_totals(report))
-        for part in report["parts"]:
-            write_report(part, out)
-        return
     out.pairs([*_totals(report), *_content(report)])
     columns = report.get("columns")
     if columns:
         out.heading("columns")
         rows = [(c["name"], c["dtype"], str(c["row_shape"]), format_bytes(c["bytes"])) for c in columns]
         out.table([("name", "dtype", "shape of a row", "bytes"), *rows], right=(3,))
+    if report["kind"] == "run" and not each:
+        _write_parts(report, out)
     _write_integrity(report, out)
+    if report["kind"] == "run" and each:
+        for part in report["parts"]:
+            write_report(part, out, each=True)
+
+
+def _write_parts(report: dict[str, Any], out: Output) -> None:
+    """Write a line on each store of a run."""
+    out.heading("parts")
+    rows = [("part", "trajectories", "samples", "on disk", "rewards or outcomes", "versions", "problems")]
+    for part in _leaves(report):
+        agents = part.get("agents")
+        values = part.get("rewards") or (None if agents is None else agents["outcomes"])
+        versions = (part.get("policy") or {}).get("versions")
+        problems = len(part.get("integrity", {}).get("problems", ()))
+        readable = part["kind"] != "unreadable"
+        rows.append(
+            (
+                part["path"].removeprefix(report["path"]).lstrip("/") or "(here)",
+                f"{part['trajectories']:,}" if readable else "?",
+                f"{part['samples']:,}" if readable else "?",
+                format_bytes(part["size_on_disk"]),
+                "" if values is None else f"mean {format_number(values['mean'])}",
+                "" if versions is None else format_range(versions),
+                f"{problems:,}" if problems else "",
+            )
+        )
+    out.table(rows, right=(1, 2, 3, 6))
+    out.line("  trajstore inspect PATH/PART shows one of them in full, --each all")
+
+
+def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:
+    if report["kind"] != "run":
+        return [report]
+    return [leaf for part in report["parts"] for leaf in _leaves(part)]
 
 
 def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     files = f"{format_bytes(report['size_on_disk'])} in {report['files']:,} files"
     if report.get("shards") is not None:
         files += f", {report['shards']:,} of them shards" if report["shards"] != 1 else ", one of them a shard"
+    agents = report.get("tokens") is not None and report.get("steps") is None
     return [
         ("format", report.get("format") or ""),
-        ("trajectories", f"{report['trajectories']:,}"),
-        ("samples", f"{report['samples']:,}"),
+        ("rollouts" if agents else "trajectories", f"{report['trajectories']:,}"),
+        ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
     ]
 
 
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
+    measured = report.get("measured")
+    note = "" if measured is None or measured == report["trajectories"] else f" ({measured:,} trajectories read)"
     rows = [
         ("generation", format_number(report["generation"]) if "generation" in report else ""),
         ("steps T", format_range(report.get("steps"))),
         ("environments B", format_range(report.get("batch"))),
         ("episode limit", format_range(report.get("max_episode_length"))),
         ("ids", _ids(report.get("ids"))),
+        *_agents(report, note),
     ]
-    measured = report.get("measured")
-    note = "" if measured is None or measured == report["trajectories"] else f" ({measured:,} trajectories read)"
-    rewards, episodes, agents = report.get("rewards"), report.get("episodes"), report.get("agents")
+    rewards = report.get("rewards")
     if rewards is not None:
         rows.append(("rewards", f"{format_range(rewards)}, std {format_number(rewards['std'])}{note}"))
-    if episodes is not None:
-        rows.append(("episodes ended", f"{episodes['ended']:,}{note}"))
-        rows.append(("  length within one trajectory", format_range(episodes["length"])))
-        rows.append(("  return within one trajectory", format_range(episodes["return"])))
-    if agents is not None:
-        rows.append(("tasks", f"{agents['tasks']:,}{note}"))
-        rows.append(("outcomes", format_range(agents["outcomes"])))
+    rows += _episodes(report.get("episodes"), note)
     policy = report.get("policy")
     if policy is not None and policy["versions"] is not None:
         rows.append(("policy versions", format_range(policy["versions"])))
@@ -113,6 +159,40 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("tasks by successes", sizes))
         rows.append(("solved tasks left out", f"{report['skipped_tasks']:,}"))
     return rows
+
+
+def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
+    agents = report.get("agents")
+    rows = [
+        ("tokens of a rollout", format_range(report.get("tokens"))),
+        ("  of its response", format_range(report.get("response_tokens"))),
+    ]
+    if agents is None:
+        return rows
+    if "replayable" in report:
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(report["refused"].items()))
+        rows.insert(0, ("replayable", f"{report['replayable']:,}" + (f" (not: {refused})" if refused else "")))
+    rows.append(("  turns of the model", format_range(agents["turns"])))
+    rows.append(("tasks", "" if agents["tasks"] is None else f"{agents['tasks']:,}{note}"))
+    rows.append(("outcomes", format_range(agents["outcomes"])))
+    rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}"))
+    return rows
+
+
+def _episodes(episodes: dict[str, Any] | None, note: str) -> list[tuple[str, str]]:
+    if episodes is None:
+        return []
+    before = episodes["begun_before"]
+    ended = f"{episodes['ended']:,}{note}" + (f", {before:,} of them begun before what was read" if before else "")
+    joined = episodes["spanning"]
+    # Without observations, one that began in an earlier trajectory counts from the start of this one.
+    where = " within one trajectory" if joined is None else ""
+    return [
+        ("episodes ended", ended),
+        (f"  length{where}", format_range(episodes["length"])),
+        (f"  return{where}", format_range(episodes["return"])),
+        ("  over several trajectories", f"{joined:,}" if joined else ""),
+    ]
 
 
 def _ids(ids: dict[str, Any] | None) -> str:
@@ -129,34 +209,13 @@ def _write_integrity(report: dict[str, Any], out: Output) -> None:
     problems = integrity["problems"]
     if problems:
         out.heading(f"{len(problems):,} problems")
-        for problem in problems:
+        for problem in problems[:_SHOWN]:
             out.line(f"  {problem}")
+        if len(problems) > _SHOWN:
+            out.line(f"  and {len(problems) - _SHOWN:,} more; --json lists all")
     out.line()
     names = f"{len(problems):,} problems" if problems else "all files there, sizes fit"
     out.line(f"  at a glance: {names} (trajstore verify checks every checksum)")
-
-
-def _write_trajectory(report: dict[str, Any], out: Output) -> None:
-    out.heading(f"{report['path']}: {report['kind']} trajectory {report['trajectory_id']}")
-    names = ("uuid", "samples", "steps", "batch", "max_episode_length", "model_weights_id", "versions", "shard")
-    out.pairs([(name, "" if report[name] is None else str(report[name])) for name in names])
-    if "values" in report:
-        out.heading(f"sample {report['sample']} (step {report['step']}, environment {report['environment']})")
-        out.table([(name, _shorten(str(value))) for name, value in report["values"].items()])
-        return
-    out.heading("columns")
-    rows = [
-        (c["name"], c["dtype"], str(c["shape"]), format_range(c["range"]), f"{c['not_finite']:,}")
-        for c in report["columns"]
-    ]
-    out.table([("name", "dtype", "shape", "range", "not finite"), *rows], right=(4,))
-    for message in report.get("messages", ()):
-        out.heading(f"{message.get('role', '?')}:")
-        out.line(str(message.get("content", "")))
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 4] + " ..."
 
 
 COMMAND = Command(

@@ -8,21 +8,60 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TextIO
+from unicodedata import category
+
+_HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+"""Unicode categories of characters that a terminal obeys, or shows nothing of."""
+
+
+def visible(text: str) -> str:
+    """Return text with every character that is not one to be read (controls, direction marks) as an escape.
+
+    What a model wrote must not move the cursor, set titles, or forge lines of a report.
+    """
+    if text.isprintable():  # most is
+        return text
+    return "".join(c if c.isprintable() or category(c) not in _HIDDEN else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if code < 0x100:
+        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character, f"\\x{code:02x}")
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return text, or its beginning and how much more there is."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]} ... ({len(text) - limit:,} more characters)"
 
 
 class Output:
-    """Writes results to a stream (standard output)."""
+    """Writes results to a stream (standard output). No text from data reaches the terminal raw: it is made visible."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def line(self, text: str = "") -> None:
         """Write one line."""
-        self._stream.write(text + "\n")
+        self._stream.write(visible(text) + "\n")
+
+    def text(self, text: str, limit: int) -> None:
+        """Write text of any number of lines, each behind a bar, so that none passes for a line of the report."""
+        kept, left = text[:limit], len(text) - limit
+        for line in kept.split("\n"):
+            self.line(f"  | {line}")
+        if left > 0:
+            self.line(f"  ({left:,} more characters; --json shows all)")
 
     def json(self, value: Any) -> None:
         """Write a JSON document, indented, keys in their order."""
-        self.line(json.dumps(_json_value(value), indent=2, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(_json_value(value), indent=2, ensure_ascii=False, allow_nan=False)
+        if not text.replace("\n", "").isprintable():  # the line feeds here are JSON's own
+            text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+        self._stream.write(text + "\n")
 
     def heading(self, text: str) -> None:
         """Write a title with an empty line before it."""
@@ -37,6 +76,7 @@ class Output:
         """Write rows of equal length in aligned columns; those numbered in ``right`` are flush right."""
         if not rows:
             return
+        rows = [[visible(cell) for cell in row] for row in rows]
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [

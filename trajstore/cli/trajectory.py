@@ -1,0 +1,122 @@
+"""Writing the report on one trajectory for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trajstore.cli.output import Output, format_number, format_range, shortened
+
+_LONGEST_VALUE = 100  # characters of a value in a table
+_LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
+
+_PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
+
+
+def write_trajectory(report: dict[str, Any], out: Output) -> None:
+    """Write a report of ``trajstore.trajectory_report.inspect_trajectory``."""
+    words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
+    out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
+    if "token" in report:
+        _write_token(report, out)
+    elif "values" in report:
+        _write_pairs(report, ("uuid", "versions", "shard"), out)
+        out.heading(f"sample {report['sample']} (step {report['step']}, environment {report['environment']})")
+        out.table([(name, _value(value)) for name, value in report["values"].items()])
+    elif report["kind"] == "agent":
+        _write_rollout(report, out)
+    else:
+        names = ("uuid", "samples", "steps", "batch", "max_episode_length", "model_weights_id", "versions", "shard")
+        _write_pairs(report, names, out)
+        _write_columns(report, out)
+
+
+def _write_rollout(report: dict[str, Any], out: Output) -> None:
+    reward = report["reward"] or {}
+    rows = [
+        ("task", report["task_id"]),
+        ("data", report["data_id"]),
+        ("rollout", report["rollout_id"]),
+        ("query", report["query"]),
+        ("outcome", reward.get("outcome")),
+        ("success rate", reward.get("success_rate")),
+        ("reward", reward.get("description")),
+        *((f"  {name}", value) for name, value in reward.get("metadata", {}).items()),
+        ("policy version", report["policy_version"]),
+        ("weights", report["model_weights_id"]),
+        ("terminated", None if report["is_terminated"] is None else "yes" if report["is_terminated"] else "no"),
+        ("mean entropy", None if report["entropy"] is None else format_number(report["entropy"])),
+        ("tokens", _tokens(report)),
+        ("turns of the model", report["turns"]),
+        ("tokenizer", report["tokenizer_fingerprint"]),
+        ("uuid", report["uuid"]),
+        ("shard", report["shard"]),
+    ]
+    out.pairs([(name, "" if value is None else _value(value)) for name, value in rows])
+    if report["metadata"]:
+        out.heading("metadata")
+        out.table([(name, _value(value)) for name, value in report["metadata"].items()])
+    for number, message in enumerate(report["messages"]):
+        told = message if isinstance(message, dict) else {"content": message}
+        author = f" ({told['author']})" if told.get("author") else ""
+        out.heading(f"message {number}, {told.get('role', 'no role')}{author}:")
+        out.text(_text(told.get("content", "")), _LONGEST_TEXT)
+        more = {name: value for name, value in told.items() if name not in ("role", "content", "author")}
+        out.table([(name, _value(value)) for name, value in more.items()])
+    _write_parts(report, out)
+    _write_columns(report, out)
+
+
+def _tokens(report: dict[str, Any]) -> str | None:
+    if report["tokens"] is None:
+        return None
+    counts: dict[str, int] = {}
+    for part in report["token_parts"]:
+        counts[part["part"]] = counts.get(part["part"], 0) + part["tokens"]
+    parts = ", ".join(f"{_PARTS[name]} {count:,}" for name, count in counts.items())
+    return f"{report['tokens']:,}: {parts}"
+
+
+def _write_parts(report: dict[str, Any], out: Output) -> None:
+    parts = report["token_parts"]
+    if not parts:
+        return
+    out.heading("tokens")
+    if all(part["text"] is None for part in parts):
+        rows = [
+            (_PARTS[part["part"]], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts
+        ]
+        out.table([("part", "tokens", "count"), *rows], right=(2,))
+        out.line("  --tokenizer PATH shows them as text")
+        return
+    for part in parts:
+        out.line(f"  {_PARTS[part['part']]}, tokens {part['first']:,} to {part['last']:,}:")
+        out.text(part["text"], _LONGEST_TEXT)
+
+
+def _write_token(report: dict[str, Any], out: Output) -> None:
+    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({_PARTS[report['part']]})")
+    rows = [(name, _value(value)) for name, value in report["values"].items()]
+    out.table([*rows, *([] if report["text"] is None else [("text", repr(report["text"]))])])
+
+
+def _write_columns(report: dict[str, Any], out: Output) -> None:
+    rows = [
+        (c["name"], c["dtype"], str(c["shape"]), format_range(c["range"]), f"{c['not_finite']:,}")
+        for c in report["columns"]
+    ]
+    if rows:
+        out.heading("columns")
+        out.table([("name", "dtype", "shape", "range", "not finite"), *rows], right=(4,))
+
+
+def _write_pairs(report: dict[str, Any], names: tuple[str, ...], out: Output) -> None:
+    out.pairs([(name, "" if report[name] is None else str(report[name])) for name in names])
+
+
+def _text(content: Any) -> str:
+    """Return what a message says; one of several parts (images, tool calls) as it is stored."""
+    return content if isinstance(content, str) else str(content)
+
+
+def _value(value: Any) -> str:
+    return shortened(str(value), _LONGEST_VALUE)
