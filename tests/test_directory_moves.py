@@ -86,14 +86,14 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
     buffer = writer_to(path)
     add(buffer, 0)
     shutil.rmtree(path / part)
-    with pytest.raises(errors.StoreWriteError, match=r"was removed while .* open \(it was .*run\)"):
+    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while .* open \(it was .*run\)"):
         buffer.flush()  # nothing waits, and still it says so
-    with pytest.raises(errors.StoreWriteError, match="was removed while"):
+    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
         add(buffer, 1)
-    with pytest.raises(errors.StoreWriteError, match="was removed while"):
+    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
         buffer.add_trajectories([witness(2)])
     assert not (path / part).exists()
-    with pytest.raises(errors.StoreWriteError, match="was removed while"):
+    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
         buffer.close()
     assert not (path / part).exists()
 
@@ -138,6 +138,26 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     check_batch(reader.sample(16))
     os.rename(tmp_path / "r", tmp_path / "r2")
     assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
+    for key in (4, 5):  # at first from the log alone, then anew: the log was written into the index
+        with writer_to(tmp_path / "r2") as buffer:
+            add(buffer, key)
+            assert reader.refresh()
+    assert [check_trajectory(reader.get(number)) for number in range(6)] == [0, 1, 2, 3, 4, 5]
+    reader.close()
+
+
+def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank in range(2):
+        with writer_to(f"run/rank_{rank}") as buffer:
+            add(buffer, rank)
+    reader = reader_of("run")
+    os.rename("run", "run_old")
+    monkeypatch.chdir("/")
+    with writer_to(tmp_path / "run_old" / "rank_1") as buffer:
+        add(buffer, 2)
+        assert reader.refresh()
+    assert sorted(check_trajectory(one) for one in reader.sample_trajectories(3)) == [0, 1, 2]
     reader.close()
 
 
@@ -150,8 +170,10 @@ def test_a_reader_of_a_replaced_checkpoint_is_told_to_load_again(tmp_path: Path)
         assert check_trajectory(reader.get(0)) == 0
         add(buffer, 2)
         buffer.save_checkpoint(path)
-    with pytest.raises(errors.CorruptStoreError, match=r"opened at .* removed or replaced.*load it again"):
+    with pytest.raises(errors.CorruptStoreError, match=r"removed or replaced while it was open.*load it again"):
         reader.get(1)
+    with pytest.raises(errors.StoreNotFoundError, match=r"removed or replaced while it was open.*load it again"):
+        reader.refresh()
     reader.load_checkpoint(path)
     assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
 

@@ -97,14 +97,14 @@ class TrajectoryReplayBuffer:
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = (sample_window_size if sample_window_size > 0 else None), cache_bytes
-        self._view = View(bounds, retention or Retention(), self._storage_options)
+        self._view = View(bounds, retention or Retention())
         self._choices = Choices(self._view, self._draws)
         self._writer: StoreWriter | None = None
         self._intake = self._open(writer or WriterOptions(), on_commit) if auto_save else MemoryIntake(self._view)
 
     def _open(self, options: WriterOptions, on_commit: Callable[[Sequence[int]], None] | None) -> Intake:
         directory = open_directory(str(self.auto_save_path), **self._storage_options)
-        check_no_ranks(directory, **self._storage_options)
+        check_no_ranks(directory)
         check_not_rlinf(directory)  # before anything is written there, the lock included
         self._listener = ViewListener(self._view, self._draws, on_commit)
         told = WeakListener(self._listener)
@@ -455,8 +455,9 @@ class TrajectoryReplayBuffer:
         """
         self.flush()
         share = (local_rank, world_size) if is_distributed else None
+        directory = open_directory(load_path, **self._storage_options)
         with self._view.steady:
-            loaded = self._load(LoadRequest(load_path, share, strict, pin))
+            loaded = self._load(LoadRequest(directory, share, strict, pin))
         state = loaded.state
         if self._writer is None and state.trajectory_format != self.trajectory_format:
             self._format = get_format(state.trajectory_format)

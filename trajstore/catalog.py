@@ -190,6 +190,8 @@ class Catalog:
         try:
             self.metadata()
             data = self.directory.read(INDEX_NAME)
+        except StoreNotFoundError:
+            raise  # it was there when it was opened
         except FileNotFoundError as error:
             if self.directory.exists() and self.directory.names("shards"):
                 raise CorruptStoreError(

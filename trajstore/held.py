@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trajstore.descriptors import Descriptor
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """What the system says where a file's name stands for something else; ``ENXIO`` for sockets and pipes."""
@@ -30,18 +30,20 @@ class HeldFolder:
     """A folder, opened once and used by its descriptor from then on. Safe to use from several threads.
 
     It is opened when this is made, or with the first call that finds it there. A relative path is that of the moment
-    when this is made. All calls raise ``OSError`` with the file's path as it was given; ``FileNotFoundError`` says so
-    if the folder itself was removed.
+    when this is made. All calls raise ``OSError`` with the file's path as it was given; ``StoreNotFoundError`` if the
+    folder itself was removed.
 
     Args:
         path: of the folder; it may be absent at first.
         where: its absolute path, if it is known already.
+        above: the folder that it is in and its name there, if that is held.
     """
 
-    def __init__(self, path: Path, where: str | None = None) -> None:
+    def __init__(self, path: Path, where: str | None = None, *, above: tuple[HeldFolder, str] | None = None) -> None:
         self.path = path
         self.where = where or os.path.join(_working_folder(path), path)
         """Absolute path at the time of opening."""
+        self._above = above
         self._mutex = threading.Lock()
         self._held: Descriptor | None = None
         self._made = False
@@ -51,8 +53,18 @@ class HeldFolder:
     def _open(self) -> Descriptor:
         with self._mutex:
             if self._held is None:
-                self._held = Descriptor(os.open(self.where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                if self._above is None:
+                    self._held = Descriptor(os.open(self.where, flags))
+                else:
+                    folder, name = self._above
+                    self._held = Descriptor(os.open(name, flags, dir_fd=folder.number))
+                    self._above = None
             return self._held
+
+    def inner(self, name: str) -> HeldFolder:
+        """Return a folder in this one, found where this one is now."""
+        return HeldFolder(self.path / name, os.path.join(self.where, name), above=(self, name))
 
     @property
     def number(self) -> int:
@@ -100,22 +112,24 @@ class HeldFolder:
             FileNotFoundError: it was removed.
         """
         if not self.is_there():
-            raise FileNotFoundError(errno.ENOENT, self._removed(), str(self.path))
+            raise self._removed()
 
-    def _removed(self) -> str:
-        return f"the directory was removed while it was open (it was {self.where})"
+    def _removed(self) -> StoreNotFoundError:
+        return StoreNotFoundError(
+            f"{self.path}: was removed or replaced while it was open (it was {self.where}); open or load it again"
+        )
 
     def fate(self) -> str | None:
         """Return what became of the folder since it was opened, in words; None if it is where it was."""
         try:
             mine = os.fstat(self.number)
             if not mine.st_nlink:
-                return f"the directory that was opened at {self.where} was removed or replaced since"
+                return f"{self.path} was removed or replaced while it was open (it was {self.where})"
             found = os.stat(self.where)
         except OSError:
             return None
         if (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
-            return f"another directory stands at {self.where} since this one was opened"
+            return f"another directory has replaced the one that was opened at {self.where}"
         return None
 
     # -- calls to the system -----------------------------------------------------------------------
@@ -134,7 +148,7 @@ class HeldFolder:
         if number == errno.ENAMETOOLONG:
             number = errno.ENOENT  # no file can be called so: a damaged index names anything
         if number == errno.ENOENT and not self.is_there():
-            text = self._removed()
+            return self._removed()
         return OSError(number, text, str(self.path / name) if name else str(self.path))
 
     def open(self, name: str, flags: int) -> int:

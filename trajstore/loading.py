@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -22,7 +21,6 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.index import TrajectoryIndex
-from trajstore.opening import open_directory
 from trajstore.partition import share_of
 from trajstore.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.rlinf.source import RLinfSource
@@ -70,9 +68,8 @@ _UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, Unsupp
 
 
 def load_sources(
-    path: str | Path,
+    place: Directory,
     *,
-    storage_options: Mapping[str, Any],
     share: tuple[int, int] | None,
     strict: bool | None,
     pin: str | None,
@@ -80,7 +77,8 @@ def load_sources(
     """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
     if share is not None:
         share_of(0, *share)
-    directories, lacking = _directories(path, storage_options)
+    path = place.url
+    directories, lacking = _directories(place)
     leases = [directory.announce_reader() for directory in directories]
     try:
         found, kept, errors = _open_all(directories, leases, strict, pin)
@@ -151,11 +149,9 @@ def _count_of(directory: Directory) -> int | None:
     return size if isinstance(size, int) and size >= 0 else None
 
 
-def _directories(path: str | Path, options: Mapping[str, Any]) -> tuple[list[Directory], list[StoreError]]:
+def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError]]:
     """Return what to open, and an error for each thing that is not as it should be."""
-    directory = open_directory(path, **options)
-    kind = kind_of(directory)
-    ranks = ranks_of(directory, path, **options)
+    path, kind, ranks = directory.url, kind_of(directory), ranks_of(directory)
     if kind in ("store", "rlinf"):
         mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
         return [directory, *ranks.directories], mixed

@@ -38,13 +38,14 @@ class LocalDirectory(Directory):
     Args:
         path: of the directory; a relative one is that of this moment.
         where: its absolute path, if it is known already.
+        root: the folder, if it is held already.
     """
 
     can_append: ClassVar[bool] = True
 
-    def __init__(self, path: Path, where: str | None = None) -> None:
+    def __init__(self, path: Path, where: str | None = None, *, root: HeldFolder | None = None) -> None:
         self.path = path
-        self._root = HeldFolder(path, where)
+        self._root = root or HeldFolder(path, where)
         self._mutex = threading.Lock()
         self._known: set[str] = set()  # folders right in it that were there
         self._segments: dict[str, int] = {}  # log segments appended to, whose names are durable: their ends
@@ -68,6 +69,9 @@ class LocalDirectory(Directory):
         self._root.sync()
         with self._mutex:
             self._known.update(folders)
+
+    def inner(self, name: str) -> Directory:
+        return LocalDirectory(self.path / name, root=self._root.inner(check_name(name)))
 
     # -- reading -----------------------------------------------------------------------------------
 

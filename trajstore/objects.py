@@ -59,6 +59,10 @@ class ObjectStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectStore, (self.url, self._options)
 
+    def inner(self, name: str) -> ObjectStore:
+        """Return the objects below a folder."""
+        return ObjectStore(self.url_of(name), self._options)
+
     def url_of(self, name: str) -> str:
         """Return an object's URL, for messages."""
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}"

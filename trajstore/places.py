@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.commits import LOG_FOLDER
@@ -81,7 +81,7 @@ def find_place(path: str | Path) -> Place:
         StoreNotFoundError: nothing that trajstore knows.
     """
     directory = open_directory(path)
-    place = _place_at(directory, str(path).rstrip("/"), _MAX_DEPTH)
+    place = _place_at(directory, _MAX_DEPTH)
     if place is not None:
         return place
     raise nothing_at(path, directory)
@@ -120,25 +120,19 @@ def _kind_of(directory: Directory, files: Collection[str], folders: Collection[s
     return "experience_pool" if POOL_FILES[0] in files else None
 
 
-def ranks_of(directory: Directory, path: str | Path, **options: Any) -> Ranks:
-    """Return the ``rank_*`` folders of a directory.
-
-    Args:
-        directory: the run directory.
-        path: where it is.
-        options: for opening the folders.
-    """
-    return _ranks_among(directory.listing()[1], path, **options)
+def ranks_of(directory: Directory) -> Ranks:
+    """Return the ``rank_*`` folders of a directory."""
+    return _ranks_among(directory, directory.listing()[1])
 
 
-def _ranks_among(folders: Collection[str], path: str | Path, **options: Any) -> Ranks:
+def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     numbers = {name: int(match[1]) for name in folders if (match := _RANK.fullmatch(name))}
     found = []
     lacking = [
         f"rank_{rank} is absent" for rank in range(max(numbers.values(), default=0)) if rank not in numbers.values()
     ]
     for name in sorted(numbers, key=natural):
-        directory = open_directory(f"{str(path).rstrip('/')}/{name}", **options)
+        directory = run.inner(name)
         if kind_of(directory) in ("store", "rlinf"):
             found.append(directory)
         else:
@@ -146,13 +140,13 @@ def _ranks_among(folders: Collection[str], path: str | Path, **options: Any) -> 
     return Ranks(tuple(found), tuple(lacking) if found else ())
 
 
-def check_no_ranks(directory: Directory, **options: Any) -> None:
+def check_no_ranks(directory: Directory) -> None:
     """Refuse to write a store into a run directory: it would hide the ranks.
 
     Raises:
         ConfigurationError: there are ``rank_*`` folders with trajectories.
     """
-    ranks = ranks_of(directory, directory.url, **options).names
+    ranks = ranks_of(directory).names
     if ranks:
         raise ConfigurationError(
             f"auto_save_path {directory.url}: is a run directory with the stores {listed(ranks)}, which a store in it "
@@ -169,7 +163,7 @@ def mixed_sentence(url: str, ranks: Collection[str]) -> str:
     )
 
 
-def _place_at(directory: Directory, url: str, depth: int) -> Place | None:
+def _place_at(directory: Directory, depth: int) -> Place | None:
     files, folders = directory.listing()
     kind = _kind_of(directory, files, folders)
     if kind == "store":
@@ -178,9 +172,7 @@ def _place_at(directory: Directory, url: str, depth: int) -> Place | None:
         return Place(kind, directory)
     if not depth:
         return Place(kind, directory) if kind else None
-    below = (
-        _place_at(open_directory(f"{url}/{name}"), f"{url}/{name}", depth - 1) for name in sorted(folders, key=natural)
-    )
+    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(folders, key=natural))
     parts = tuple(place for place in below if place is not None)
     if kind == "store":
         return (
@@ -188,7 +180,7 @@ def _place_at(directory: Directory, url: str, depth: int) -> Place | None:
             if parts
             else Place(kind, directory)
         )
-    return Place("run", directory, parts, _ranks_among(folders, url).lacking) if parts else None
+    return Place("run", directory, parts, _ranks_among(directory, folders).lacking) if parts else None
 
 
 def natural(name: str) -> tuple[str, int, str]:

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -85,6 +86,12 @@ class RemoteDirectory(Directory):
 
     def create(self, folders: Sequence[str] = ()) -> None:
         """Do nothing: an object store has no folders, and makes buckets on other terms than this."""
+
+    def inner(self, name: str) -> Directory:
+        inner = copy(self)
+        inner._objects = self._objects.inner(check_name(name))
+        inner._lock = None
+        return inner
 
     def read(self, name: str, offset: int = 0) -> bytes:
         return self._objects.read(check_name(name), offset)

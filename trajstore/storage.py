@@ -115,6 +115,10 @@ class Directory(ABC):
         """
 
     @abstractmethod
+    def inner(self, name: str) -> Directory:
+        """Return the directory in this one that has a name; local ones are found where this one is now."""
+
+    @abstractmethod
     def read(self, name: str, offset: int = 0) -> bytes:
         """Return the bytes of a file from ``offset`` to its end.
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from trajstore.contents import Contents
 from trajstore.loading import Loaded, load_sources
 from trajstore.retention import Retention
 from trajstore.sources import Source, StoreSource
-from trajstore.storage import ReaderLease
+from trajstore.storage import Directory, ReaderLease
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +31,13 @@ class LoadRequest:
     """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
 
     Attributes:
-        path: directory or URL.
+        directory: what to load; held, so that it is found again wherever it or the process moves.
         share: (local_rank, world_size), or None to load everything.
         strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a checkpoint inside the store.
     """
 
-    path: str | Path
+    directory: Directory
     share: tuple[int, int] | None
     strict: bool | None
     pin: str | None
@@ -60,20 +58,17 @@ class View:
     Args:
         cache_bounds: most trajectories and most bytes that the cache keeps; None = no cache.
         retention: limits; what lies beyond them is to leave.
-        storage_options: for opening what is loaded.
     """
 
     def __init__(
         self,
         cache_bounds: tuple[int | None, int | None] | None,
         retention: Retention,
-        storage_options: Mapping[str, Any],
     ) -> None:
         self.retention = retention
         self.own_first = 0
         """Ids from here on are those of the buffer's own store; lower ones were loaded. 0 without a store."""
         self._cache_bounds = cache_bounds
-        self._storage_options = storage_options
         self._own: Catalog | None = None
         self._leases: list[ReaderLease] = []
         self._request: LoadRequest | None = None
@@ -129,8 +124,7 @@ class View:
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
         """
         loaded = load_sources(
-            request.path,
-            storage_options=self._storage_options,
+            request.directory,
             share=request.share,
             strict=request.strict,
             pin=request.pin,
