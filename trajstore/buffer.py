@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import check_kind, truth, whole, whole_or_none
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.choices import Choices
 from trajstore.draws import Draws, Window
@@ -51,7 +53,8 @@ class TrajectoryReplayBuffer:
         cache_size: number of trajectories that the cache keeps (``auto_save=True``).
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
         auto_save: write trajectories to ``auto_save_path``.
-        auto_save_path: directory or fsspec URL (``s3://bucket/run``).
+        auto_save_path: directory or fsspec URL (``s3://bucket/run``); without ``auto_save`` a warning says that nothing
+            is written there.
         trajectory_format: ``"pt"``, ``"pkl"`` or ``"zarr"``.
         cache_bytes: bytes that the cache keeps (``auto_save=False``: that stay in memory); None = no bound.
         retention: limits; the oldest trajectories beyond them are deleted.
@@ -85,22 +88,56 @@ class TrajectoryReplayBuffer:
         storage_options: Mapping[str, Any] | None = None,
         on_commit: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        if auto_save and not str(auto_save_path):
+        self._check_kinds(auto_save_path, retention, writer, format_options, storage_options, on_commit)
+        auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
+        cache_size, cache_bytes = whole("cache_size", cache_size, 0), whole_or_none("cache_bytes", cache_bytes, 0)
+        seed = whole_or_none("seed", seed, -(1 << 63), (1 << 64) - 1)
+        path = str(auto_save_path or "")
+        if auto_save and not path:
             raise ConfigurationError("auto_save_path: must be given when auto_save is true")
+        if path and not auto_save:
+            told = f"auto_save_path={path!r} has no effect without auto_save=True: nothing is written there"
+            warnings.warn(told, stacklevel=2)
         self.sample_window_size = sample_window_size
         self.auto_save = auto_save
-        self.auto_save_path = str(auto_save_path) if auto_save else None
+        self.auto_save_path = path if auto_save else None
         self.trajectory_format = trajectory_format
         self._format = get_format(trajectory_format, **(format_options or {}))
         self._storage_options = dict(storage_options or {})
         self._draws = Draws(seed)
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
-            bounds = (sample_window_size if sample_window_size > 0 else None), cache_bytes
+            bounds = self.sample_window_size or None, cache_bytes
         self._view = View(bounds, retention or Retention())
         self._choices = Choices(self._view, self._draws)
         self._writer: StoreWriter | None = None
         self._intake = self._open(writer or WriterOptions(), on_commit) if auto_save else MemoryIntake(self._view)
+
+    @staticmethod
+    def _check_kinds(
+        auto_save_path: Any,
+        retention: Any,
+        writer: Any,
+        format_options: Any,
+        storage_options: Any,
+        on_commit: Any,
+    ) -> None:
+        check_kind("auto_save_path", auto_save_path, str | Path, "a path or URL")
+        hint = f"; write Retention(max_trajectories={retention})" if isinstance(retention, int) else ""
+        check_kind("retention", retention, Retention, f"a Retention{hint}")
+        check_kind("writer", writer, WriterOptions, "WriterOptions")
+        check_kind("format_options", format_options, Mapping, "a dict")
+        check_kind("storage_options", storage_options, Mapping, "a dict")
+        check_kind("on_commit", on_commit, Callable, "a function of the ids")
+
+    @property
+    def sample_window_size(self) -> int:
+        """Samples are drawn from this many newest trajectories; 0 = from all."""
+        return self._sample_window_size
+
+    @sample_window_size.setter
+    def sample_window_size(self, value: int) -> None:
+        self._sample_window_size = whole("sample_window_size", value, 0)
 
     def _open(self, options: WriterOptions, on_commit: Callable[[Sequence[int]], None] | None) -> Intake:
         directory = open_directory(str(self.auto_save_path), **self._storage_options)

@@ -64,23 +64,24 @@ def whole_number(field: str, value: Any, low: int, high: int) -> int:
     Raises:
         InvalidTrajectoryError: it is none, or lies outside ``[low, high]``.
     """
-    if type(value) is not int:
-        value = _as_int(field, value)
-    if not low <= value <= high:
-        raise InvalidTrajectoryError(f"field {field}: {shown(value)}, must be in [{low}, {high}]")
-    number: int = value
+    number: int | None = value if type(value) is int else as_int(value)
+    if number is None:
+        raise InvalidTrajectoryError(
+            f"field {field}: {shown(value)} is a {type(value).__name__}, must be a whole number"
+        )
+    if not low <= number <= high:
+        raise InvalidTrajectoryError(f"field {field}: {shown(number)}, must be in [{low}, {high}]")
     return number
 
 
-def _as_int(field: str, value: Any) -> int:
-    if isinstance(value, float | np.floating) and float(value).is_integer():
-        return int(value)
+def as_int(value: Any) -> int | None:
+    """Return a whole number of any kind as an int; None if it is none."""
+    if isinstance(value, float | np.floating):
+        return int(value) if float(value).is_integer() else None
     try:
         return operator.index(value)
-    except (TypeError, RuntimeError) as error:  # torch raises the latter for a tensor of several numbers
-        raise InvalidTrajectoryError(
-            f"field {field}: {shown(value)} is a {type(value).__name__}, must be a whole number"
-        ) from error
+    except (TypeError, RuntimeError, ValueError):  # the latter two from tensors of several numbers, or without any
+        return None
 
 
 def version_number(field: str, value: Any) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import ConfigurationError
+from trajstore.arguments import whole_or_none
 from trajstore.index import TrajectoryIndex
 from trajstore.limits import UNKNOWN_VERSION
 
@@ -22,6 +22,9 @@ class Retention:
         max_bytes: bytes of all columns.
         max_policy_age: how many policy versions a trajectory's newest step may lie behind the newest of
             all; trajectories whose versions are unknown stay.
+
+    Raises:
+        ConfigurationError: a limit is no whole number, or too low.
     """
 
     max_trajectories: int | None = None
@@ -31,10 +34,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
             least = 0 if item.name == "max_policy_age" else 1
-            if value is not None and value < least:
-                raise ConfigurationError(f"{item.name}: {value}, must be at least {least}")
+            object.__setattr__(self, item.name, whole_or_none(item.name, getattr(self, item.name), least))
 
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
         """Return the positions of the trajectories that must go, oldest first."""

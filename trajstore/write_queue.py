@@ -15,9 +15,11 @@ from typing import Literal
 
 import numpy as np
 
+from trajstore.arguments import seconds, whole
 from trajstore.commit_log import NewShard
-from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
+from trajstore.errors import ConfigurationError, PendingFullError, StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
+from trajstore.limits import shown
 from trajstore.pending import OwnedRecord
 
 _UUIDS_AHEAD = 256
@@ -35,6 +37,9 @@ class WriterOptions:
         commit_interval: seconds that a trajectory may wait for others to share its shard; ``flush`` does not wait.
         snapshot_bytes: the index is written whole when the commit log has grown by this, or by twice the index's
             size if that is more.
+
+    Raises:
+        ConfigurationError: a value is out of range.
     """
 
     threads: int = 2
@@ -43,6 +48,13 @@ class WriterOptions:
     shard_bytes: int = 16 << 20
     commit_interval: float = 0.05
     snapshot_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("threads", 1), ("max_pending_bytes", 1), ("shard_bytes", 1), ("snapshot_bytes", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        object.__setattr__(self, "commit_interval", seconds("commit_interval", self.commit_interval))
+        if self.on_full not in ("block", "raise"):
+            raise ConfigurationError(f"on_full: {shown(self.on_full)}, must be 'block' or 'raise'")
 
 
 @dataclass(slots=True)

@@ -38,12 +38,10 @@ def get_format(name: str, **options: Any) -> TrajectoryFormat:
         ConfigurationError: no format has this name, or it lacks an option.
         MissingDependencyError: its package is not installed.
     """
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ConfigurationError(f"trajectory_format {name!r}: must be one of {', '.join(FORMATS)}")
     try:
-        make = FORMATS[name]
-    except KeyError:
-        raise ConfigurationError(f"trajectory_format {name!r}: must be one of {', '.join(FORMATS)}") from None
-    try:
-        return make(**options)
+        return FORMATS[name](**options)
     except TypeError as error:
         raise ConfigurationError(f"trajectory_format {name!r}: {error}") from error
 

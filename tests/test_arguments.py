@@ -1,0 +1,123 @@
+"""Arguments of constructors: checked where they are given, by name; what configurations hold is taken."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore.errors import ConfigurationError
+from trajstore.testing.witness import witness
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("seed", value) for value in ("x", 1.5, float("nan"), 2**64, [1], True)),
+        *(("cache_size", value) for value in (-5, "3", None, 2.5, float("inf"), True)),
+        *(("sample_window_size", value) for value in (-1, 2.5, "100", None, [])),
+        *(("cache_bytes", value) for value in (-1, "1", 0.5)),
+        *(("enable_cache", value) for value in ("false", None, 2, [])),
+        *(("auto_save", value) for value in ("true", None, 2)),
+        *(("auto_save_path", value) for value in (3, b"x", ["a"])),
+        *(("trajectory_format", value) for value in ("tape", None, 3, ["pt"])),
+        *(("retention", value) for value in (1000, {"max_trajectories": 3}, "x")),
+        *(("writer", value) for value in ({"threads": 1}, 2)),
+        *(("format_options", value) for value in ([], "zstd", 1)),
+        *(("storage_options", value) for value in ([], "key")),
+        *(("on_commit", value) for value in (1, "print")),
+    ],
+)
+def test_arguments_of_a_buffer(argument: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{argument}"):
+        TrajectoryReplayBuffer(**{argument: value})
+
+
+def test_a_number_as_retention_names_the_remedy() -> None:
+    with pytest.raises(ConfigurationError, match=r"Retention\(max_trajectories=1000\)"):
+        TrajectoryReplayBuffer(retention=1000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("threads", value) for value in (0, -1, 1.5, "2", None)),
+        *(("max_pending_bytes", value) for value in (0, -1, "1G", float("inf"))),
+        *(("shard_bytes", value) for value in (0, -1, None)),
+        *(("snapshot_bytes", value) for value in (-1, "x")),
+        *(("commit_interval", value) for value in (-0.1, float("nan"), float("inf"), "1", None)),
+        *(("on_full", value) for value in ("wait", None, ["block"])),
+    ],
+)
+def test_options_of_a_writer(option: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{option}"):
+        WriterOptions(**{option: value})
+
+
+@pytest.mark.parametrize("limit", ["max_trajectories", "max_samples", "max_bytes", "max_policy_age"])
+@pytest.mark.parametrize("value", [-1, 1.5, "7", True, float("nan")])
+def test_limits_of_retention(limit: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{limit}"):
+        Retention(**{limit: value})
+
+
+def test_what_configurations_hold_is_taken(tmp_path: Path) -> None:
+    """Workers pass numpy's numbers, YAML makes ``1e3`` a float, and some configurations write 0 for false."""
+    with TrajectoryReplayBuffer(
+        seed=np.int64(7),  # type: ignore[arg-type]
+        enable_cache=np.bool_(True),  # type: ignore[arg-type]
+        cache_size=np.int32(5),  # type: ignore[arg-type]
+        sample_window_size=1e3,  # type: ignore[arg-type]
+        auto_save=1,  # type: ignore[arg-type]
+        auto_save_path=str(tmp_path),
+        cache_bytes=1e9,  # type: ignore[arg-type]
+        retention=Retention(max_trajectories=2.0, max_bytes=np.int64(10**9)),  # type: ignore[arg-type]
+        writer=WriterOptions(threads=np.int64(1), commit_interval=0),  # type: ignore[arg-type]
+    ) as buffer:
+        for key in range(4):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        assert (buffer.seed, buffer.sample_window_size) == (7, 1000)
+        assert type(buffer.sample_window_size) is int
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        assert buffer.trajectory_ids.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("window", [-1, 2.5, "x"])
+def test_a_window_that_is_set_later(window: Any) -> None:
+    buffer = TrajectoryReplayBuffer()
+    with pytest.raises(ConfigurationError, match=r"^sample_window_size"):
+        buffer.sample_window_size = window
+    assert buffer.sample_window_size == 100
+
+
+@pytest.mark.parametrize("path", ["x", Path("x")])
+def test_a_path_without_auto_save_is_told_to_have_no_effect(path: Any) -> None:
+    with pytest.warns(UserWarning, match=r"auto_save_path='x' has no effect without auto_save=True"):
+        TrajectoryReplayBuffer(auto_save_path=path)
+    assert not Path("x").exists()
+
+
+def test_the_defaults_warn_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrajectoryReplayBuffer()
+        TrajectoryReplayBuffer(auto_save_path=None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="auto_save_path: must be given"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=None)  # type: ignore[arg-type]
+
+
+def test_retention_by_age_with_the_lowest_versions_there_are() -> None:
+    rollouts = [witness(1), witness(2)]
+    for rollout in rollouts:
+        assert rollout.versions is not None
+        rollout.versions.fill_(-(2**63) + 1)
+    buffer = TrajectoryReplayBuffer(retention=Retention(max_policy_age=5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer.add_trajectories(rollouts)
+    assert len(buffer) == 2
