@@ -301,6 +301,19 @@ class TrajectoryReplayBuffer:
         """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""
         self._choices.follow(sampler)
 
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of all draws; part of :meth:`state_dict`."""
+        return self._draws.generator
+
+    def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return T and B of some trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one of them is not in the buffer.
+        """
+        return self._choices.extents(trajectory_ids)
+
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
 

@@ -186,6 +186,13 @@ class Choices:
         with self._view.current() as contents:
             self._follow(contents, sampler)
 
+    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of trajectories."""
+        with self._view.current() as contents:
+            positions = self._positions(contents, ids)
+            steps, batch = (contents.index.arrays[name][positions].astype(np.int64) for name in ("steps", "batch"))
+            return steps, batch
+
     def update(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile."""
         with self._view.current() as contents:

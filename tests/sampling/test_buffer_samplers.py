@@ -131,7 +131,7 @@ def test_a_reloaded_buffer_goes_on_with_the_samplers_state(tmp_path: Path) -> No
 def test_agents_by_task_with_a_floor(buffer: TrajectoryReplayBuffer) -> None:
     rollouts = [
         AgentTrajectory(input_ids=torch.tensor([at]), task_id=task, policy_version=version)
-        for at, (task, version) in enumerate([("slow", 1), ("slow", 2), ("quick", 8), ("quick", 9), (None, 9)])
+        for at, (task, version) in enumerate([("slow", 1), ("slow", 2), ("quick", 8), ("quick", 9), ("", 9)])
     ]
     buffer.add_trajectories(rollouts)
     sampler = WeightedSampler([Staleness(1, floor=1)], unit="trajectory")

@@ -7,6 +7,7 @@ from trajstore.sampling.config import sampler_of
 from trajstore.sampling.epochs import EpochSampler
 from trajstore.sampling.factors import Recency, Staleness, UseLimit
 from trajstore.sampling.freshest import FreshestSampler
+from trajstore.sampling.groups import GroupSampler
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Drawn",
     "EpochSampler",
     "FreshestSampler",
+    "GroupSampler",
     "Priorities",
     "Recency",
     "Sampler",

@@ -11,12 +11,13 @@ from trajstore.sampling.base import Sampler
 from trajstore.sampling.epochs import EpochSampler
 from trajstore.sampling.factors import Factor, Recency, Staleness, UseLimit
 from trajstore.sampling.freshest import FreshestSampler
+from trajstore.sampling.groups import GroupSampler
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
 _FACTORS: Mapping[str, Callable[..., Factor]] = {"recency": Recency, "staleness": Staleness, "uses": UseLimit}
 _T = TypeVar("_T")
 
-_NAMES = ("weighted", "epochs", "freshest")
+_NAMES = ("weighted", "epochs", "freshest", "groups")
 
 
 def sampler_of(value: Mapping[str, Any]) -> Sampler:
@@ -33,6 +34,8 @@ def sampler_of(value: Mapping[str, Any]) -> Sampler:
     name = arguments.pop("name", None)
     if name == "epochs":
         return _call("epochs", EpochSampler, arguments)
+    if name == "groups":
+        return _call("groups", GroupSampler, arguments)
     if name == "freshest":
         return _call("freshest", FreshestSampler, arguments)
     if name != "weighted":

@@ -1,0 +1,168 @@
+"""Sequences, n-step transitions, hindsight goals and groups against plain loops over the trajectories."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sampling.chance import fits
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+from trajstore.sampling import GroupSampler
+from trajstore.sequences import sample_hindsight, sample_n_step, sample_sequences
+
+GAMMA = 0.5
+
+
+class World:
+    """Trajectories of random shapes and episodes, and for every step what follows it, by a plain loop."""
+
+    def __init__(self, shapes: list[tuple[int, int]], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.buffer = TrajectoryReplayBuffer(seed=seed, sample_window_size=0)
+        self.after: dict[int, list[int]] = {}
+        self.reward: dict[int, float] = {}
+        self.terminal: set[int] = set()
+        code = 0
+        for steps, batch in shapes:
+            codes = code + torch.arange(steps * batch).reshape(steps, batch, 1)
+            code += steps * batch
+            dones = torch.rand(steps, batch, 1, generator=generator) < 0.3
+            terminations = dones & (torch.rand(steps, batch, 1, generator=generator) < 0.5)
+            rewards = torch.rand(steps, batch, 1, generator=generator)
+            observed = {"code": codes.clone(), "goal": -codes.clone()}
+            following = {"code": codes + 100_000, "goal": -codes.clone()}
+            self.buffer.add_trajectories(
+                [
+                    Trajectory(
+                        rewards=rewards, dones=dones, terminations=terminations, curr_obs=observed, next_obs=following
+                    )
+                ]
+            )
+            for t in range(steps):
+                for b in range(batch):
+                    run = []
+                    for later in range(t, steps):
+                        run.append(int(codes[later, b]))
+                        if dones[later, b]:
+                            break
+                    self.after[run[0]] = run
+                    self.reward[run[0]] = float(rewards[t, b])
+                    if terminations[t, b]:
+                        self.terminal.add(run[0])
+
+
+shapes = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.integers(0, 99), st.integers(1, 4))
+def test_padded_sequences_are_what_follows_each_step(sizes: list[tuple[int, int]], seed: int, length: int) -> None:
+    world = World(sizes, seed)
+    batch = sample_sequences(world.buffer, 32, length, pad=True)
+    for codes, mask in zip(batch["curr_obs"]["code"][..., 0].tolist(), batch["mask"].tolist(), strict=True):
+        expected = world.after[codes[0]][:length]
+        assert mask == [True] * len(expected) + [False] * (length - len(expected))
+        assert codes[: len(expected)] == expected
+
+
+def test_whole_sequences_are_uniform_among_the_starts_that_have_one() -> None:
+    world = World([(9, 2), (3, 1), (12, 3)], seed=4)
+    batch = sample_sequences(world.buffer, 6000, 3)
+    starts = batch["curr_obs"]["code"][:, 0, 0].tolist()
+    possible = [code for code, run in world.after.items() if len(run) >= 3]
+    assert set(starts) <= set(possible)
+    assert fits([starts.count(code) for code in possible], [1] * len(possible))
+    assert batch["mask"].all()
+    assert all(codes == world.after[codes[0]][:3] for codes in batch["curr_obs"]["code"][..., 0].tolist())
+
+
+def test_sequences_longer_than_any_episode_are_an_error_that_counts() -> None:
+    world = World([(4, 2)], seed=0)
+    with pytest.raises(EmptyBufferError, match="of 1000 drawn steps, none has 8 more"):
+        sample_sequences(world.buffer, 8, 9)
+    with pytest.raises(SchemaMismatchError, match="column ended"):
+        sample_sequences(world.buffer, 8, 2, ends=["ended"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.integers(0, 99), st.integers(1, 4))
+def test_n_step_transitions_are_those_of_a_loop(sizes: list[tuple[int, int]], seed: int, n: int) -> None:
+    world = World(sizes, seed)
+    batch = sample_n_step(world.buffer, 32, n, GAMMA)
+    for row in range(len(batch["steps"])):
+        run = world.after[int(batch["curr_obs"]["code"][row])][:n]
+        assert batch["rewards"][row].item() == pytest.approx(
+            sum(GAMMA**at * world.reward[code] for at, code in enumerate(run)), rel=1e-5
+        )
+        assert batch["steps"][row] == len(run)
+        assert batch["next_obs"]["code"][row] == run[-1] + 100_000
+        assert batch["bootstrap"][row] == (0 if run[-1] in world.terminal else GAMMA ** len(run))
+
+
+@pytest.mark.parametrize("strategy", ["future", "final"])
+def test_hindsight_goals_are_achieved_later_in_the_same_episode(strategy: str) -> None:
+    world = World([(9, 2), (5, 1)], seed=1)
+    seen: dict[int, list[int]] = {}
+    relabelled = 0
+    for _ in range(100):
+        batch = sample_hindsight(
+            world.buffer,
+            20,
+            goal="curr_obs.goal",
+            achieved="next_obs.code",
+            reward=lambda achieved, goal: (achieved == goal).float(),
+            share=0.5,
+            strategy=strategy,  # type: ignore[arg-type]
+        )
+        codes, goals = batch["curr_obs"]["code"][:, 0].tolist(), batch["curr_obs"]["goal"][:, 0].tolist()
+        relabelled += int(batch["relabelled"].sum())
+        assert torch.equal(batch["curr_obs"]["goal"], batch["next_obs"]["goal"])
+        for row, (code, goal) in enumerate(zip(codes, goals, strict=True)):
+            if not batch["relabelled"][row]:
+                assert goal == -code
+                assert batch["rewards"][row].item() == pytest.approx(world.reward[code])
+                continue
+            run = world.after[code]
+            assert goal - 100_000 in (run if strategy == "future" else run[-1:])
+            assert batch["rewards"][row].item() == float(goal - 100_000 == code)
+            seen.setdefault(code, []).append(run.index(goal - 100_000))
+    assert fits([relabelled, 2000 - relabelled], [1, 1])
+    longest = max(seen, key=lambda code: len(world.after[code]))
+    if strategy == "future":
+        size = len(world.after[longest])
+        assert fits(np.bincount(seen[longest], minlength=size).tolist(), [1] * size)
+
+
+def test_hindsight_names_what_does_not_fit() -> None:
+    world = World([(4, 1)], seed=0)
+    options = {"goal": "curr_obs.goal", "achieved": "next_obs.code", "reward": lambda achieved, goal: goal[:, 0]}
+    with pytest.raises(ConfigurationError, match=r"reward returned \[4\], must be \[4, 1\]"):
+        sample_hindsight(world.buffer, 8, share=1.0, **options)  # type: ignore[arg-type]
+    with pytest.raises(SchemaMismatchError, match=r"column curr_obs\.target: absent"):
+        sample_hindsight(world.buffer, 8, **{**options, "goal": "curr_obs.target"})  # type: ignore[arg-type]
+
+
+def test_groups_are_whole_and_uniform_over_tasks() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
+    tasks = ["a", "b", "a", "", "c", "b", "a"]
+    ids = buffer.add_trajectories(
+        [
+            AgentTrajectory(input_ids=torch.tensor([at]), task_id=task, policy_version=at)
+            for at, task in enumerate(tasks)
+        ]
+    )
+    sampler = GroupSampler(least=2)
+    drawn = [tuple(one.task_id for one in buffer.sample_trajectories(1, sampler=sampler)) for _ in range(400)]  # type: ignore[union-attr]
+    assert fits([drawn.count(("a", "a", "a")), drawn.count(("b", "b"))], [1, 1])
+    both = buffer.sample_trajectories(5, sampler=GroupSampler(most=1))
+    assert sorted(one.input_ids.item() for one in both) == [4, 5, 6]  # type: ignore[union-attr]
+    fresh = buffer.sample_trajectories(5, sampler=GroupSampler(max_age=2))
+    assert sorted(one.input_ids.item() for one in fresh) == [4, 5, 6]  # type: ignore[union-attr]
+    buffer.evict([ids[1]])
+    with pytest.raises(EmptyBufferError, match="none of 3 tasks has 4 rollouts"):
+        buffer.sample_trajectories(1, sampler=GroupSampler(least=4))
+    assert sampler.draw(5, torch.Generator()).ids.tolist() != []
