@@ -347,9 +347,8 @@ class ReplayHook(Generic[Task]):
     def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
 
-        It is also the way for rollouts that exist already, step by step: those of a store, say. They need no
-        ``entropys``: without them the trajectory's ``entropy`` counts, and without that the mean of -``old_log_probs``
-        over the response, an estimate of it from the tokens that were sampled.
+        It is also the way for rollouts that exist already (``ExperienceManager.admit``, ``trajstore pool import``):
+        they need no ``entropys``.
 
         Args:
             done: as for :meth:`rollouts_done`.
@@ -357,14 +356,9 @@ class ReplayHook(Generic[Task]):
         """
         if self._replay is None:
             return {}
-        manager = self._replay.manager
         self._replay.watch.made(done)
-        refused = manager.refused.total()
-        manager.update_difficulty2task_dict(done, asked)
-        kept = manager.update_skip_uid_set_and_filter_trajectories(done, asked=asked)
-        offered = len(kept) + manager.refused.total() - refused
-        manager.save_trajectories_to_memory(kept)
-        return metrics.refused_metrics(manager.refused.total() - refused, offered)
+        offered, refused = self._replay.manager.admit(done, asked)
+        return metrics.refused_metrics(refused, offered)
 
     # ---- checkpoint and resume ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from trainer_hooks.reference.model import ModelConfig
 from trainer_hooks.reference.trainer import TrainerConfig
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 from trajstore.experience import BufferStore, ExperienceManager
+from trajstore.experience.persistence import read_pool
 
 CHILD = Path(__file__).with_name("killed_run.py")
 
@@ -117,3 +119,32 @@ def test_kill_at_any_moment_leaves_a_pool_that_opens(project_root: Path, tmp_pat
         assert all(one in several for one in kept if one not in newer)
         assert newer or kept in (several, [])
     assert found["trajectories"] or found["skip"]
+
+
+def test_a_killed_run_resumes_with_the_pools_files(
+    make: Train, project_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint has no cut of the pool, as that of a trainer which saves the model alone."""
+    child = run_child(project_root, tmp_path, "files")
+    assert child.wait(timeout=120) == -signal.SIGKILL
+    files = tmp_path / "experience_pool"
+    assert sorted(path.name for path in files.iterdir()) == ["step_2", "step_4"]
+    newest = newest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    state = torch.load(newest, weights_only=True)
+    assert state["curve"][-1]["step"] == 4
+    resumed = make(SORT, pool_path=str(files), pool_save_freq=2, experience_rbound=None)
+    with caplog.at_level(logging.INFO):
+        resumed.load_state_dict({**state, "replay": {}})
+    assert f"loaded {files / 'step_4'} with" in caplog.text
+    kept = read_pool(files / "step_4")
+    manager = resumed.hook.manager
+    assert manager is not None
+    assert manager.difficulty2task_dict == kept.difficulty2task_dict
+    assert {task: len(held) for task, held in manager.task2trajectories.items()} == {
+        task: len(held) for task, held in kept.task2trajectories.items()
+    }
+    resumed.train(until=6)
+    assert resumed.metrics["experience_replay/replayed_rows"] > 0
+    assert resumed.metrics["experience_replay/age_max"] >= 2
+    assert (files / "step_6").is_dir()

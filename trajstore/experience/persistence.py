@@ -32,15 +32,13 @@ from trajstore.folders import publish_folder
 from trajstore.formats.base import EncodedFile
 from trajstore.formats.safe_pickle import safe_loads
 from trajstore.local import LocalDirectory
+from trajstore.places import POOL_FILES
 from trajstore.schema import dtypes
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
-BUCKETS_FILE = "difficulty2task_dict.json"
-SKIP_FILE = "skip_uid_set.json"
-TRAJECTORIES_FILE = "task2trajectories.pkl"
-POOL_FILES = (BUCKETS_FILE, SKIP_FILE, TRAJECTORIES_FILE)
+TRAJECTORIES_FILE, BUCKETS_FILE, SKIP_FILE = POOL_FILES
 
 _STEP = re.compile(r"step_(\d+)")
 _FIELDS = {field.name for field in dataclasses.fields(AgentTrajectory)}

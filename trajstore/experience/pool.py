@@ -223,6 +223,30 @@ class ExperienceManager:
         self._ledger.change(changes)
         return kept
 
+    def admit(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
+        """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
+
+        It is also the way for rollouts that exist already, such as those of a store: step by step, with
+        :attr:`global_steps` set. They need no ``entropys`` (``selection.own_entropy``).
+
+        Args:
+            rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
+            asked: as for :meth:`update_difficulty2task_dict`.
+
+        Returns:
+            How many were offered (worth keeping, or refused), and how many of them were refused.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``.
+            StoreWriteError: the store could not write.
+        """
+        before = self.refused.total()
+        self.update_difficulty2task_dict(rollouts, asked)
+        kept = self.update_skip_uid_set_and_filter_trajectories(rollouts, asked=asked)
+        offered = len(kept) + self.refused.total() - before
+        self.save_trajectories_to_memory(kept)
+        return offered, self.refused.total() - before
+
     def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
         """Take trajectories into the pool and return how many of them it holds now.
 
