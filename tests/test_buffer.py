@@ -204,9 +204,8 @@ def test_the_callers_tensors_may_change(tmp_path: Path, kind: str) -> None:
         ({"dones": torch.zeros(7, 2, 1)}, r"dones: has 7 rows.*T = 4"),
         ({"dones": torch.zeros(3, 2, 1)}, r"dones: has 3 rows.*T = 4"),
         ({"dones": torch.zeros(5, 2, 1), "truncations": torch.zeros(6, 2, 1)}, r"has 5 rows|has 6 rows"),
-        ({"rewards": None}, "prev_logprobs or rewards"),
+        ({"rewards": None, "actions": torch.zeros(4, 2, 3)}, "prev_logprobs or rewards"),
         ({"rewards": torch.zeros(4)}, r"rewards: shape \[4\]"),
-        ({"rewards": torch.zeros(0, 2, 1)}, "T = 0"),
         ({"curr_obs": {"a": {"b": torch.zeros(4, 1)}}}, r"curr_obs\.a\.b: shape \[4, 1\]"),
         ({"curr_obs": {"a": object()}}, r"field curr_obs\.a: a object"),
         ({"curr_obs": {1: torch.zeros(4, 2)}}, "string keys"),
@@ -221,6 +220,18 @@ def test_what_does_not_fit_is_refused_whole(tmp_path: Path, changes: dict[str, A
             buffer.add_trajectories([witness(0), Trajectory(**values)])
         assert len(buffer) == 0
         assert buffer.add_trajectories([witness(0)]) == [0]
+
+
+def test_what_has_nothing_in_it_is_passed_over_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nothing = [Trajectory(), Trajectory(rewards=torch.zeros(0, 2, 1)), Trajectory(prev_logprobs=torch.zeros(4, 0, 1))]
+    with make("cached", "pt", tmp_path / "store", 0) as buffer:
+        assert buffer.add_trajectories(nothing) == []
+        caplog.clear()
+        given = [nothing[0], witness(0), *nothing[1:], witness(1), Trajectory(max_episode_length=3)]
+        assert buffer.add_trajectories(given) == [0, 1]
+        (said,) = [record.message for record in caplog.records]
+        assert "at the places 0, 2, 3, 5 of 6 there is nothing to store" in said
+        assert [check_trajectory(buffer.get(number)) for number in (0, 1)] == [0, 1]
 
 
 def test_receipts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from trajstore.arguments import check_kind, truth, whole, whole_or_none
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.choices import Choices
 from trajstore.draws import Draws, Window
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, listed
 from trajstore.fields import nest
 from trajstore.formats import get_format
 from trajstore.intake import Intake, MemoryIntake, StoreIntake
@@ -26,7 +27,7 @@ from trajstore.listener import ViewListener, WeakListener, close_quietly
 from trajstore.loading import Loaded
 from trajstore.opening import open_directory
 from trajstore.places import check_no_ranks
-from trajstore.record import record_of
+from trajstore.record import NothingToStoreError, record_of
 from trajstore.retention import Retention
 from trajstore.rlinf.guard import check_not_rlinf
 from trajstore.sampling.base import Drawn, Sampler
@@ -35,6 +36,8 @@ from trajstore.trajectory import AnyTrajectory
 from trajstore.view import LoadRequest, View
 from trajstore.write_queue import WriterOptions
 from trajstore.writer import StoreWriter
+
+logger = logging.getLogger(__name__)
 
 
 class TrajectoryReplayBuffer:
@@ -156,6 +159,8 @@ class TrajectoryReplayBuffer:
     def add_trajectories(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids. All are checked before any is added.
 
+        One with nothing in it (no fields, or no samples) is passed over with a warning, and has no id.
+
         The tensors are copied before this returns; writing goes on in the background. With the memory for
         waiting writes full, this waits or raises, as ``WriterOptions.on_full`` says.
 
@@ -170,7 +175,20 @@ class TrajectoryReplayBuffer:
                 f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
                 "write add_trajectories([trajectory])"
             )
-        records = [record_of(trajectory) for trajectory in trajectories]
+        records = []
+        empty = []
+        for place, trajectory in enumerate(trajectories):
+            try:
+                records.append(record_of(trajectory))
+            except NothingToStoreError:
+                empty.append(place)
+        if empty:
+            logger.warning(
+                "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
+                "the others have ids",
+                listed(str(place) for place in empty),
+                len(empty) + len(records),
+            )
         return self._intake.add(records) if records else []
 
     def flush(self, timeout: float | None = None) -> None:

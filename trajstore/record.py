@@ -129,6 +129,10 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
+class NothingToStoreError(InvalidTrajectoryError):
+    """A trajectory has no fields, or no samples."""
+
+
 def record_of(trajectory: AnyTrajectory) -> Record:
     """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
 
@@ -219,13 +223,17 @@ def _leading_shape(trajectory: Any) -> tuple[int, int]:
         raise InvalidTrajectoryError(
             f"{shown(trajectory)} is a {type(trajectory).__name__}, must be a Trajectory or an AgentTrajectory"
         )
+    if all(getattr(trajectory, name, None) is None for name in TENSOR_FIELDS) and not any(
+        getattr(trajectory, name, None) for name in DICT_FIELDS
+    ):
+        raise NothingToStoreError("trajectory has no fields: there is nothing in it to store")
     raise InvalidTrajectoryError("a trajectory needs prev_logprobs or rewards: one of them gives T and B")
 
 
 def _check_extent(steps: int, batch: int) -> None:
     """Refuse more steps, environments or samples than the index has room for."""
     if steps * batch == 0:
-        raise InvalidTrajectoryError(f"trajectory has T = {steps}, B = {batch}: there is nothing in it to store")
+        raise NothingToStoreError(f"trajectory has T = {steps}, B = {batch}: there is nothing in it to store")
     for name, value, most in (("T", steps, MAX_STEPS), ("B", batch, MAX_STEPS), ("T·B", steps * batch, MAX_SAMPLES)):
         if value > most:
             raise InvalidTrajectoryError(f"trajectory has {name} = {value}, must be in [1, {most}]; split it")
