@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from trajstore import TrajectoryReplayBuffer, errors
+from trajstore import TrajectoryReplayBuffer, errors, sources
 from trajstore.commits import encode_line
 from trajstore.inspect import inspect
 from trajstore.sealed import seal, unseal
@@ -273,3 +273,67 @@ def test_a_follower_is_not_told_the_same_again(tmp_path: Path, caplog: pytest.Lo
     told = [record for record in caplog.records if "are left out" in record.getMessage()]
     assert len(told) == 1
     assert all(record.levelno == logging.WARNING for record in told)
+
+
+# -- changed bytes -----------------------------------------------------------------------------------
+
+
+def flip(file: Path, pattern: bytes | None = None) -> None:
+    """Change one byte in the middle, or where a pattern begins."""
+    data = bytearray(file.read_bytes())
+    at = len(data) // 2 if pattern is None else data.index(pattern)
+    data[at] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_changed_byte_is_refused_when_shards_are_verified(
+    tmp_path: Path, trajectory_format: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = fill(tmp_path / "store", range(6), 3, trajectory_format)
+    files = sorted(path for path in (store / "shards").rglob("*") if path.is_file())
+    victim = next(path for path in files if "00000001" in str(path) and (path.suffix or path.parts[-2] == "c"))
+    flip(victim)
+    checks: list[str] = []
+    honest = sources.check_file
+    monkeypatch.setattr(
+        sources, "check_file", lambda *arguments: checks.append(arguments[1].name) or honest(*arguments)
+    )
+    options = {"auto_save": True, "auto_save_path": store} if own else {}
+    with TrajectoryReplayBuffer(sample_window_size=0, verify_shards=True, **options) as buffer:
+        if not own:
+            buffer.load_checkpoint(store)
+        for number in (0, 1, 4, 5):
+            check_trajectory(buffer.get(number))
+        for number in (2, 3):
+            with pytest.raises(errors.CorruptStoreError, match=rf"{victim.relative_to(store)}.*trajectories 2 to 3"):
+                buffer.get(number)
+        with pytest.raises(errors.CorruptStoreError, match="checksum"):
+            buffer.sample(1000)
+        first = checks.count("shard_00000000")
+        buffer.get(0)
+        assert checks.count("shard_00000000") == first, "once for each shard"
+
+
+def test_a_changed_byte_of_a_directory_of_rlinf_is_refused_too(tmp_path: Path, shared_fixtures: Path) -> None:
+    shutil.copytree(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "rlinf")
+    victim = next((tmp_path / "rlinf").glob("trajectory_3_*.pt"))
+    flip(victim)
+    buffer = TrajectoryReplayBuffer(sample_window_size=0, verify_shards=True)
+    buffer.load_checkpoint(tmp_path / "rlinf")
+    buffer.get(2)
+    with pytest.raises(errors.CorruptStoreError, match=victim.name):
+        buffer.get(3)
+
+
+def test_what_is_lost_is_named_with_its_ids(run: Path) -> None:
+    flip(next((run / "rank_2" / "shards").iterdir()))
+    result = verify(run)
+    (problem,) = result.problems
+    assert problem.file.startswith("rank_2/shards/shard_")
+    lost = [number for low, high in problem.lost for number in range(low, high + 1)]
+    assert 0 < len(lost) <= 3
+    assert result.to_json()["problems"][0]["lost"] == [list(pair) for pair in problem.lost]
+    assert not result.sound

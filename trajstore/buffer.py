@@ -65,6 +65,8 @@ class TrajectoryReplayBuffer:
         format_options: options of the format (zarr: codec, chunking).
         storage_options: passed on to the fsspec file system.
         on_commit: called with the ids of each commit, from a writer thread; must be quick.
+        verify_shards: compare the checksums of a shard, whole, when it is read for the first time, so that changed
+            bytes raise CorruptStoreError instead of being drawn. Costs one pass over each shard.
 
     Raises:
         ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders, or is
@@ -90,6 +92,7 @@ class TrajectoryReplayBuffer:
         format_options: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_commit: Callable[[Sequence[int]], None] | None = None,
+        verify_shards: bool = False,
     ) -> None:
         self._check_kinds(auto_save_path, retention, writer, format_options, storage_options, on_commit)
         auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
@@ -111,7 +114,7 @@ class TrajectoryReplayBuffer:
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = self.sample_window_size or None, cache_bytes
-        self._view = View(bounds, retention or Retention())
+        self._view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
         self._choices = Choices(self._view, self._draws)
         self._writer: StoreWriter | None = None
         self._intake = self._open(writer or WriterOptions(), on_commit) if auto_save else MemoryIntake(self._view)

@@ -73,6 +73,7 @@ def load_sources(
     share: tuple[int, int] | None,
     strict: bool | None,
     pin: str | None,
+    verify_shards: bool,
 ) -> Loaded:
     """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
     if share is not None:
@@ -89,6 +90,8 @@ def load_sources(
         state = found[share[0] if share is not None and same_ranks else 0].state
         if share is not None and not same_ranks and len(directories) > 1:
             state = replace(state, rng_state=None)  # no rank of now is a rank of then
+        for item in found:
+            item.source.checked = verify_shards
         loaded = Loaded([], kept, state, skipped=sum(item.skipped for item in found))
         loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
         for error, directory in errors.items():

@@ -12,10 +12,11 @@ import numpy.typing as npt
 
 from trajstore.catalog import Catalog
 from trajstore.commits import ids_in_words
-from trajstore.errors import listed
+from trajstore.errors import CorruptStoreError, listed
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader
 from trajstore.index import TrajectoryIndex
+from trajstore.manifest import check_file
 from trajstore.residency import MappedShard
 from trajstore.schema import Extent
 from trajstore.shard_access import fetch_file
@@ -45,6 +46,8 @@ class Source(ABC):
 
     directory: Directory
     index: TrajectoryIndex
+    checked: bool = False
+    """Whether the checksums of a shard are compared when it is read for the first time."""
     linkable: ClassVar[bool]
     """Whether a shard's files can serve in another directory as they are."""
 
@@ -88,7 +91,9 @@ class StoreSource(Source):
 
     linkable = True
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, checked: bool = False) -> None:
+        self.checked = checked
+        self._sound: set[str] = set()
         self.catalog = catalog
         self.directory = catalog.directory
         self._reader: tuple[int, ShardReader] | None = None  # the next trajectory is often in the same shard
@@ -130,8 +135,28 @@ class StoreSource(Source):
     def manifest(self, row: int) -> ShardManifest:
         return self.catalog.shards.manifest(row)
 
+    def _check(self, row: int, manifest: ShardManifest) -> None:
+        """Compare the checksums of a shard with its bytes, the first time that it is read.
+
+        Raises:
+            CorruptStoreError: they do not fit; names files, columns and trajectories.
+        """
+        if not self.checked or manifest.name in self._sound:
+            return
+        damage: list[str] = []
+        for number, file in enumerate(manifest.files):
+            damage += check_file(self.directory.map(file.name, file.size, sequential=True).view, manifest, number)
+        if damage:
+            ids = self.index["trajectory_id"][self.index["shard"] == row]
+            raise CorruptStoreError(
+                f"{self.directory.url}/{'; '.join(damage)}; trajectories {ids_in_words(ids)} are in it; "
+                "restore it from a copy, or evict them"
+            )
+        self._sound.add(manifest.name)
+
     def map_shard(self, row: int) -> MappedShard | None:
         manifest = self.manifest(row)
+        self._check(row, manifest)
         if any(place is None for place in manifest.places):
             return None
         maps = [self.directory.map(file.name, file.size) for file in manifest.files]
@@ -143,5 +168,6 @@ class StoreSource(Source):
         if self._reader is None or self._reader[0] != row:
             self._reader = None  # what it decoded goes before more is decoded
             manifest = self.manifest(row)
+            self._check(row, manifest)
             self._reader = (row, open_shard(partial(fetch_file, self.directory, manifest), manifest))
         return self._reader[1]

@@ -58,17 +58,20 @@ class View:
     Args:
         cache_bounds: most trajectories and most bytes that the cache keeps; None = no cache.
         retention: limits; what lies beyond them is to leave.
+        verify_shards: compare the checksums of each shard when it is read for the first time.
     """
 
     def __init__(
         self,
         cache_bounds: tuple[int | None, int | None] | None,
         retention: Retention,
+        verify_shards: bool,
     ) -> None:
         self.retention = retention
         self.own_first = 0
         """Ids from here on are those of the buffer's own store; lower ones were loaded. 0 without a store."""
         self._cache_bounds = cache_bounds
+        self._verify_shards = verify_shards
         self._own: Catalog | None = None
         self._leases: list[ReaderLease] = []
         self._request: LoadRequest | None = None
@@ -81,7 +84,7 @@ class View:
         cache = None if self._cache_bounds is None else TrajectoryCache(*self._cache_bounds)
         contents = Contents(cache, _MAP_LIMIT)
         if self._own is not None:
-            contents.attach(StoreSource(self._own))
+            contents.attach(StoreSource(self._own, self._verify_shards))
         return contents
 
     @contextmanager
@@ -97,7 +100,7 @@ class View:
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
         self._own = catalog
-        source = StoreSource(catalog)
+        source = StoreSource(catalog, self._verify_shards)
         index = catalog.index.slice(0, len(catalog.index))
         lost = source.lost(index)
         if lost is not None:
@@ -128,6 +131,7 @@ class View:
             share=request.share,
             strict=request.strict,
             pin=request.pin,
+            verify_shards=self._verify_shards,
         )
         for text in loaded.warnings:
             self._tell(text)

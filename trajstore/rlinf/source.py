@@ -159,6 +159,7 @@ class RLinfSource(Source):
         self.suffix = str(metadata.get("trajectory_format") or "pt")
         self.index = _index_of(directory, before, entries)
         self._files: OrderedDict[int, _File] = OrderedDict()
+        self._sound: set[int] = set()
         self._told: set[str] = set()
 
     @staticmethod
@@ -260,6 +261,12 @@ class RLinfSource(Source):
             self._files[row] = found  # only what fits: its rows are read by the index's numbers
             if len(self._files) > _OPEN_FILES:
                 self._files.popitem(last=False)
+            if self.checked and row not in self._sound:
+                damage = self.damage(row)
+                if damage:
+                    del self._files[row]
+                    raise CorruptStoreError(f"{found.source}: {'; '.join(damage)}; restore it from a copy")
+                self._sound.add(row)
         return found
 
     def _tell(self, file: _File) -> None:
