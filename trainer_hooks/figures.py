@@ -151,6 +151,7 @@ class ReplayWatch:
         self._ever = False
         self._told = False
         self._best: float | None = None
+        self._reason = ""
 
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Take the rollouts of a step, to know their best outcome."""
@@ -162,6 +163,8 @@ class ReplayWatch:
         empty = figures.get(f"{metrics.PREFIX}nothing_to_replay", 0.0) > 0
         self._ever = self._ever or figures.get(f"{metrics.PREFIX}experience_tasks", 0.0) > 0
         self._empty_steps = self._empty_steps + 1 if empty else 0
+        if empty:
+            self._reason = self._manager.why_nothing() or "exp_ratio leaves no place for it"
         if self._empty_steps >= EMPTY_STEPS:
             self._tell(f"nothing to replay in {self._empty_steps} steps")
 
@@ -174,9 +177,8 @@ class ReplayWatch:
         if self._told:
             return
         self._told = True
-        reason = self._manager.why_nothing()
         best = "no rollout had an outcome" if self._best is None else f"the best outcome so far is {self._best:g}"
-        logger.warning("experience replay: %s: %s (%s)", what, reason or "exp_ratio leaves no place for it", best)
+        logger.warning("experience replay: %s: %s (%s)", what, self._reason, best)
 
 
 def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:

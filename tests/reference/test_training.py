@@ -57,7 +57,9 @@ def watched(trainer: ReferenceTrainer) -> Iterator[Spy]:
     def loss(**arguments: Any) -> dict[str, Tensor]:
         result = het_compute_token_on_off_policy_loss(**arguments)
         assert spy.seen is not None
-        spy.losses.append(LossCall(*spy.seen, {**arguments, "log_prob": arguments["log_prob"].detach()}, result))
+        seen = {**arguments, "log_prob": arguments["log_prob"].detach()}
+        seen["exp_mask"] = seen["exp_mask"][:, -seen["log_prob"].shape[1] :]
+        spy.losses.append(LossCall(*spy.seen, seen, result))
         return result
 
     def advantage(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
