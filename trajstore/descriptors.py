@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 
 
 class Descriptor:
@@ -20,7 +21,7 @@ class Descriptor:
     def __init__(self, number: int, *, of_process: bool = False) -> None:
         self._number: int | None = number
         if of_process:
-            _of_process[id(self)] = weakref.ref(self)
+            _of_process.add(self)
 
     @property
     def number(self) -> int:
@@ -34,25 +35,22 @@ class Descriptor:
         """Whether it was not closed yet."""
         return self._number is not None
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Close it. Closing again does nothing."""
         number, self._number = self._number, None
         if number is not None:
-            _of_process.pop(id(self), None)
-            os.close(number)
+            close(number)
 
     def __del__(self) -> None:
         self.close()
 
 
-_of_process: dict[int, weakref.ref[Descriptor]] = {}
+_of_process: weakref.WeakSet[Descriptor] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for reference in list(_of_process.values()):
-        descriptor = reference()
-        if descriptor is not None:
-            descriptor.close()
+    for descriptor in list(_of_process):
+        descriptor.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
