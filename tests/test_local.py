@@ -80,3 +80,16 @@ def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
     assert not (tmp_path / "readers" / "dead.pin").exists()
     first.release()
     assert directory.readers() == []
+
+
+def test_a_directory_that_was_not_created_is_not_made_by_writing(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path / "absent" / "place")
+    with pytest.raises(FileNotFoundError, match="absent/place"):
+        directory.publish([EncodedFile("file", [b"1"])])
+    with pytest.raises(FileNotFoundError, match="absent/place"):
+        directory.append("log/1", b"1")
+    assert not directory.exists()
+    assert not (tmp_path / "absent").exists()
+    directory.create()
+    directory.publish([EncodedFile("file", [b"1"])])
+    assert (tmp_path / "absent" / "place" / "file").read_bytes() == b"1"

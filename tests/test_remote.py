@@ -19,7 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trajstore.buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
+from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, StoreLockedError
 from trajstore.formats.base import EncodedFile, ShardContent
 from trajstore.holder import LOCK_NAME, holder_document
 from trajstore.objects import ObjectStore
@@ -27,6 +27,7 @@ from trajstore.opening import open_directory
 from trajstore.remote import RemoteDirectory
 from trajstore.storage import Directory
 from trajstore.testing.directory import DirectoryConformance, publish
+from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import Trajectory
 
 
@@ -326,6 +327,21 @@ def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
     (copy,) = tmp_path.iterdir()
     copy.write_bytes(b"12")
     assert directory.map("a").view.tobytes() == b"1234"
+
+
+def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
+        for key in range(2):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        reader = TrajectoryReplayBuffer(sample_window_size=0)
+        reader.load_checkpoint(memory_url)
+        buffer.evict([0])
+        with pytest.raises(CorruptStoreError, match=r"shard_00000000.* may have deleted it since .*refresh\(\)"):
+            reader.get(0)
+        assert reader.refresh()
+        assert reader.trajectory_ids.tolist() == [1]
+        assert check_trajectory(reader.get(1)) == 1
 
 
 # -- the writer's lock --------------------------------------------------------------------------------

@@ -168,7 +168,11 @@ class Directory(ABC):
 
     @abstractmethod
     def publish(self, files: Sequence[EncodedFile]) -> None:
-        """Write files so that each appears whole or not at all, and all survive power loss on return."""
+        """Write files so that each appears whole or not at all, and all survive power loss on return.
+
+        Raises:
+            FileNotFoundError: the directory was not created, or was removed.
+        """
 
     def bring(self, source: Directory, files: Sequence[tuple[str, str, int]]) -> None:
         """Bring finished files over from another directory, durably: as links where the system can, else as copies.

@@ -56,9 +56,9 @@ def write_cut(folder: Path, cut: Cut) -> None:
     """
     document = {"version": _VERSION} | {field.name: getattr(cut, field.name) for field in dataclasses.fields(cut)}
     try:
-        LocalDirectory(folder).publish(
-            [EncodedFile(CUT_FILE, [orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS)])]
-        )
+        directory = LocalDirectory(folder)
+        directory.create()
+        directory.publish([EncodedFile(CUT_FILE, [orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS)])])
     except OSError as error:
         raise StoreWriteError(f"{folder / CUT_FILE}: {error}") from error
 

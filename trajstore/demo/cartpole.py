@@ -110,6 +110,7 @@ class CartPoleRun:
 
     def __init__(self, path: Path, seed: int) -> None:
         self._directory = LocalDirectory(path)
+        self._directory.create()
         self.replay_path = path / REPLAY_FOLDER
         self._generator = torch.Generator().manual_seed(seed)
         self.learner = DQNLearner(observations=4, actions=2, generator=self._generator)
