@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from trajstore.arena import Arena
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
+from trajstore.groups import Batch, Group
+from trajstore.options import WriterOptions
 from trajstore.pending import OwnedRecord, own
 from trajstore.record import record_of
 from trajstore.trajectory import Trajectory
-from trajstore.write_queue import Group, WriteQueue, WriterOptions, random_uuids
+from trajstore.write_queue import WriteQueue, random_uuids
 
 
 def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedRecord:
@@ -27,10 +29,16 @@ def queue(**options: object) -> WriteQueue:
 
 
 def add(target: WriteQueue, items: list[OwnedRecord]) -> list[int]:
-    target.reserve(sum(item.nbytes for item in items))
+    batch = reserve(target, sum(item.nbytes for item in items))
     ids, uuids = target.take_ids(len(items))
-    target.submit(items, ids, uuids)
+    target.submit(batch, items, ids, uuids)
     return ids
+
+
+def reserve(target: WriteQueue, nbytes: int) -> Batch:
+    batch = Batch(nbytes)
+    target.reserve(batch, nbytes)
+    return batch
 
 
 def drain(target: WriteQueue) -> list[Group]:
@@ -54,17 +62,19 @@ def test_groups_are_of_one_schema_and_size_and_leave_nothing_out(
     ids = [number for call in items for number in add(target, call)]
     groups = drain(target)
     assert [number for group in groups for number in group.ids] == ids
-    assert [item for group in groups for item in group.owned] == [item for call in items for item in call]
-    uuids = [group.uuids[at : at + 16] for group in groups for at in range(0, len(group.uuids), 16)]
+    parts = [part for group in groups for part in group.parts]
+    assert [item for part in parts for item in part.owned] == [item for call in items for item in call]
+    uuids = [part.uuids[at : at + 16] for part in parts for at in range(0, len(part.uuids), 16)]
     assert len(set(uuids)) == len(uuids) == len(ids)
     for number, group in enumerate(groups):
-        assert (group.ticket, group.shard) == (number, number)
-        assert len({id(item.record.schema) for item in group.owned}) == 1
-        assert group.nbytes == sum(item.nbytes for item in group.owned)
-        assert group.nbytes <= limit or len(group.owned) == 1
+        (part,) = group.parts
+        assert (group.ticket, part.shard) == (number, number)
+        assert len({id(item.record.schema) for item in part.owned}) == 1
+        assert group.nbytes == part.nbytes
+        assert group.nbytes <= limit or len(part.owned) == 1
     for one, other in pairwise(groups):  # none could have been longer
-        same = one.owned[0].record.schema is other.owned[0].record.schema
-        assert not same or one.nbytes + other.owned[0].nbytes > limit
+        same = one.parts[0].owned[0].record.schema is other.parts[0].owned[0].record.schema
+        assert not same or one.nbytes + other.parts[0].owned[0].nbytes > limit
 
 
 def three_groups() -> tuple[WriteQueue, list[Group]]:
@@ -94,6 +104,7 @@ def test_a_failure_beside_a_commit_does_not_take_what_is_being_committed() -> No
     target.published(third)
     committing = target.take_ready()
     assert committing == [first]
+    second.failures = 1
     target.fail([second], StoreWriteError("no space"))  # in another thread, before the commit is done
     target.finish(committing)
     assert target.committed == 0
@@ -110,9 +121,11 @@ def test_a_commit_that_failed_is_tried_again_with_what_waited_for_it() -> None:
     target, (first, second, third) = three_groups()
     for group in (first, second, third):
         target.published(group)
+    first.failures = 1
     target.fail(target.take_ready(), StoreWriteError("no space"))
     with pytest.raises(StoreWriteError, match="no space"):
-        target.reserve(1)
+        reserve(target, 1)
+    reserve(target, 0)  # it is told once
     assert target.begin_flush() == 2
     assert [target.next_group() for _ in range(3)] == [first, second, third]
     assert target.pending_bytes == sum(group.nbytes for group in (first, second, third))
@@ -122,7 +135,7 @@ def test_a_flush_during_the_failing_write_means_try_again() -> None:
     target, (first, second, third) = three_groups()
     target.begin_flush()
     target.fail([first], StoreWriteError("old news"))
-    target.reserve(0)  # nothing is raised
+    reserve(target, 0)  # nothing is raised
     assert target.next_group() is first
     target.fail([first], StoreWriteError("new"))
     with pytest.raises(StoreWriteError, match="new"):
@@ -132,22 +145,28 @@ def test_a_flush_during_the_failing_write_means_try_again() -> None:
 
 def test_room() -> None:
     target = queue(max_pending_bytes=128, on_full="raise")
-    target.reserve(1000)  # alone, even more than the limit goes in
+    large = reserve(target, 1000)  # alone, even more than the limit goes in
     with pytest.raises(PendingFullError, match="max_pending_bytes = 128"):
-        target.reserve(1)
-    target.unreserve(1000)
-    target.reserve(64)
-    target.reserve(64)
+        reserve(target, 1)
+    assert target.withdraw(large)
+    held = [reserve(target, 64), reserve(target, 64)]
+    with pytest.raises(PendingFullError):
+        reserve(target, 1)
+    del held  # whoever reserved was interrupted, and again while giving back
+    last = reserve(target, 1)
     target.close()
     with pytest.raises(StoreClosedError):
-        target.reserve(1)
+        reserve(target, 1)
+    ids, uuids = target.take_ids(1)
+    with pytest.raises(StoreClosedError):
+        target.submit(last, [owned(1)], ids, uuids)
 
 
 def test_an_adder_waits_for_room() -> None:
     target = queue(max_pending_bytes=128)
     ids = add(target, [owned(4)])
-    target.reserve(64)
-    entered = threading.Thread(target=target.reserve, args=(64,))
+    held = reserve(target, 64)
+    entered = threading.Thread(target=reserve, args=(target, 64))
     entered.start()
     group = target.next_group()
     assert group is not None
@@ -157,6 +176,7 @@ def test_an_adder_waits_for_room() -> None:
     target.finish(target.take_ready())
     entered.join(10)
     assert not entered.is_alive()
+    assert held.nbytes == 64
 
 
 def test_ids_of_ranks_keep_apart() -> None:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from trajstore import errors
     from trajstore.buffer import TrajectoryReplayBuffer
     from trajstore.builder import EmbodiedRolloutResult
+    from trajstore.options import WriterOptions
     from trajstore.retention import Retention
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
-    from trajstore.write_queue import WriterOptions
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _MODULES = {
     "Reward": "trajectory",
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "buffer",
-    "WriterOptions": "write_queue",
+    "WriterOptions": "options",
 }
 
 

@@ -152,6 +152,21 @@ def copy_rows(
 
 
 @numba.njit(cache=True)
+def set_homes(
+    slots: np.ndarray[Any, Any],
+    samples: np.ndarray[Any, Any],
+    extra: np.ndarray[Any, Any],
+    document: np.ndarray[Any, Any],
+    positions: np.ndarray[Any, Any],
+    homes: np.ndarray[Any, Any],
+) -> None:
+    """Set slot and first rows of index entries, ``homes`` of ``[positions, 4]``; no interrupt comes in between."""
+    for i in range(len(positions)):
+        at = positions[i]
+        slots[at], samples[at], extra[at], document[at] = homes[i, 0], homes[i, 1], homes[i, 2], homes[i, 3]
+
+
+@numba.njit(cache=True)
 def copy_few_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
     """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
 

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,14 +19,18 @@ import torch
 from trajstore.arguments import check_kind, truth, whole, whole_or_none
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.choices import Choices
+from trajstore.contents import Contents, Cut, Prepared
 from trajstore.draws import Draws, Window
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, listed
+from trajstore.exits import forget, remember
 from trajstore.fields import nest
 from trajstore.formats import get_format
 from trajstore.intake import Intake, MemoryIntake, StoreIntake
+from trajstore.interrupts import uninterrupted
 from trajstore.listener import ViewListener, WeakListener, close_quietly
 from trajstore.loading import Loaded
 from trajstore.opening import open_directory
+from trajstore.options import WriterOptions
 from trajstore.places import check_no_ranks
 from trajstore.record import NothingToStoreError, record_of
 from trajstore.retention import Retention
@@ -34,7 +39,6 @@ from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 from trajstore.view import LoadRequest, View
-from trajstore.write_queue import WriterOptions
 from trajstore.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
@@ -64,7 +68,8 @@ class TrajectoryReplayBuffer:
         writer: threads and memory of the writer.
         format_options: options of the format (zarr: codec, chunking).
         storage_options: passed on to the fsspec file system.
-        on_commit: called with the ids of each commit, from a writer thread; must be quick.
+        on_commit: called with the ids of each commit, in order, by a thread of its own that holds no lock, so that it
+            may call the buffer back. ``flush`` does not wait for it, ``close`` does. What it raises is logged.
         verify_shards: compare the checksums of a shard, whole, when it is read for the first time, so that changed
             bytes raise CorruptStoreError instead of being drawn. Costs one pass over each shard.
 
@@ -151,8 +156,12 @@ class TrajectoryReplayBuffer:
         check_not_rlinf(directory)  # before anything is written there, the lock included
         self._listener = ViewListener(self._view, self._draws, on_commit)
         told = WeakListener(self._listener)
-        self._writer = StoreWriter(directory, self._format, options, told)
+        self._writer = StoreWriter(
+            directory, self._format, options, told, None if on_commit is None else told.on_commit
+        )
+        remember(self._writer)
         self._finalizer = weakref.finalize(self, close_quietly, self._writer)
+        self._finalizer.atexit = False  # too late for zarr; see trajstore.exits
         catalog = self._writer.log.catalog
         self._view.show_own(catalog)
         return StoreIntake(self._view, self._writer.queue, options, catalog.next_id)
@@ -170,7 +179,9 @@ class TrajectoryReplayBuffer:
         Raises:
             InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored and read
                 back; names the field, and its shapes or value. Nothing was added.
-            StoreWriteError: an earlier write failed; nothing was added. ``flush`` tries it again.
+            StoreWriteError: an earlier write failed; nothing was added. Each failure is told once; what could not be
+                written is kept in memory and tried again.
+            UnwritableTrajectoryError: earlier trajectories could not be written for their own sake; nothing was added.
             PendingFullError: no room for more waiting writes (``on_full="raise"``).
         """
         if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
@@ -199,6 +210,7 @@ class TrajectoryReplayBuffer:
 
         Raises:
             StoreWriteError: a write failed; names the file. What was not written is kept; call again.
+            UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
             TimeoutError: ``timeout`` seconds passed.
         """
         if self._writer is not None:
@@ -234,7 +246,7 @@ class TrajectoryReplayBuffer:
         mine = [number for number in ids if self._writer is not None and number >= self._view.own_first]
         if self._writer is not None and mine:
             self.flush()
-            self._writer.log.evict(mine)
+            uninterrupted(partial(self._writer.log.evict, mine))
         self._view.forget([number for number in ids if self._writer is None or number < self._view.own_first])
 
     def clear(self) -> None:
@@ -274,10 +286,13 @@ class TrajectoryReplayBuffer:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
         if sampler is not None:
             return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
-        with self._view.current() as contents:
+
+        def draw(contents: Contents) -> tuple[Contents, Prepared]:
             window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
             drawn = self._draws.samples(window, num_chunks)
-            prepared = contents.prepare(drawn, window.first, window.end, columns)
+            return contents, contents.prepare(drawn, window.first, window.end, columns)
+
+        contents, prepared = self._view.locked(draw)
         return nest(contents.read(prepared, out))
 
     def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
@@ -293,9 +308,12 @@ class TrajectoryReplayBuffer:
         """
         if sampler is not None:
             return self._choices.trajectories(count, self.sample_window_size, sampler)
-        with self._view.current() as contents:
+
+        def draw(contents: Contents) -> list[AnyTrajectory]:
             window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
+
+        return self._view.locked(draw)
 
     def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
         """Choose rows as :meth:`sample` does, without reading them; :meth:`read` reads them, also in another process.
@@ -356,8 +374,7 @@ class TrajectoryReplayBuffer:
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
-        with self._view.current() as contents:
-            return contents.get(contents.index.position_of(trajectory_id))
+        return self._view.locked(lambda contents: contents.get(contents.index.position_of(trajectory_id)))
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -423,6 +440,8 @@ class TrajectoryReplayBuffer:
                 "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
                 "pending_bytes": 0 if self._writer is None else self._writer.queue.pending_bytes,
                 "mapped_shards": contents.residency.mapped,
+                "write_retries": 0 if self._writer is None else self._writer.queue.retries,
+                "set_aside": 0 if self._writer is None else self._writer.queue.set_aside,
                 "held_bytes": 0 if self._writer is None else self._writer.log.garbage.held_bytes,
             }
 
@@ -458,14 +477,16 @@ class TrajectoryReplayBuffer:
             self._save_checkpoint(save_path, layout)
 
     def _save_checkpoint(self, save_path: str | Path, layout: Layout) -> None:
-        with self._view.current() as contents:
+        def picture(contents: Contents) -> tuple[CheckpointState, Cut]:
             state = CheckpointState(
                 trajectory_format=self.trajectory_format,
                 trajectory_counter=self._intake.counter,
                 seed=self.seed,
                 rng_state=self._draws.rng_state,
             )
-            cut = contents.cut()
+            return state, contents.cut()
+
+        state, cut = self._view.locked(picture)
         save_checkpoint(open_directory(save_path, **self._storage_options), cut, state, self._format, layout)
 
     def pin(self, name: str) -> int:
@@ -479,12 +500,13 @@ class TrajectoryReplayBuffer:
         if self._writer is None:
             raise StoreError("pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
         self.flush()
-        return self._writer.log.pin(name, **CheckpointState.rng_json(self.seed, self._draws.rng_state))
+        state = CheckpointState.rng_json(self.seed, self._draws.rng_state)
+        return uninterrupted(partial(self._writer.log.pin, name, **state))
 
     def unpin(self, name: str) -> None:
         """Let go of a pin; evicted trajectories that only it named are deleted."""
         if self._writer is not None:
-            self._writer.log.unpin(name)
+            uninterrupted(partial(self._writer.log.unpin, name))
 
     def load_checkpoint(
         self,
@@ -579,8 +601,12 @@ class TrajectoryReplayBuffer:
         """
         self._view.release()
         if self._writer is not None:
-            self._finalizer.detach()
-            self._writer.close()
+            try:
+                self._writer.close()
+            finally:
+                if self._writer.closed:  # else interrupted: it is closed in the background, or at exit
+                    self._finalizer.detach()
+                    forget(self._writer)
 
     def __enter__(self) -> Self:
         return self

@@ -101,8 +101,7 @@ class Choices:
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
-        with self._view.current() as contents:
-            return self._draw(contents, count, window_size, sampler)
+        return self._view.locked(lambda contents: self._draw(contents, count, window_size, sampler))
 
     def _draw(self, contents: Contents, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
         window = Window.newest(contents.index, window_size, contents.gone, contents.start)
@@ -133,8 +132,7 @@ class Choices:
             TrajectoryUnavailableError: one of them has been evicted meanwhile.
             ConfigurationError: a place lies outside its trajectory.
         """
-        with self._view.current() as contents:
-            prepared = self._prepare(contents, drawn, columns)
+        contents, prepared = self._view.locked(lambda found: (found, self._prepare(found, drawn, columns)))
         return nest(contents.read(prepared, out))
 
     def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
@@ -156,9 +154,12 @@ class Choices:
         """
         if sampler.unit != "trajectory":
             raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory', or call sample")
-        with self._view.current() as contents:
+
+        def draw(contents: Contents) -> list[AnyTrajectory]:
             drawn = self._draw(contents, count, window_size, sampler)
             return [contents.get(position) for position in self._positions(contents, drawn.ids).tolist()]
+
+        return self._view.locked(draw)
 
     def sample(
         self,
@@ -176,28 +177,36 @@ class Choices:
         """
         if sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
-        with self._view.current() as contents:
+
+        def draw(contents: Contents) -> tuple[Contents, Drawn, Prepared]:
             drawn = self._draw(contents, count, window_size, sampler)
-            prepared = self._prepare(contents, drawn, columns)
+            return contents, drawn, self._prepare(contents, drawn, columns)
+
+        contents, drawn, prepared = self._view.locked(draw)
         return Batch(nest(contents.read(prepared, out)), drawn)
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of what is shown now."""
-        with self._view.current() as contents:
-            self._follow(contents, sampler)
+        self._view.locked(lambda contents: self._follow(contents, sampler))
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories."""
-        with self._view.current() as contents:
+
+        def look(contents: Contents) -> tuple[IntArray, IntArray]:
             positions = self._positions(contents, ids)
             steps, batch = (contents.index.arrays[name][positions].astype(np.int64) for name in ("steps", "batch"))
             return steps, batch
 
+        return self._view.locked(look)
+
     def update(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile."""
-        with self._view.current() as contents:
+
+        def update(contents: Contents) -> int:
             self._follow(contents, sampler)
             return sampler.update(drawn.ids, drawn.samples, priorities)
+
+        return self._view.locked(update)
 
     def _positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
         positions = contents.index.find_many(ids)

@@ -5,17 +5,19 @@ Only for the holder of the writer's lock. What a crash leaves at each point is w
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import orjson
 
 from trajstore.catalog import Catalog
-from trajstore.commits import LOG_FOLDER, encode_line, entries_to_json, manifest_to_json, ranges_of, segment_name
+from trajstore.commits import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
 from trajstore.errors import StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.index import columns_of, starts_of
@@ -24,16 +26,22 @@ from trajstore.pins import pin_file, pin_name
 from trajstore.record import Record
 from trajstore.storage import Directory
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class NewShard:
-    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs."""
+    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
+
+    ``entries`` is what the log says of the trajectories, as JSON.
+    """
 
     number: int
     manifest: ShardManifest
     records: Sequence[Record]
     ids: Sequence[int]
     uuids: bytes
+    entries: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +54,19 @@ class Commit:
 
 
 class CommitListener(Protocol):
-    """What a writer tells; called with the log's lock held, so it must not call the writer back."""
+    """What a writer tells; called with the log's lock held, so it must not call the writer back.
+
+    What it is told is durable: an error that it raises is logged and changes nothing.
+    """
 
     def metadata(self) -> Mapping[str, Any]:
         """Return what else ``metadata.json`` shall say (seed, ...)."""
 
     def committed(self, commits: Sequence[Commit]) -> None:
         """These shards are durable."""
+
+    def rejected(self, ids: Sequence[int]) -> None:
+        """These trajectories cannot be written, for their own sake, and will never be durable."""
 
     def to_evict(self) -> Sequence[int]:
         """Return the ids that retention wants gone now."""
@@ -85,6 +99,7 @@ class CommitLog:
         self._snapshot_bytes = snapshot_bytes
         self._listener = listener
         self._holds = 0
+        self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
         self.catalog = self._open()
@@ -130,11 +145,17 @@ class CommitLog:
     def record(self, shards: Sequence[NewShard]) -> None:
         """Append shards to the log in one go, take them into the catalog, and tell the listener.
 
+        Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
+
         Raises:
             StoreWriteError: the log could not be written; nothing of it happened.
         """
+        if not shards:
+            return
+        self._check_in_step()
         catalog = self.catalog
         lines = []
+        commits = []
         told: set[int] = set()
         for offset, shard in enumerate(shards):
             schema = catalog.shards.number_of_schema(shard.manifest.schema)
@@ -148,21 +169,43 @@ class CommitLog:
                         "number": shard.number,
                         "schemas": new,
                         "shard": manifest_to_json(shard.manifest, schema),
-                        "entries": entries_to_json(shard.records, shard.ids, shard.uuids),
+                        "entries": orjson.Fragment(shard.entries),
                     }
                 )
             )
-        self._append(b"".join(lines))
-        self._told_schemas |= told
-        commits = []
-        for shard in shards:
-            records = shard.records
-            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, len(catalog.shards))
+            records, row = shard.records, len(catalog.shards) + offset
+            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
             columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
-            row = catalog.add(shard.number, shard.manifest, columns)
-            catalog.generation += 1
             commits.append(Commit(tuple(shard.ids), row, columns))
-        self._listener.committed(commits)
+        catalog.index.reserve(sum([len(shard.ids) for shard in shards]))
+        self._append(b"".join(lines))
+        with self._durable():
+            self._told_schemas |= told
+            for shard, commit in zip(shards, commits, strict=True):
+                catalog.add(shard.number, shard.manifest, commit.columns)
+                catalog.generation += 1
+        self._tell(lambda: self._listener.committed(commits))
+
+    @contextmanager
+    def _durable(self) -> Iterator[None]:
+        """Take what is in the log into the catalog. If that fails, nothing more may be written on top of it."""
+        try:
+            yield
+        except Exception as error:  # a bug, or no memory left; the disk is right and stays so
+            logger.exception("%s: what was committed could not be taken in", self.directory.url)
+            self._out_of_step = error
+
+    def _check_in_step(self) -> None:
+        if self._out_of_step is not None:
+            raise StoreWriteError(
+                f"{self.directory.url}: holds more than this writer knows ({self._out_of_step!r}); open it again"
+            ) from self._out_of_step
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # what it was told is durable all the same
+            logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
 
     def keep_house(self) -> None:
         """Evict what retention wants gone, and write the index if the log has grown much.
@@ -207,12 +250,14 @@ class CommitLog:
     def _evict(self, ids: Sequence[int]) -> None:
         if not ids:
             return
+        self._check_in_step()
         catalog = self.catalog
         ranges = ranges_of(sorted(ids))
         self._append(encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges}))
-        catalog.evict(np.array(ranges, np.int64))
-        catalog.generation += 1
-        self._listener.evicted(ids)
+        with self._durable():
+            catalog.evict(np.array(ranges, np.int64))
+            catalog.generation += 1
+        self._tell(lambda: self._listener.evicted(ids))
         self._collect_garbage(catalog)
 
     def pin(self, name: str, **state: Any) -> int:
@@ -284,6 +329,7 @@ class CommitLog:
                 self.directory.append(self._segment, b"")
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
+        self._check_in_step()
         try:
             index = catalog.snapshot_file()
             self.directory.publish([index])

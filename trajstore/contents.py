@@ -195,21 +195,36 @@ class Contents:
         self.start = self.index.first + int(np.count_nonzero(self.index["shard"] == GONE))
 
     def add(self, owned: Sequence[OwnedRecord], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
-        """Append trajectories that are in memory; ``pending`` ones stay there until they are committed."""
+        """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
+
+        All of them are shown at once. If this raises, call :meth:`retract`.
+        """
         records = [item.record for item in owned]
         with self.lock:
+            columns = columns_of(records, ids, uuids, self.index.weights, GONE)
+            columns |= {name: np.zeros(len(ids), np.int64) for name in _STARTS}
             for at in range(len(records)):
                 item = owned[at]
                 slot = self.residency.add_memory(item)
                 self._held[ids[at]] = _Held(slot, item.nbytes, None, pending, item.record)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)
-            columns = columns_of(records, ids, uuids, self.index.weights, GONE)
-            columns |= {name: np.zeros(len(ids), np.int64) for name in _STARTS}
             columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
             self._append(columns)
             self.added += len(ids)
             self._trim()
+
+    def retract(self, ids: Sequence[int]) -> None:
+        """Forget trajectories, however far :meth:`add` came with them."""
+        with self.lock:
+            found = self.index.find_many(ids)
+            self.drop(found[found >= 0])
+            for number in ids:  # what the index does not have yet
+                held = self._held.pop(number, None)
+                if self.cache is not None:
+                    self.cache.discard(number)
+                if held is not None:
+                    self.residency.release(held.slot)
 
     def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
         """Note that pending trajectories are on disk now, in this row of a source."""
@@ -242,16 +257,24 @@ class Contents:
         if not going:
             return
         positions = self.index.find_many(going)
-        gone = [self._held.pop(number) for number in going]
-        homes = np.array([held.home or (GONE, 0, 0, 0) for held in gone], np.int64)
+        homes = np.array([self._held[number].home or (GONE, 0, 0, 0) for number in going], np.int64)
         known = positions >= 0
-        for at, name in enumerate(("shard", *_STARTS)):
-            self.index.arrays[name][positions[known]] = homes[known, at]
         lost = positions[known & (homes[:, 0] == GONE)]
         if len(lost):
             self.gone = range(self.gone.start if self.gone else int(lost[0]), int(lost[-1]) + 1)
-        for held in gone:
-            self.residency.release(held.slot)
+        self._point(positions[known], homes[known])
+        for number in going:
+            self.residency.release(self._held.pop(number).slot)
+
+    def _point(self, positions: npt.NDArray[np.int64], homes: npt.NDArray[np.int64]) -> None:
+        """Let entries be read from elsewhere: ``homes`` has slot and first rows, ``[positions, 4]``.
+
+        At one stroke: an entry with the slot of one place and the rows of another would be read out of bounds.
+        """
+        from trajstore._kernels import set_homes
+
+        slots, samples, extra, document = (self.index.arrays[name] for name in ("shard", *_STARTS))
+        set_homes(slots, samples, extra, document, positions, homes)
 
     def clear_cache(self) -> None:
         """Drop what is cached. What is nowhere else stays."""
@@ -396,9 +419,7 @@ class Contents:
             home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *_STARTS))
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self._held[number] = _Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
-            self.index.arrays["shard"][position] = slot
-            for name in _STARTS:
-                self.index.arrays[name][position] = 0
+            self._point(np.array([position], np.int64), np.array([[slot, 0, 0, 0]], np.int64))
             if self.cache is not None:
                 self.cache.put(number, nbytes)
             self._decoded.append(number)

@@ -13,6 +13,7 @@ Each message names the file or field at fault and says what to do about it. The 
         ├── StoreNotFoundError (FileNotFoundError)   no store at this path
         ├── StoreLockedError                     another writer holds the directory; names the holder
         ├── StoreWriteError (OSError)            a write did not reach the disk; names the file
+        │   └── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
         ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
         ├── StoreClosedError                     used after close(), or in a forked child
         ├── UnsupportedVersionError              the directory was written by a newer layout
@@ -81,6 +82,26 @@ class StoreWriteError(StoreError, OSError):
     """A write did not reach the disk. What was not written is still held in memory."""
 
     __str__ = Exception.__str__
+
+
+class UnwritableTrajectoryError(StoreWriteError):
+    """Trajectories that had been added cannot be written, for their own sake. All others went on without them.
+
+    Attributes:
+        ids: of these trajectories, which the store does not hold.
+    """
+
+    def __init__(self, message: str, ids: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ids = list(ids)
+
+    @staticmethod
+    def of(errors: Iterable[UnwritableTrajectoryError]) -> UnwritableTrajectoryError:
+        """Return one error that says what several say."""
+        several = list(errors)
+        return UnwritableTrajectoryError(
+            listed((str(error) for error in several), 3), [number for error in several for number in error.ids]
+        )
 
 
 class PendingFullError(StoreError):

@@ -101,7 +101,7 @@ class TrajectoryIndex:
         first one leave them, so that an index is never much larger than what it has had at one time.
         """
         count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
-        self._reserve(self.end + count)
+        self.reserve(count)
         new = slice(self.end, self.end + count)
         for name, array in self.arrays.items():
             array[new] = columns[name]
@@ -114,7 +114,9 @@ class TrajectoryIndex:
         self._order = None
         return range(new.start, new.stop)
 
-    def _reserve(self, capacity: int) -> None:
+    def reserve(self, count: int) -> None:
+        """Have memory for ``count`` more entries."""
+        capacity = self.end + count
         if capacity <= len(self.ends):
             return
         kept = slice(self.first, self.end)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 from trajstore.arena import Arena
+from trajstore.groups import Batch
+from trajstore.interrupts import uninterrupted
+from trajstore.options import WriterOptions
 from trajstore.pending import groups, own
 from trajstore.record import Record
 from trajstore.view import View
-from trajstore.write_queue import WriteQueue, WriterOptions, random_uuids
+from trajstore.write_queue import WriteQueue, random_uuids
 
 
 class Intake(ABC):
@@ -22,7 +26,7 @@ class Intake(ABC):
     """
 
     def __init__(self, view: View) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.counter = 0
         self._view = view
 
@@ -54,7 +58,7 @@ class MemoryIntake(Intake):
         owned = own(records, self._arena)
         with self.lock:
             ids = [self._next_id + i * self._stride for i in range(len(owned))]
-            self._next_id = ids[-1] + self._stride
+            self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
             self.counter = ids[-1] + 1
             self._view.contents.add(owned, ids, random_uuids(len(owned)), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
@@ -85,30 +89,42 @@ class StoreIntake(Intake):
     def add(self, records: Sequence[Record]) -> list[int]:
         """Add records; waits for room in the queue, or raises, as its options say.
 
+        A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
+        whole or not at all.
+
         Raises:
             StoreWriteError: an earlier write failed.
             PendingFullError: there is no room and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        ids = []
-        for group, nbytes in groups(records, self._shard_bytes):
-            ids += self._submit(group, nbytes)
+        ids: list[int] = []
+        pieces = list(groups(records, self._shard_bytes))
+        total: int | None = sum([nbytes for _, nbytes in pieces])
+        for piece, nbytes in pieces:
+            ids += self._submit(piece, Batch(nbytes), total)
+            total = None
         return ids
 
-    def _submit(self, records: Sequence[Record], nbytes: int) -> list[int]:
+    def _submit(self, records: Sequence[Record], batch: Batch, total: int | None) -> list[int]:
         queue = self._queue
-        queue.reserve(nbytes)
+        ids: list[int] = []
         try:
+            queue.reserve(batch, total)
             owned = own(records, self._arena)
+            with self.lock:
+                ids, uuids = queue.take_ids(len(owned))
+                self._view.contents.add(owned, ids, uuids, pending=True)
+                queue.submit(batch, owned, ids, uuids)
+                self.counter = ids[-1] + 1
         except BaseException:
-            queue.unreserve(nbytes)
+            uninterrupted(partial(self._take_back, batch, ids))
             raise
-        with self.lock:
-            ids, uuids = queue.take_ids(len(owned))
-            self._view.contents.add(owned, ids, uuids, pending=True)
-            queue.submit(owned, ids, uuids)
-            self.counter = ids[-1] + 1
         return ids
+
+    def _take_back(self, batch: Batch, ids: Sequence[int]) -> None:
+        """Undo what was begun; a batch that is queued already stays."""
+        if self._queue.withdraw(batch):
+            self._view.contents.retract(ids)
 
     def go_on(self, counter: int, first: int, stride: int) -> None:
         self.counter = counter

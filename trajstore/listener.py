@@ -11,6 +11,7 @@ from typing import Any
 from trajstore.commit_log import Commit
 from trajstore.draws import Draws
 from trajstore.errors import StoreError
+from trajstore.exits import forget
 from trajstore.view import OWN_SOURCE, View
 from trajstore.writer import StoreWriter
 
@@ -23,13 +24,13 @@ class ViewListener:
     Args:
         view: what is brought up to date.
         draws: its seed goes into the store's metadata.
-        on_commit: called with the ids of each commit.
+        on_commit: the user's function; it may hold the buffer, so only the buffer may hold it.
     """
 
     def __init__(self, view: View, draws: Draws, on_commit: Callable[[Sequence[int]], None] | None) -> None:
+        self.on_commit = on_commit
         self._view = view
         self._draws = draws
-        self._on_commit = on_commit
         self._committed = -1
 
     def metadata(self) -> Mapping[str, Any]:
@@ -37,16 +38,14 @@ class ViewListener:
         return {"seed": self._draws.seed}
 
     def committed(self, commits: Sequence[Commit]) -> None:
-        """Let these shards be read from disk, and call ``on_commit``."""
-        self._committed = commits[-1].ids[-1]
+        """Let these shards be read from disk."""
+        self._committed = max(commit.ids[-1] for commit in commits)
         for commit in commits:
             self._view.contents.committed(OWN_SOURCE, commit.row, commit.ids, commit.columns)
-        if self._on_commit is not None:
-            for commit in commits:
-                try:
-                    self._on_commit(commit.ids)
-                except Exception:  # a user's callback must not undo a commit
-                    logger.exception("on_commit raised")
+
+    def rejected(self, ids: Sequence[int]) -> None:
+        """Show these no longer: they will never be on disk."""
+        self._view.forget(ids)
 
     def to_evict(self) -> Sequence[int]:
         """Return the ids that the store shall delete; what was loaded from elsewhere is only forgotten."""
@@ -73,6 +72,17 @@ class WeakListener:
         if listener is not None:
             listener.committed(commits)
 
+    def rejected(self, ids: Sequence[int]) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.rejected(ids)
+
+    def on_commit(self, ids: Sequence[int]) -> None:
+        """Call the user's function with the ids of a commit."""
+        listener = self._listener()
+        if listener is not None and listener.on_commit is not None:
+            listener.on_commit(ids)
+
     def to_evict(self) -> Sequence[int]:
         listener = self._listener()
         return [] if listener is None else listener.to_evict()
@@ -92,3 +102,4 @@ def close_quietly(writer: StoreWriter) -> None:
         writer.close()
     except StoreError as error:
         logger.error("%s", error)
+    forget(writer)

@@ -92,16 +92,24 @@ def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
 
 
 class Scratch:
-    """One thread's memory for what it is writing just now; each call takes back what the last one gave."""
+    """One thread's memory for what it is writing just now."""
 
     def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        self._blocks: list[npt.NDArray[np.uint8]] = []
+        self._used = 0
+
+    def reset(self) -> None:
+        """Take back what was given."""
+        self._used = 0
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return ``nbytes`` bytes, uninitialised."""
-        if len(self._memory) < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        return self._memory[:nbytes]
+        """Return ``nbytes`` bytes, uninitialised, until the next :meth:`reset`."""
+        if self._used == len(self._blocks):
+            self._blocks.append(np.empty(0, np.uint8))
+        if len(self._blocks[self._used]) < nbytes:
+            self._blocks[self._used] = np.empty(nbytes, np.uint8)
+        self._used += 1
+        return self._blocks[self._used - 1][:nbytes]
 
 
 def content_of(owned: Sequence[OwnedRecord], scratch: Scratch) -> ShardContent:

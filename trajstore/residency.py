@@ -220,9 +220,9 @@ class Residency:
         self._reserve(self._count)
         self.addresses[slot, numbers] = shard.addresses
         self.axes[slot, numbers] = [column.axis if column.axis <= 2 else ANY_AXIS for column in shard.schema.columns]
-        self.signature[slot] = signature
         self._owners[slot] = shard
         self._schemas[slot] = shard.schema
+        self.signature[slot] = signature  # last: from here on the addresses are used
 
     def _numbered(self, schema: Schema) -> tuple[npt.NDArray[np.int64], int]:
         """Return the numbers of a schema's columns, and of the set of them that can be sampled."""

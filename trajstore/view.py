@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from trajstore.sources import Source, StoreSource
 from trajstore.storage import Directory, ReaderLease
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAP_LIMIT = 16384
 
@@ -87,15 +89,17 @@ class View:
             contents.attach(StoreSource(self._own, self._verify_shards))
         return contents
 
-    @contextmanager
-    def current(self) -> Iterator[Contents]:
-        """Lock the contents; those that were replaced while waiting for their lock may lack files by now."""
+    def locked(self, call: Callable[[Contents], T]) -> T:
+        """Return what ``call`` makes of the contents, whose lock is held meanwhile.
+
+        Contents that were replaced while their lock was waited for may lack files by now. (A context manager written
+        in Python would keep the lock if Ctrl-C came while it returns.)
+        """
         while True:
             contents = self.contents
             with contents.lock:
                 if contents is self.contents:
-                    yield contents
-                    return
+                    return call(contents)
 
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
@@ -208,9 +212,12 @@ class View:
         """Show these trajectories no longer; unknown ids are passed over."""
         if not len(ids):
             return
-        with self.current() as contents:
+
+        def drop(contents: Contents) -> None:
             found = [contents.index.find(number) for number in ids]
             contents.drop(np.array([position for position in found if position is not None], np.intp))
+
+        self.locked(drop)
 
     def expire(self, newest: int) -> list[int]:
         """Return what retention wants gone, oldest first; of a store's buffer, what was loaded is only forgotten.
@@ -221,7 +228,8 @@ class View:
         """
         if self.retention == Retention():
             return []
-        with self.current() as contents:
+
+        def to_evict(contents: Contents) -> list[int]:
             index = contents.index
             safe = int(np.searchsorted(index["trajectory_id"], newest, side="right"))
             positions = index.first + self.retention.to_evict(index.slice(0, safe))
@@ -230,3 +238,5 @@ class View:
             if loaded:
                 self.forget(loaded)
             return [number for number in ids if number >= self.own_first and not contents.is_pending(number)]
+
+        return self.locked(to_evict)

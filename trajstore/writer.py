@@ -11,15 +11,19 @@ import contextlib
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable, Sequence
 
+from trajstore.callbacks import CommitCallbacks
 from trajstore.commit_log import CommitListener, CommitLog, check_process
-from trajstore.errors import StoreLockedError, StoreWriteError
-from trajstore.formats.base import ShardManifest, TrajectoryFormat
-from trajstore.manifest import manifest_of
-from trajstore.pending import Scratch, content_of
-from trajstore.shards import shard_name
+from trajstore.errors import StoreLockedError, StoreWriteError, TrajstoreError, UnwritableTrajectoryError
+from trajstore.formats.base import TrajectoryFormat
+from trajstore.groups import Group
+from trajstore.interrupts import uninterrupted
+from trajstore.options import WriterOptions
+from trajstore.publishing import Publisher, Unwritable
 from trajstore.storage import Directory
-from trajstore.write_queue import Group, WriteQueue, WriterOptions
+from trajstore.write_queue import WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ class StoreWriter:
         trajectory_format: how new shards are written.
         options: threads and memory.
         listener: told by a pool thread of each commit and eviction, before ``flush`` learns of it.
+        on_commit: called with the ids of each commit by a thread of its own, after ``flush`` could learn of it.
 
     Attributes:
         queue: takes what is to be written, and tells what is committed.
@@ -49,9 +54,10 @@ class StoreWriter:
         trajectory_format: TrajectoryFormat,
         options: WriterOptions,
         listener: CommitListener,
+        on_commit: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.directory = directory
-        self.options = options
+        self._listener = listener
         self._format = trajectory_format
         self._pid = os.getpid()
         try:
@@ -65,6 +71,9 @@ class StoreWriter:
             raise
         catalog = self.log.catalog
         self.queue = WriteQueue(directory.url, options, catalog.next_id, catalog.next_shard, self._check_process)
+        self._callbacks = None if on_commit is None else CommitCallbacks(on_commit, directory.url)
+        self._close_lock = threading.Lock()
+        self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"trajstore-writer-{i}", daemon=True)
             for i in range(options.threads)
@@ -82,6 +91,7 @@ class StoreWriter:
 
         Raises:
             StoreWriteError: it failed (again); names the file.
+            UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
             StoreClosedError: the writer belongs to the parent process.
             TimeoutError: ``timeout`` seconds passed.
         """
@@ -94,46 +104,101 @@ class StoreWriter:
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
         if self.log.unsettled:
-            with self.log.lock:
-                self.log.keep_house()
+            uninterrupted(self._settle)
+        self.queue.tell_untold()
+
+    def _settle(self) -> None:
+        with self.log.lock:
+            self.log.keep_house()
 
     # -- the pool ---------------------------------------------------------------------------------
 
     def _work(self) -> None:
         _yield_to_callers()
-        scratch = Scratch()
-        while (group := self.queue.next_group()) is not None:
+        publisher = Publisher(self.directory, self._format, self.queue.new_shard)
+        while True:
             try:
-                if group.manifest is None:
-                    group.manifest = self._publish(group, scratch)
+                group = self.queue.next_group()
+            except Exception:  # out of memory, if ever; without its threads the queue would stand still
+                logger.exception("writing %s", self.directory.url)
+                time.sleep(0.1)
+                continue
+            if group is None:
+                return
+            try:
+                self._publish(group, publisher)
             except Exception as error:  # whatever went wrong must reach the caller, not end a thread unseen
                 self._fail([group], error)
             else:
                 self.queue.published(group)
                 self._commit_ready()
+            del group  # not to be kept alive while there is nothing to do
 
-    def _publish(self, group: Group, scratch: Scratch) -> ShardManifest:
-        name = shard_name(group.shard)
-        content = content_of(group.owned, scratch)
-        encoded = self._format.encode(name, content)
-        self.directory.publish(encoded.files)
-        return manifest_of(encoded, self._format.name, name, content)
+    def _publish(self, group: Group, publisher: Publisher) -> None:
+        """Make a group's files durable; what cannot be written for its own sake leaves the group."""
+        if all(part.manifest is not None for part in group.parts):
+            return  # an earlier attempt did; only the log failed
+        group.parts, unwritable = publisher.publish(group.parts, group.failures)
+        self._set_aside(group, unwritable)
+
+    def _set_aside(self, group: Group, unwritable: Sequence[Unwritable]) -> None:
+        if not unwritable:
+            return
+        ids = [number for item in unwritable for number in item.ids]
+        first = unwritable[0]
+        error = UnwritableTrajectoryError(
+            f"{self.directory.url}: trajectories {ids} cannot be written and were set aside; the others went on. "
+            f"{type(first.error).__name__}: {first.error}",
+            ids,
+        )
+        error.__cause__ = first.error
+        logger.error("%s", error)
+        self.queue.reject(group, error, sum(item.nbytes for item in unwritable))
+        try:
+            self._listener.rejected(ids)
+        except Exception:  # whoever listens must not stop what is written
+            logger.exception("%s: trajectories %s are still shown", self.directory.url, ids)
 
     def _commit_ready(self) -> None:
         """Record all groups whose turn it is; if an earlier one is missing, that one's thread does it."""
         with self.log.lock:
             groups = self.queue.take_ready()
-            if not groups:
-                return
-            try:
-                self.log.record([group.new_shard() for group in groups])
-            except Exception as error:  # as above
-                self._fail(groups, error)
-                return
-            failure = self._keep_house()
-            self.queue.finish(groups)
-            if failure is not None:
-                self.queue.tell(failure)
+            while groups:
+                try:
+                    recorded = self._record(groups)
+                except Exception as error:  # as above
+                    self._fail(groups, error)
+                    return
+                failure = self._keep_house()
+                overcome = self.queue.finish(recorded)
+                if overcome:
+                    logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
+                if failure is not None:
+                    self.queue.tell(failure)
+                if self._callbacks is not None:
+                    for group in recorded:
+                        for part in group.parts:
+                            self._callbacks.put(tuple(part.ids))
+                groups = groups[len(recorded) :]
+
+    def _record(self, groups: list[Group]) -> list[Group]:
+        """Record groups, at least the first one; return those that are done with.
+
+        Raises:
+            StoreWriteError: the log could not be written.
+            MemoryError: there is none.
+        """
+        try:
+            self.log.record([part.new_shard() for group in groups for part in group.parts])
+        except (TrajstoreError, MemoryError, OSError):
+            raise
+        except Exception as error:  # whatever it is, it must not stop what comes behind
+            if len(groups) > 1:
+                return self._record(groups[:1])
+            (group,) = groups
+            self._set_aside(group, [Unwritable(group.ids, group.nbytes, error)])
+            group.parts = []
+        return groups
 
     def _keep_house(self) -> StoreWriteError | None:
         """Evict and take a snapshot if it is time; return what went wrong. The commit itself stands.
@@ -154,13 +219,15 @@ class StoreWriter:
         if isinstance(error, StoreWriteError):
             failure = error
         else:
-            count = sum(len(group.ids) for group in groups)
+            ids = [number for group in groups for number in group.ids]
             failure = StoreWriteError(
-                f"{error}: {count} trajectories from id {groups[0].ids[0]} on are not on disk; "
-                "they are kept in memory and flush() tries again"
+                f"{error or repr(error)}: {len(ids)} trajectories from id {min(ids, default=-1)} on are not on disk; "
+                "they are kept in memory and tried again"
             )
             failure.__cause__ = error
-        logger.error("writing %s failed: %s", self.directory.url, error, exc_info=error)
+        # An error of the disk says all that there is to say; others are bugs, and need the place.
+        trace = None if isinstance(error, OSError | TrajstoreError) else error
+        logger.warning("writing %s failed: %s", self.directory.url, failure, exc_info=trace)
         self.queue.fail(groups, failure)
 
     def is_own_thread(self) -> bool:
@@ -169,23 +236,51 @@ class StoreWriter:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has come to its end, or need not."""
+        return self._closed or os.getpid() != self._pid
+
     def close(self) -> None:
         """Flush, write a snapshot, stop the threads and give the lock back. Closing again does nothing.
+
+        An interrupt ends the waiting for it; the closing itself goes on.
 
         Raises:
             StoreWriteError: something did not reach the disk; the writer is closed all the same.
         """
-        if os.getpid() != self._pid or self.queue.closing:
-            return
-        try:
-            self.flush()
-            self.log.snapshot()
-        finally:
+        if not self.closed:
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._close_lock:
+            if self._closed:
+                return
+            failure = self._try(self.flush)
+            if failure is None or isinstance(failure, UnwritableTrajectoryError):
+                failure = self._try(self.log.snapshot) or failure
             self.queue.close()
             for thread in self._threads:
                 thread.join()
             self.log.close()
             self._lock.release()
+            self._closed = True
+        if self._callbacks is not None:
+            self._callbacks.close()
+        lost = self.queue.pending_ids
+        if lost:
+            raise StoreWriteError(
+                f"{failure}; the store was closed, and {len(lost)} trajectories from id {min(lost)} on are lost"
+            ) from failure
+        if failure is not None:
+            raise failure
+
+    def _try(self, call: Callable[[], None]) -> StoreWriteError | None:
+        try:
+            call()
+        except StoreWriteError as error:
+            return error
+        return None
 
 
 def _yield_to_callers() -> None:

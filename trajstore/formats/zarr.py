@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import quote
 
@@ -28,6 +28,7 @@ import orjson
 import torch
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, TrajstoreError
+from trajstore.exits import close_before_what_was_imported_now
 from trajstore.formats.base import (
     Buffer,
     ColumnPlace,
@@ -151,12 +152,14 @@ def node_name(column: str) -> str:
     return name
 
 
+@cache
 def _import_zarr() -> Any:
     try:
         import zarr
         import zarr.buffer.cpu  # not loaded by zarr itself
     except ImportError as error:
         raise MissingDependencyError("zarr", "zarr") from error
+    close_before_what_was_imported_now()
     return zarr
 
 

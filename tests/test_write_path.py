@@ -1,0 +1,402 @@
+"""The way to the disk: nothing hangs, nothing poisons the queue, a durable commit never fails afterwards."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.commit_log import CommitLog
+from trajstore.contents import Contents
+from trajstore.errors import StoreWriteError, UnwritableTrajectoryError
+from trajstore.local import LocalDirectory
+from trajstore.testing.faults import FaultPlan, failing_disk
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.verify import verify
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
+
+
+def contents_of(path: Path) -> list[int]:
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        reader.load_checkpoint(path)
+        return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
+
+
+# -- an add that fails gives back what it took -------------------------------------------------------
+
+STEPS = [
+    "trajstore.write_queue.WriteQueue.reserve",
+    "trajstore.write_queue.WriteQueue.take_ids",
+    "trajstore.contents.Contents.add",
+    "trajstore.contents.Contents._trim",
+    "trajstore.write_queue.WriteQueue.submit",
+    "trajstore.intake.own",
+    "trajstore.contents.columns_of",
+]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), OverflowError("too large")], ids=repr)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.split(".")[-1])
+def test_whatever_a_step_of_add_raises_the_store_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    def broken(*arguments: Any, **keywords: Any) -> None:
+        raise error
+
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+        with monkeypatch.context() as patched:
+            patched.setattr(step, broken)
+            with pytest.raises(type(error)):
+                buffer.add_trajectories([witness(1)])
+        assert len(buffer) == 1
+        ids = buffer.add_trajectories([witness(2)])
+        buffer.flush(timeout=20)
+        assert buffer.get_stats()["pending_bytes"] == 0
+        assert buffer.wait(ids) is True
+    assert contents_of(tmp_path / "store") == [0, 2]
+
+
+def test_waiting_for_a_trajectory_that_was_never_added_ends(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as buffer:
+        with pytest.raises(KeyError, match="no trajectory has the id 7"):
+            buffer.wait([7])
+        buffer.add_trajectories([witness(0)])
+        with pytest.raises(KeyError, match="no trajectory has the id 7"):
+            buffer.wait([7])
+
+
+# -- what cannot be written for its own sake ---------------------------------------------------------
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> None:
+    """Let the trajectories with these ids be refused by the format."""
+    from trajstore import publishing
+
+    real = publishing.entries_to_json
+
+    def entries(records: Any, ids: Sequence[int], uuids: bytes) -> Any:
+        if bad.intersection(ids):
+            raise error
+        return real(records, ids, uuids)
+
+    monkeypatch.setattr(publishing, "entries_to_json", entries)
+
+
+def test_one_that_cannot_be_written_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {3, 9}, UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"))
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=30.0)) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(12)])
+        with pytest.raises(UnwritableTrajectoryError, match=r"trajectories \[.*3.*surrogates not allowed") as told:
+            buffer.flush()
+        assert sorted(told.value.ids) == [3, 9]
+        assert buffer.get_stats()["set_aside"] == 2
+        assert buffer.get_stats()["pending_bytes"] == 0
+        buffer.flush()  # told once
+        assert buffer.trajectory_ids.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 10, 11]
+        assert buffer.add_trajectories([witness(12)]) == [12]
+    assert contents_of(tmp_path / "store") == [0, 1, 2, 4, 5, 6, 7, 8, 10, 11, 12]
+    assert verify(tmp_path / "store").sound
+
+
+def test_the_next_add_and_close_tell_of_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {0, 2}, ValueError("no such value"))
+    buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
+    buffer.add_trajectories([witness(0)])
+    eventually(lambda: buffer.get_stats()["set_aside"] == 1)
+    with pytest.raises(UnwritableTrajectoryError, match="no such value"):
+        buffer.add_trajectories([witness(1)])
+    buffer.add_trajectories([witness(1)])
+    buffer.add_trajectories([witness(2)])
+    with pytest.raises(UnwritableTrajectoryError, match="no such value"):
+        buffer.close()
+    assert contents_of(tmp_path / "store") == [1]
+
+
+def test_an_error_that_may_be_anybodys_is_taken_for_the_trajectorys_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, {1}, RuntimeError("odd"))
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=30.0)) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        told: list[StoreWriteError] = []
+        while not told or not isinstance(told[-1], UnwritableTrajectoryError):
+            with pytest.raises(StoreWriteError, match="odd") as error:
+                buffer.flush()
+            told.append(error.value)
+        assert told[-1].ids == [1]
+    assert contents_of(tmp_path / "store") == [0, 2]
+
+
+def test_a_name_that_the_disk_never_takes_is_the_trajectorys_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalDirectory.publish
+    seen: list[int] = []
+
+    def publish(self: LocalDirectory, files: Sequence[Any]) -> None:
+        if any(file.name.startswith("shards/") for file in files) and not seen:
+            seen.append(1)
+            raise OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300)
+        real(self, files)
+
+    monkeypatch.setattr(LocalDirectory, "publish", publish)
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+        with pytest.raises(UnwritableTrajectoryError, match="File name too long"):
+            buffer.flush()
+    assert contents_of(tmp_path / "store") == []
+
+
+# -- a durable commit never fails afterwards ---------------------------------------------------------
+
+
+def test_a_listener_that_fails_makes_no_append_happen_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("the view is broken")
+
+    with opened(tmp_path / "store") as buffer:
+        with monkeypatch.context() as patched:
+            patched.setattr(Contents, "committed", broken)
+            buffer.add_trajectories([witness(0)])
+            buffer.flush()
+        buffer.flush()
+        buffer.add_trajectories([witness(1)])
+        buffer.flush()
+        assert [check_trajectory(buffer.get(number)) for number in (0, 1)] == [0, 1]
+    assert contents_of(tmp_path / "store") == [0, 1]
+    assert verify(tmp_path / "store").sound
+    assert "could not be shown" in caplog.text
+
+
+def test_what_is_on_disk_and_not_in_memory_is_never_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise MemoryError
+
+    buffer = opened(tmp_path / "store")
+    with monkeypatch.context() as patched:
+        patched.setattr("trajstore.catalog.Catalog.add", broken)
+        buffer.add_trajectories([witness(0)])
+        buffer.flush()
+    buffer.add_trajectories([witness(1)])
+    with pytest.raises(StoreWriteError, match="open it again"):
+        buffer.flush()
+    with pytest.raises(StoreWriteError, match="1 trajectories from id 1 on are lost"):
+        buffer.close()
+    assert contents_of(tmp_path / "store") == [0]
+    with opened(tmp_path / "store") as buffer:
+        assert buffer.add_trajectories([witness(2)]) == [1]
+    assert contents_of(tmp_path / "store") == [0, 2]
+
+
+# -- callbacks ---------------------------------------------------------------------------------------
+
+
+def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
+    told: list[int] = []
+    done = threading.Event()
+
+    def on_commit(ids: Sequence[int]) -> None:
+        assert threading.current_thread().name == "trajstore-on-commit"
+        told.extend(ids)
+        if 0 in ids:
+            buffer.evict([0])
+            buffer.add_trajectories([witness(5)])
+            buffer.flush()
+            buffer.sample(2)
+            buffer.save_checkpoint(tmp_path / "checkpoint")
+        if 3 in ids:
+            done.set()
+
+    with opened(tmp_path / "store", on_commit=on_commit) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        assert done.wait(30)
+    assert told == [0, 1, 2, 3]
+    assert contents_of(tmp_path / "store") == [1, 2, 5]
+    assert contents_of(tmp_path / "checkpoint") == [1, 2, 5]
+
+
+def test_flush_does_not_wait_for_a_callback_that_waits_for_the_caller(tmp_path: Path) -> None:
+    mine = threading.Lock()
+    told: list[int] = []
+
+    def on_commit(ids: Sequence[int]) -> None:
+        with mine:
+            told.extend(ids)
+
+    with opened(tmp_path / "store", on_commit=on_commit) as buffer, mine:
+        buffer.add_trajectories([witness(0)])
+        buffer.flush()
+        assert told == []
+    assert told == [0]
+
+
+def test_a_callback_may_close_the_buffer_and_does_not_keep_it_alive(tmp_path: Path) -> None:
+    closed = threading.Event()
+
+    def on_commit(ids: Sequence[int]) -> None:
+        buffer.close()
+        closed.set()
+
+    buffer = opened(tmp_path / "store", on_commit=on_commit)
+    buffer.add_trajectories([witness(0)])
+    assert closed.wait(30)
+    assert contents_of(tmp_path / "store") == [0]
+
+    class Holder:
+        buffer: TrajectoryReplayBuffer
+
+        def on_commit(self, ids: Sequence[int]) -> None:
+            pass
+
+    holder = Holder()
+    holder.buffer = opened(tmp_path / "other", on_commit=holder.on_commit)
+    del holder
+    gc.collect()
+    with opened(tmp_path / "other"):  # the lock is free
+        pass
+
+
+# -- a disk that is full for a while -----------------------------------------------------------------
+
+
+def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer:
+        with failing_disk(FaultPlan(0, "EIO")):
+            buffer.add_trajectories([witness(0)])
+            buffer.wait([0])
+        buffer.flush()
+        assert buffer.get_stats()["write_retries"] == 1
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.WARNING]
+    assert "Traceback" not in caplog.text
+
+
+def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trajstore.write_queue._PAUSES", (0.01,))
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
+        buffer.add_trajectories([witness(0)])
+        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectories from id 0 on are not on disk"):
+            buffer.wait([0])
+        for key in range(1, 4):  # told once; then there is room in memory
+            buffer.add_trajectories([witness(key)])
+        plan.heal()
+        eventually(lambda: buffer.committed == 3)
+        assert buffer.get_stats()["write_retries"] >= 2
+    assert contents_of(tmp_path / "store") == [0, 1, 2, 3]
+    assert "Traceback" not in caplog.text
+
+
+def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.write_queue._PAUSES", (0.01,))
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    options = WriterOptions(commit_interval=0.0, max_pending_bytes=1)
+    with opened(tmp_path / "store", writer=options) as buffer, failing_disk(plan):
+        buffer.add_trajectories([witness(0)])
+        for _ in range(3):
+            with pytest.raises(StoreWriteError, match="No space left"):
+                buffer.add_trajectories([witness(1)])
+        plan.heal()
+    assert contents_of(tmp_path / "store") == [0]
+
+
+def test_closing_on_a_full_disk_says_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    buffer = opened(tmp_path / "store")
+    with failing_disk(FaultPlan(0, "ENOSPC", lasting=True)):
+        buffer.add_trajectories([witness(key) for key in range(4)])
+        with pytest.raises(StoreWriteError, match=r"No space left.*4 trajectories from id 0 on are lost"):
+            buffer.close()
+    assert "Traceback" not in caplog.text
+
+
+# -- the end of the interpreter ----------------------------------------------------------------------
+
+EXIT = """
+import sys, threading
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import witness
+path, fmt, codec, how = sys.argv[1:]
+buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=fmt,
+    format_options={"codec": codec} if codec else None)
+def add(first):
+    for key in range(first, first + 10):
+        buffer.add_trajectories([witness(key)])
+add(0)
+if how == "exit":
+    sys.exit(3)
+if how == "raise":
+    raise ValueError("of the user")
+if how == "thread":
+    def late():
+        threading.main_thread().join()
+        add(10)
+    threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fmt", "codec", "how"),
+    [
+        ("pt", "", "thread"),
+        pytest.param("pkl", "", "raise", marks=pytest.mark.slow),
+        ("zarr", "", "end"),
+        pytest.param("zarr", "", "thread", marks=pytest.mark.slow),
+        pytest.param("zarr", "zstd", "end", marks=pytest.mark.slow),
+        ("zarr", "zstd", "exit"),
+    ],
+)
+def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, fmt: str, codec: str, how: str) -> None:
+    command = [sys.executable, "-c", EXIT, str(tmp_path / "store"), fmt, codec, how]
+    ended = subprocess.run(command, timeout=50, capture_output=True, text=True)
+    assert ended.returncode == {"exit": 3, "raise": 1}.get(how, 0)
+    assert contents_of(tmp_path / "store") == list(range(20 if how == "thread" else 10)), ended.stderr
+    assert "Traceback" not in ended.stderr or how == "raise"
+
+
+def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
+    """Changes of the log run where no interrupt comes."""
+    threads: list[str] = []
+    real = CommitLog.evict
+
+    def evict(self: CommitLog, ids: Sequence[int]) -> None:
+        threads.append(threading.current_thread().name)
+        real(self, ids)
+
+    with pytest.MonkeyPatch.context() as patched, opened(tmp_path / "store") as buffer:
+        patched.setattr(CommitLog, "evict", evict)
+        buffer.add_trajectories([witness(0)])
+        buffer.evict([0])
+    assert threads == ["trajstore-change"]

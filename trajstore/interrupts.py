@@ -1,0 +1,83 @@
+"""Waiting and changing while exceptions may come at any moment: Ctrl-C, signal handlers that raise.
+
+Python raises them in the main thread, between any two instructions. Two things are safe there: to wait without
+holding a lock, and to let another thread do what must not stop half-way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_LONGEST = 1.0
+"""Seconds after which everybody who waits looks again: an interrupt may have swallowed what should wake them."""
+
+
+class Parking:
+    """Where threads wait for a change. Unlike a condition's, their wait holds no lock and needs none afterwards."""
+
+    def __init__(self) -> None:
+        self._gates: dict[int, threading.Lock] = {}
+
+    def gate(self) -> threading.Lock:
+        """Return what to :meth:`wait` at; with the lock held under which things change."""
+        gate = threading.Lock()
+        gate.acquire()
+        self._gates[id(gate)] = gate
+        return gate
+
+    def wait(self, gate: threading.Lock, seconds: float | None = None) -> None:
+        """Wait until somebody calls :meth:`wake`, or about a second, or ``seconds``; without the lock.
+
+        The caller then looks whether what it waits for has come.
+        """
+        gate.acquire(timeout=max(0.0, min(_LONGEST, _LONGEST if seconds is None else seconds)))
+        self._gates.pop(id(gate), None)
+
+    def wake(self) -> None:
+        """Let everybody look again; with the lock held."""
+        gates, self._gates = self._gates, {}
+        for gate in list(gates.values()):
+            gate.release()
+
+
+def seconds_until(deadline: float | None) -> float | None:
+    """Return the seconds that are left before a moment of ``time.monotonic``; None for none."""
+    return None if deadline is None else deadline - time.monotonic()
+
+
+def uninterrupted(call: Callable[[], T]) -> T:
+    """Return what ``call`` returns. An interrupt ends the waiting for it, not the call itself.
+
+    Only the main thread is interrupted; there, the call runs in a thread of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # raised again by the caller
+            errors.append(error)
+        finally:
+            done.release()
+
+    thread = threading.Thread(target=run, name="trajstore-change")
+    try:
+        thread.start()
+    except RuntimeError:
+        if thread.ident is not None:
+            raise
+        return call()  # the interpreter is ending and starts no threads
+    done.acquire()
+    if errors:
+        raise errors.pop()
+    return results[0]
