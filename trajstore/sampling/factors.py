@@ -70,7 +70,9 @@ class Recency(Factor):
     Args:
         half_life: age at which a trajectory is half as likely as the newest.
         by: what age is counted in: trajectories added since, or policy versions. Trajectories without a known version
-            are not drawn by versions; their number is a figure, and the first is warned of.
+            are not drawn by versions; the first is warned of.
+
+    A trajectory a thousand half-lives older than the newest weighs 0, and is not drawn even if no other is left.
     """
 
     name = "recency"
