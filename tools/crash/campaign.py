@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tools.crash.child import torture
+from tools.crash.interrupted import WAYS, error_file, stacks_file, work
 from tools.crash.journal import Promises, read_journal
 from tools.crash.look import look
 
 _LONGEST_LIFE = 0.8  # seconds
+_PATIENCE = 60.0  # seconds; who has not come to an end then never will
 
 
 @dataclass
@@ -25,7 +30,7 @@ class Result:
         problems: what was wrong, each with the number of the kill.
         checked: trajectories read back and compared, all kills together.
         promised: trajectories whose ``flush`` had returned, counted at each kill.
-        commits: generation of the store in the end.
+        slowest: seconds that an interrupted child took to end, at most.
         seconds: how long it took.
     """
 
@@ -33,11 +38,18 @@ class Result:
     problems: list[str] = field(default_factory=list)
     checked: int = 0
     promised: int = 0
-    commits: int = 0
+    slowest: float = 0.0
     seconds: float = 0.0
 
 
-def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result], None] | None = None) -> Result:
+def run_campaign(
+    folder: Path,
+    kills: int,
+    seed: int,
+    progress: Callable[[Result], None] | None = None,
+    *,
+    interrupt: bool = False,
+) -> Result:
     """Kill ``kills`` children that work on one store after the other; return what was found.
 
     Args:
@@ -45,9 +57,10 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         kills: how many.
         seed: of the children's actions and of the moments (the machine's timing adds its own chance).
         progress: told after each kill.
+        interrupt: send SIGINT instead of SIGKILL; the child has to come to an end by itself.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.crash.child", "tools.crash.warm"])
+    context.set_forkserver_preload(["tools.crash.interrupted", "tools.crash.warm"])
     chance = random.Random(seed)
     loaded = context.Process(target=int)  # the fork server starts with the first child
     loaded.start()
@@ -56,14 +69,16 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
     seen: dict[int, int] = {}
     start = time.monotonic()
     for number in range(kills):
-        child = context.Process(target=torture, args=(str(folder), number, seed), daemon=True)
+        target = work if interrupt else torture
+        child = context.Process(target=target, args=(str(folder), number, seed), daemon=True)
         child.start()
         child.join(chance.uniform(0.02, _LONGEST_LIFE))
-        died = not child.is_alive()
+        if not child.is_alive():
+            result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
+        if interrupt:
+            _interrupt(child, folder, number, result)
         child.kill()
         child.join()
-        if died:
-            result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
         journal = folder / f"journal_{number:06d}"
         if journal.exists():
             read_journal(journal, promises)
@@ -73,6 +88,22 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         if progress is not None:
             progress(result)
     return result
+
+
+def _interrupt(child: BaseProcess, folder: Path, number: int, result: Result) -> None:
+    """Send SIGINT, and wait for the child to end."""
+    begin = time.monotonic()
+    if child.is_alive() and child.pid is not None:
+        os.kill(child.pid, signal.SIGINT)
+        child.join(_PATIENCE)
+    result.slowest = max(result.slowest, time.monotonic() - begin)
+    where = f"kill {number} ({WAYS[number % len(WAYS)]})"
+    if child.is_alive() and child.pid is not None:
+        os.kill(child.pid, signal.SIGUSR1)
+        child.join(1.0)
+        result.problems.append(f"{where}: did not end: {stacks_file(folder, number).read_text()}")
+    elif error_file(folder, number).exists():
+        result.problems.append(f"{where}: {error_file(folder, number).read_text()}")
 
 
 def _look(folder: Path, number: int, promises: Promises, seen: dict[int, int], result: Result) -> None:

@@ -50,6 +50,7 @@ class Child:
         self.chance = chance
         self.next_key = round_number * _KEYS_PER_ROUND
         self.keys: dict[int, int] = {}
+        self.opened = False
         self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
 
     def open(self) -> None:
@@ -63,6 +64,11 @@ class Child:
             # Snapshots are rare otherwise, and dying in one is of interest.
             writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16, snapshot_bytes=1 << 15),
         )
+        self.opened = True
+        self.look()
+
+    def look(self) -> None:
+        """See which trajectories there are; each must be what its key says."""
         self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self._ids()}
 
     def _ids(self) -> list[int]:
@@ -71,8 +77,11 @@ class Child:
 
     def step(self) -> None:
         """Do one thing."""
-        actions = (self.add, self.flush, self.evict, self.sample, self.pin, self.unpin, self.checkpoint, self.reopen)
-        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3))[0]()
+        actions = (
+            *(self.add, self.flush, self.evict, self.sample, self.pin, self.unpin),
+            *(self.checkpoint, self.reopen, self.load),
+        )
+        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3, 2))[0]()
 
     def add(self) -> None:
         keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
@@ -123,6 +132,13 @@ class Child:
         self.buffer.save_checkpoint(self.folder / "checkpoint")
         self.journal.note("saved")
 
+    def load(self) -> None:
+        with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+            reader.load_checkpoint(self.folder / "store")
+            if len(reader):
+                check_batch(reader.sample(16))
+
     def reopen(self) -> None:
+        self.opened = False
         self.buffer.close()
         self.open()

@@ -1,0 +1,86 @@
+"""The process that is interrupted (Ctrl-C): it leaves, closes the store, or goes on with it."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import random
+import resource
+import signal
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from tools.crash.child import Child
+from tools.crash.journal import Journal
+
+DESCRIPTORS = 256
+"""That a child may have open."""
+WAYS = ("leave", "close", "go on")
+_STEPS_AFTER = 6
+
+
+def error_file(folder: Path, number: int) -> Path:
+    """Return where a child writes what it should not have met."""
+    return folder / f"error_{number:06d}"
+
+
+def stacks_file(folder: Path, number: int) -> Path:
+    """Return where a child that hangs is made to write where it is."""
+    return folder / f"stacks_{number:06d}"
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt once; code that runs in a destructor may swallow it, so that it is remembered too."""
+
+    came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.came:
+            self.came = True
+            raise KeyboardInterrupt
+
+
+def work(folder: str, number: int, seed: int) -> None:
+    """Use the store in ``folder`` until interrupted, and then as the children's numbers say."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    torch.set_num_threads(1)
+    stacks = stacks_file(Path(folder), number).open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
+    chance = random.Random(f"{seed}/{number}")
+    child = Child(Path(folder), number, chance, Journal(Path(folder) / f"journal_{number:06d}"))
+    interrupt = _Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        _until(child, interrupt)
+        _afterwards(child, WAYS[number % len(WAYS)])
+        atexit._run_exitfuncs()  # processes of multiprocessing do without
+    except Exception as error:  # whatever it is, the parent must hear of it
+        error_file(Path(folder), number).write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _until(child: Child, interrupt: _Interrupt) -> None:
+    try:
+        child.open()
+        while not interrupt.came:
+            child.step()
+    except KeyboardInterrupt:
+        pass
+    interrupt.came = True
+
+
+def _afterwards(child: Child, way: str) -> None:
+    if way == "leave":
+        return
+    if not child.opened:
+        gc.collect()  # what was being made when the interrupt came
+        child.open()
+    if way == "go on":
+        child.look()
+        for _ in range(_STEPS_AFTER):
+            child.step()
+        child.flush()
+    child.buffer.close()
