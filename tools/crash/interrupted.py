@@ -76,6 +76,8 @@ def _afterwards(child: Child, way: str) -> None:
     if way == "leave":
         return
     if not child.opened:
+        if child.buffer is not None:
+            child.buffer.close()  # closing may have been interrupted
         gc.collect()  # what was being made when the interrupt came
         child.open()
     if way == "go on":
