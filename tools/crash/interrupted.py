@@ -76,7 +76,7 @@ def _afterwards(child: Child, way: str) -> None:
     if way == "leave":
         return
     if not child.opened:
-        if child.buffer is not None:
+        if hasattr(child, "buffer"):
             child.buffer.close()  # closing may have been interrupted
         gc.collect()  # what was being made when the interrupt came
         child.open()

@@ -218,7 +218,7 @@ def _bytes_of(trajectory: Trajectory) -> int:
     return sum(value.nbytes for _, value in walk(vars(trajectory)) if hasattr(value, "nbytes"))
 
 
-def judge(result: Result) -> list[str]:
-    """Return everything that is wrong, growth included."""
-    names = ("memory", "descriptors", "maps", "threads", "log", "cost")
-    return result.problems + growth(result.samples, names)
+def judge(result: Result, *, cost: bool = True) -> list[str]:
+    """Return everything that is wrong, growth included; that of ``cost`` only means something over minutes."""
+    names = ["memory", "descriptors", "maps", "threads", "log"]
+    return result.problems + growth(result.samples, [*names, "cost"] if cost else names)

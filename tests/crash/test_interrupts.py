@@ -1,0 +1,98 @@
+"""Ctrl-C at random moments, few descriptors, a short soak; long campaigns are slow. See docs/crash-testing.md."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.crash.campaign import run_campaign
+from tools.crash.interrupted import DESCRIPTORS
+from tools.soak.measure import Sample, growth
+from tools.soak.session import Plan, judge, soak
+from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.testing.witness import check_batch, check_trajectory, witness
+from trajstore.verify import verify
+
+
+def test_nothing_is_lost_and_nothing_hangs_when_the_writer_is_interrupted(tmp_path: Path) -> None:
+    result = run_campaign(tmp_path, kills=12, seed=7, interrupt=True)
+    assert result.problems == []
+    assert result.kills == 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_nothing_is_lost_and_nothing_hangs_in_a_long_campaign(tmp_path: Path) -> None:
+    result = run_campaign(tmp_path, kills=300, seed=8, interrupt=True)
+    assert result.problems == []
+    assert result.promised > 1000
+
+
+@pytest.mark.parametrize("name", ["pt", "zarr"])
+def test_a_whole_session_with_few_descriptors(tmp_path: Path, name: str) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("forkserver").Process(target=_session, args=(str(tmp_path), name, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "done"
+    process.join()
+
+
+def _session(folder: str, name: str, told: Connection) -> None:
+    try:
+        _use(Path(folder), name)
+        told.send("done")
+    except BaseException:
+        told.send(traceback.format_exc())
+        sys.exit(1)
+
+
+def _use(folder: Path, name: str) -> None:
+    """Write, sample, read, pin, evict, save, load and verify more shards than there may be descriptors."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    torch.set_num_threads(1)
+    shards = DESCRIPTORS + 20 if name == "pt" else DESCRIPTORS // 9 + 10  # of zarr, every column is a file
+    with TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=folder / "store",
+        trajectory_format=name,
+        sample_window_size=0,
+        enable_cache=False,
+        writer=WriterOptions(threads=2, shard_bytes=1, commit_interval=0.0),
+    ) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(shards)])
+        buffer.flush()
+        check_batch(buffer.sample(4096))
+        for number in buffer.trajectory_ids.tolist():
+            check_trajectory(buffer.get(number))
+        buffer.pin("all")
+        buffer.evict(list(range(0, shards, 2)))
+        buffer.save_checkpoint(folder / "checkpoint")
+    for path, pin, count in ((folder / "store", "all", shards), (folder / "checkpoint", None, shards // 2)):
+        with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
+            reader.load_checkpoint(path, pin=pin)
+            assert len(reader) == count
+            check_batch(reader.sample(4096))
+        assert verify(path).problems == []
+
+
+def test_a_soak_of_seconds(tmp_path: Path) -> None:
+    plan = Plan(seconds=8, keep=24, scale=8, pause=0.0, samples=8, followers=1)
+    result = soak(tmp_path, plan, seed=2)
+    assert judge(result, cost=False) == []
+    assert result.added > 0
+
+
+def test_growth_is_seen() -> None:
+    flat = [Sample(1, 1, 1, 1 << 30, 40, 900, 9, 3.0)] * 30
+    assert growth([*flat, *flat], ["memory", "descriptors", "maps", "threads", "log", "cost"]) == []
+    more = Sample(1, 1, 1 << 25, 2 << 30, 80, 2000, 20, 9.0)
+    found = growth([*flat, *[more] * 30], ["memory", "descriptors", "maps", "threads", "log", "cost"])
+    assert [text.split()[0] for text in found] == ["memory", "descriptors", "maps", "threads", "log", "cost"]
