@@ -72,7 +72,10 @@ def run_campaign(
         target = work if interrupt else torture
         child = context.Process(target=target, args=(str(folder), number, seed), daemon=True)
         child.start()
-        child.join(chance.uniform(0.02, _LONGEST_LIFE))
+        life = chance.uniform(0.02, _LONGEST_LIFE)
+        if interrupt:
+            _wait_for(folder / f"journal_{number:06d}", child)
+        child.join(life)
         if not child.is_alive():
             result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
         if interrupt:
@@ -88,6 +91,12 @@ def run_campaign(
         if progress is not None:
             progress(result)
     return result
+
+
+def _wait_for(journal: Path, child: BaseProcess) -> None:
+    """Wait until a child is ready to be interrupted."""
+    while not journal.exists() and child.is_alive():
+        time.sleep(0.005)
 
 
 def _interrupt(child: BaseProcess, folder: Path, number: int, result: Result) -> None:

@@ -50,26 +50,30 @@ def work(folder: str, number: int, seed: int) -> None:
     stacks = stacks_file(Path(folder), number).open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     chance = random.Random(f"{seed}/{number}")
-    child = Child(Path(folder), number, chance, Journal(Path(folder) / f"journal_{number:06d}"))
     interrupt = _Interrupt()
     signal.signal(signal.SIGINT, interrupt)
+    journal = Journal(Path(folder) / f"journal_{number:06d}")  # tells the parent that it may interrupt
     try:
-        _until(child, interrupt)
-        _afterwards(child, WAYS[number % len(WAYS)])
+        child = _until(Path(folder), number, chance, journal, interrupt)
+        if child is not None:
+            _afterwards(child, WAYS[number % len(WAYS)])
         atexit._run_exitfuncs()  # processes of multiprocessing do without
     except Exception as error:  # whatever it is, the parent must hear of it
         error_file(Path(folder), number).write_text(f"{type(error).__name__}: {error}")
         raise
 
 
-def _until(child: Child, interrupt: _Interrupt) -> None:
+def _until(folder: Path, number: int, chance: random.Random, journal: Journal, interrupt: _Interrupt) -> Child | None:
+    child = None
     try:
+        child = Child(folder, number, chance, journal)
         child.open()
         while not interrupt.came:
             child.step()
     except KeyboardInterrupt:
         pass
     interrupt.came = True
+    return child
 
 
 def _afterwards(child: Child, way: str) -> None:
