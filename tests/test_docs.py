@@ -45,7 +45,8 @@ needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/tutorial.md", pytest.param("docs/howto/dataproto.md", marks=needs_verl)]
+    "name",
+    ["README.md", "docs/tutorial.md", "docs/howto/rlinf.md", pytest.param("docs/howto/dataproto.md", marks=needs_verl)],
 )
 def test_code_runs(name: str, project_root: Path, tmp_path: Path) -> None:
     code = "\n".join(blocks(project_root / name, "python"))

@@ -8,6 +8,7 @@ run outside it, on addresses that stay valid until they end.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import weakref
@@ -20,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.agreement import Agreement, agree
 from trajstore.cache import TrajectoryCache
 from trajstore.catalog import Change, Evicted
-from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError
+from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError, listed
 from trajstore.fields import Axis
 from trajstore.gather import Located, allocate, gather, locate
 from trajstore.index import TrajectoryIndex, columns_of
@@ -33,6 +35,8 @@ from trajstore.residency import MappedShard, Residency
 from trajstore.schema import ColumnSpec, Extent, Schema
 from trajstore.sources import Source
 from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
 
 GONE = -1
 """Slot of a trajectory that was kept in memory only and has left it."""
@@ -52,6 +56,14 @@ class _Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a batch whose trajectories have the same columns, and the numbers of these."""
+
+    rows: npt.NDArray[np.intp]
+    numbers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A batch that only has to be copied."""
 
@@ -60,6 +72,8 @@ class Prepared:
     specs: list[ColumnSpec]
     addresses: npt.NDArray[np.int64]
     axes: npt.NDArray[np.int8]
+    parts: list[tuple[Part, list[ColumnSpec]]]
+    """Where dtypes differ: rows of one kind each, with their own columns in the order of ``specs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +148,8 @@ class Contents:
         """Trajectories that were added here, which no source had."""
         self._held: dict[int, _Held] = {}
         self._decoded: list[int] = []
+        self._undecoded: tuple[int, int | None] = (GONE, None)
+        self._told: set[tuple[int, int]] = set()
         _living.add(self)
 
     # -- taking in --------------------------------------------------------------------------------
@@ -359,13 +375,14 @@ class Contents:
             CorruptStoreError: a file is missing or damaged.
         """
         located = self._locate(samples, first, end)
-        numbers = self._columns_for(located, columns)
+        numbers, parts = self._columns_for(located, first, columns)
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
             [self.residency.specs[number] for number in numbers],
             self.residency.addresses,
             self.residency.axes,
+            [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
         )
         self.residency.begin_reading()
         # What was decoded for this batch and is not to be cached goes when the copy has ended.
@@ -382,7 +399,14 @@ class Contents:
         """
         try:
             targets = allocate(prepared.specs, len(prepared.located.slot), out)
-            gather(prepared.located, prepared.addresses, prepared.axes, prepared.numbers, prepared.specs, targets)
+            if not prepared.parts:
+                gather(prepared.located, prepared.addresses, prepared.axes, prepared.numbers, prepared.specs, targets)
+            for part, specs in prepared.parts:
+                own = allocate(specs, len(part.rows), None)
+                numbers = np.array(part.numbers, np.int64)
+                gather(prepared.located.of(part.rows), prepared.addresses, prepared.axes, numbers, specs, own)
+                for target, tensor in zip(targets, own, strict=True):
+                    target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
         finally:
             self.residency.end_reading()
         return {spec.name: target for spec, target in zip(prepared.specs, targets, strict=True)}
@@ -424,33 +448,65 @@ class Contents:
                 self.cache.put(number, nbytes)
             self._decoded.append(number)
 
-    def _columns_for(self, located: Located, names: Sequence[str] | None) -> list[int]:
-        signatures = np.unique(self.residency.signature[located.slot]).tolist()
+    def _columns_for(self, located: Located, first: int, names: Sequence[str] | None) -> tuple[list[int], list[Part]]:
+        """Return the columns of the batch, and which rows have them otherwise; no parts if none has."""
+        of_each = self.residency.signature[located.slot]
+        signatures = np.unique(of_each).tolist()
         if any(self.residency.kind(signature) == "agent" for signature in signatures):
             raise SchemaMismatchError(
                 "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
                 "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
             )
-        sets = [self.residency.columns(signature) for signature in signatures]
+        kinds = [self.residency.columns(signature) for signature in signatures]
+        oldest = self._signature_of(first, located.slot)
+        if names is None and len(kinds) == 1 and oldest in (None, signatures[0]):
+            return list(kinds[0]), []
+        like = () if oldest is None else self.residency.columns(oldest)
+
+        def who(at: Sequence[int]) -> str:
+            theirs = np.isin(of_each, [signatures[number] for number in at])
+            ids = np.unique(self.index.arrays["trajectory_id"][located.position[theirs]]).tolist()
+            return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
+
+        agreed = agree(kinds, like, names, self.residency.specs, who)
+        if all(found == agreed.wanted for found in agreed.found):
+            return agreed.wanted, []
+        self._tell_casts(agreed)
+        parts = [
+            Part(np.flatnonzero(of_each == signature), found)
+            for signature, found in zip(signatures, agreed.found, strict=True)
+        ]
+        return agreed.wanted, parts
+
+    def _signature_of(self, position: int, needed: npt.NDArray[np.int64]) -> int | None:
+        """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
+        if not self.index.first <= position < self.index.end:
+            return None
+        slot = int(self.index.arrays["shard"][position])
+        if slot == GONE:
+            return None
+        known = int(self.residency.signature[slot])
+        if known >= 0 or self._undecoded[0] == slot:
+            return known if known >= 0 else self._undecoded[1]
+        if self.residency.ensure(np.append(needed, slot), self._set_extent):
+            source, row = self.residency.place(slot)
+            schema = self.sources[source].manifest(row).schema
+            self._undecoded = slot, self.residency.signature_of(schema)
+            return self._undecoded[1]
+        return int(self.residency.signature[slot])
+
+    def _tell_casts(self, agreed: Agreement) -> None:
         specs = self.residency.specs
-        if names is None:
-            if len(sets) == 1:
-                return list(sets[0])
-            common = set(sets[0]).intersection(*sets[1:])
-            differing = sorted({specs[n].name for columns in sets for n in columns if n not in common})
-            raise SchemaMismatchError(
-                f"trajectories of this window differ in {', '.join(differing)} (absent, or another dtype or shape); "
-                "name the columns to sample, or narrow the window"
-            )
-        chosen = []
-        for name in names:
-            found = {next((n for n in columns if specs[n].name == name), None) for columns in sets}
-            if len(found) != 1 or None in found:
-                raise SchemaMismatchError(
-                    f"column {name}: not in every trajectory of this window with one dtype and shape"
-                )
-            chosen += [n for n in found if n is not None]
-        return chosen
+        for found in agreed.found:
+            for number, wanted in zip(found, agreed.wanted, strict=True):
+                if number != wanted and (number, wanted) not in self._told:
+                    self._told.add((number, wanted))
+                    logger.warning(
+                        "column %s: %s rows are cast to %s, the dtype of the window's oldest trajectory",
+                        specs[number].name,
+                        specs[number].dtype,
+                        specs[wanted].dtype,
+                    )
 
     def get(self, position: int) -> AnyTrajectory:
         """Return the trajectory at a position, its tensors copied.

@@ -40,6 +40,10 @@ class Located:
     slot: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
 
+    def of(self, samples: npt.NDArray[np.intp]) -> Located:
+        """Return some of the samples."""
+        return Located(self.position[samples], self.slot[samples], np.ascontiguousarray(self.rows[:, samples]))
+
 
 def locate(samples: npt.NDArray[np.int64], index: TrajectoryIndex, first: int, end: int) -> Located:
     """Find the rows of samples, counted from the first sample of the window of positions ``[first, end)``."""

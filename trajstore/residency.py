@@ -242,6 +242,10 @@ class Residency:
             known = self._columns[schema] = (np.array(numbers, np.int64), signature)
         return known
 
+    def signature_of(self, schema: Schema) -> int:
+        """Return the signature of a schema's columns."""
+        return self._numbered(schema)[1]
+
     def kind(self, signature: int) -> Kind:
         """Return of which kind the trajectories of this signature are."""
         return self._signature_kinds[signature]
