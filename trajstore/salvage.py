@@ -75,7 +75,7 @@ class SalvagedCatalog(Catalog):
                 raise StoreNotFoundError(f"{self.directory.url}: no such directory") from error
             self._warn(f"{self.directory.url}/{METADATA_NAME} is missing: {_WORKED_OUT}")
         except CorruptStoreError as error:
-            self._warn(f"{error}: {_WORKED_OUT}")
+            self._warn(f"{error} ({_WORKED_OUT})")
         return {
             "layout": LAYOUT,
             "layout_version": LAYOUT_VERSION,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from trajstore.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.checkpoint import CheckpointState
@@ -189,7 +190,9 @@ def _open(directory: Directory, result: Verification) -> Catalog:
         except StoreError:
             raise error from None  # what cannot be read at all is best said by the first error
         said = [text.removeprefix(f"{directory.url}/") for text in catalog.warnings] or [str(error)]
-        result.problems += [Problem(text.split(":")[0].split()[0], text) for text in said]
+        for text in said:
+            file = text.split(":")[0].split()[0]
+            result.problems.append(Problem(file, text.removeprefix(f"{file}: ")))
         return catalog
 
 
@@ -332,18 +335,21 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
 
 
 def _verify_pool(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    from trajstore.experience.persistence import read_pool  # loads the experience package, needed only here
+    from trajstore.experience.persistence import (
+        BUCKETS_FILE,
+        read_pool,
+    )  # loads the experience package, needed only here
 
     contents = read_pool(Path(directory.url))
     sizes = directory.sizes()
     result.files, result.nbytes = len(sizes), sum(sizes.values())
     result.trajectories = sum(map(len, contents.task2trajectories.values()))
-    bucket_of: dict[str, int] = {}
-    for difficulty, tasks in contents.difficulty2task_dict.items():
+    bucket_of: dict[str, str] = {}
+    for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # read_pool has seen that it is one
         for task in tasks:
             if task in bucket_of:
-                message = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}"
-                result.problems.append(Problem("difficulty2task_dict.json", message))
+                told = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}; the later one counts"
+                result.notes.append(f"{BUCKETS_FILE}: {told}")
             bucket_of[task] = difficulty
     if progress is not None:
         progress(1, 1)

@@ -135,4 +135,8 @@ def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> Non
     buckets = copy / "difficulty2task_dict.json"
     buckets.chmod(0o644)
     buckets.write_text('{"1": ["task_0"], "3": ["task_0"]}')
+    code, out, _ = run("verify", copy)
+    assert code == 0, "AgentEvolver leaves it so, and it can be loaded"
+    assert "note: difficulty2task_dict.json: task task_0 is in the buckets 1 and 3" in out
+    buckets.write_text('{"1": "task_0"}')
     assert run("verify", copy)[0] == 1

@@ -202,19 +202,23 @@ def _ids(ids: dict[str, Any] | None) -> str:
     return text + (f", {ids['missing']:,} missing" if ids["missing"] else ", none missing")
 
 
+def _problems(count: int) -> str:
+    return "1 problem" if count == 1 else f"{count:,} problems"
+
+
 def _write_integrity(report: dict[str, Any], out: Output) -> None:
     integrity = report.get("integrity")
     if integrity is None:
         return
     problems = integrity["problems"]
     if problems:
-        out.heading(f"{len(problems):,} problems")
+        out.heading(_problems(len(problems)))
         for problem in problems[:_SHOWN]:
             out.line(f"  {problem}")
         if len(problems) > _SHOWN:
             out.line(f"  and {len(problems) - _SHOWN:,} more; --json lists all")
     out.line()
-    names = f"{len(problems):,} problems" if problems else "all files there, sizes fit"
+    names = _problems(len(problems)) if problems else "all files there, sizes fit"
     out.line(f"  at a glance: {names} (trajstore verify checks every checksum)")
 
 

@@ -1,0 +1,81 @@
+"""``trajstore copy`` and ``trajstore repair``: a sound copy of a live store, or of what is whole of a damaged one."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, ProgressBar, format_bytes
+
+if TYPE_CHECKING:
+    from trajstore.copying import Copied
+
+_SHOWN = 50  # problems written one by one
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="store, checkpoint or run directory; path or URL")
+    parser.add_argument("target", metavar="DST", help="where to; must be absent or empty")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _copy(options: Namespace, out: Output) -> int:
+    from trajstore.copying import copy_store
+
+    with ProgressBar("verifying", sys.stderr) as bar:
+        return _write(copy_store(options.source, options.target, bar), options, out)
+
+
+def _repair(options: Namespace, out: Output) -> int:
+    from trajstore.copying import repair_store
+
+    with ProgressBar("verifying", sys.stderr) as bar:
+        return _write(repair_store(options.source, options.target, bar), options, out)
+
+
+def _write(copied: Copied, options: Namespace, out: Output) -> int:
+    if options.json:
+        out.json(copied.to_json())
+    else:
+        _write_one(copied, out)
+    return 0
+
+
+def _write_one(copied: Copied, out: Output) -> None:
+    from trajstore.copying import lost_in_words
+
+    for part in copied.parts:
+        _write_one(part, out)
+    for problem in copied.problems[:_SHOWN]:
+        out.line(f"{copied.source}: {problem}")
+    if len(copied.problems) > _SHOWN:
+        out.line(f"{copied.source}: and {len(copied.problems) - _SHOWN:,} more; --json lists all")
+    if copied.lost:
+        out.line(f"{copied.source}: lost: {lost_in_words(copied)}")
+    size = format_bytes(copied.nbytes)
+    out.line(f"{copied.target}: {copied.trajectories:,} trajectories, {size}, verified")
+
+
+COPY = Command(
+    name="copy",
+    summary="copy a store as it is at this moment, also while it is being written",
+    description=(
+        "Copy every committed trajectory of a store, a checkpoint, or each store of a run directory, and verify the "
+        "copy. A writer may go on meanwhile. Files are hard links where the file system can. Pins are not copied."
+    ),
+    configure=_configure,
+    run=_copy,
+)
+
+REPAIR = Command(
+    name="repair",
+    summary="copy what is whole of a damaged store to a new one",
+    description=(
+        "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
+        "is lost. Nothing of the damaged store is changed or deleted."
+    ),
+    configure=_configure,
+    run=_repair,
+)
