@@ -14,7 +14,7 @@ from trainer_hooks.masks import REGULARIZERS, RegularizeReplayed
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
 from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
-from trajstore.experience.selection import SaveFilter, SelectMode, rule_problems
+from trajstore.experience.rules import SaveFilter, SelectMode, rule_problems
 from trajstore.experience.store import LEAST_CAPACITY, BufferStore
 
 SECTION = "exp_manager.experience_replay"

@@ -178,7 +178,7 @@ class ReplayWatch:
             return
         self._told = True
         best = "no rollout had an outcome" if self._best is None else f"the best outcome so far is {self._best:g}"
-        logger.warning("experience replay: %s: %s (%s)", what, self._reason, best)
+        logger.warning("experience replay: %s: %s (%s)", what, self._manager.why_nothing() or self._reason, best)
 
 
 def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:

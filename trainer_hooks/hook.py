@@ -29,13 +29,13 @@ from typing import Any, Generic, Self, TypedDict, TypeVar
 from torch import Tensor
 
 from trainer_hooks import metrics
-from trainer_hooks.batch import Batch, BatchRow, assign_group_ids
+from trainer_hooks.batch import Batch, BatchRow
 from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
+from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan
 from trainer_hooks.poolfiles import PoolFiles
-from trajstore.errors import ConfigurationError
 from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.pool import task_id_of
@@ -45,23 +45,6 @@ logger = logging.getLogger(__name__)
 
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
-
-
-@dataclass(frozen=True, slots=True)
-class MixedTasks(Generic[Task]):
-    """The tasks of one step: those that bring history, and the rest."""
-
-    experience: tuple[Task, ...]
-    on_policy: tuple[Task, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedTask(Generic[Task]):
-    """One task of a step, its histories, and how many rollouts are to be made of it."""
-
-    task: Task
-    fresh_rollouts: int
-    histories: tuple[AgentTrajectory, ...]
 
 
 class LossOptions(TypedDict):
@@ -183,23 +166,7 @@ class ReplayHook(Generic[Task]):
         Raises:
             ConfigurationError: there are more or fewer rollouts than planned.
         """
-        planned = sum(one.fresh_rollouts for one in plan)
-        if len(fresh) != planned:
-            raise ConfigurationError(f"fresh: {len(fresh)} rollouts, the plan asks for {planned}")
-        rollouts = iter(fresh)
-        trajectories: list[AgentTrajectory] = []
-        positions: list[int] = []
-        replayed: list[bool] = []
-        for position, one in enumerate(plan):
-            trajectories += [next(rollouts) for _ in range(one.fresh_rollouts)]
-            trajectories += one.histories
-            positions += [position] * (one.fresh_rollouts + len(one.histories))
-            replayed += [False] * one.fresh_rollouts + [True] * len(one.histories)
-        groups = assign_group_ids(positions, replayed, self.config.group_offpolicy)
-        return [
-            BatchRow(trajectory=trajectory, group_id=group, is_experience_replay=is_replayed)
-            for trajectory, group, is_replayed in zip(trajectories, groups, replayed, strict=True)
-        ]
+        return rows_of_plan(plan, fresh, self.config.group_offpolicy)
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
         """Return the log-probabilities to which the loss compares the policy, [B, R].

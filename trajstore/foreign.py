@@ -107,8 +107,8 @@ def _seam(record: Record, tensors: dict[str, torch.Tensor], whole: bool) -> Seam
 
 def inspect_pool(directory: Directory) -> Report:
     """Return the report of :func:`trajstore.inspect.inspect` on the three files of an experience pool."""
+    from trajstore.experience.entry import token_refusal
     from trajstore.experience.persistence import read_pool
-    from trajstore.experience.selection import token_refusal
 
     contents = read_pool(Path(directory.url))
     refused: Counter[str] = Counter()

@@ -10,20 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
+from trajstore.experience.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
 from trajstore.experience.outcomes import TaskOutcome
-from trajstore.experience.selection import (
-    PoolEntry,
-    PoolRules,
-    Refusal,
-    choose_to_save,
-    eligible,
-    entry_of,
-    in_bounds,
-    mean_entropy,
-    plan_admissions,
-    rank,
-    token_digest,
-)
+from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import choose_to_save, eligible, in_bounds, plan_admissions, rank
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from trainer_hooks.batch import Batch, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.hook import MixedTasks, PlannedTask, ReplayHook
+from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.plan import MixedTasks, PlannedTask
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 

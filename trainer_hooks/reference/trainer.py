@@ -18,8 +18,9 @@ from torch import Tensor
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.hook import PlannedTask, ReplayHook
+from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.plan import PlannedTask
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
 from trainer_hooks.reference.model import ModelConfig, build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker

@@ -18,7 +18,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
-from trainer_hooks.hook import PlannedTask, ReplayHook
+from trainer_hooks.hook import ReplayHook
+from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut

@@ -25,7 +25,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from trainer_hooks.hook import PlannedTask
+from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl.callback import ReplayCheckpointCallback
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import checkpoint_folder

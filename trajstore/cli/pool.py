@@ -35,7 +35,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.experience.exchange import export_pool, import_pool
-    from trajstore.experience.selection import PoolRules
+    from trajstore.experience.rules import PoolRules
 
     rules = PoolRules(
         n_rollout=options.n_rollout,

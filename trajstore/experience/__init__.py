@@ -1,17 +1,19 @@
 """Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
 
-Imports run downward: ``mixing`` → ``pool`` → ``cut``, ``scoring``, ``ledger`` → ``journal`` → ``store``,
-``selection`` → ``buckets``, ``outcomes``; ``persistence`` reads and writes a pool as files, ``contract`` compares
+Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
+``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``journal`` → ``store``, ``selection`` → ``rules``, ``entry`` →
+``buckets``, ``outcomes``; ``persistence`` and ``agentevolver`` read and write a pool's files, ``contract`` compares
 tokenizers.
 """
 
 from trajstore.experience.buckets import TASK_SAMPLING, TaskSampling
+from trajstore.experience.entry import Refusal, mean_entropy
 from trajstore.experience.mixing import ExperienceMixCollateFn, RatioSchedule
 from trajstore.experience.outcomes import REPLAY_MARK, is_success
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
+from trajstore.experience.rules import PoolRules
 from trajstore.experience.scoring import CurrentEntropy
-from trajstore.experience.selection import PoolRules, Refusal, mean_entropy
 from trajstore.experience.store import BufferStore, MemoryStore, PoolStore
 
 __all__ = [

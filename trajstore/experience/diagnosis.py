@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trajstore.experience.journal import PoolState
-from trajstore.experience.selection import PoolRules
+from trajstore.experience.rules import PoolRules
 
 
 def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: Mapping[str, int]) -> str:

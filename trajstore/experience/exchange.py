@@ -11,7 +11,7 @@ from pathlib import Path
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
-from trajstore.experience.selection import PoolRules
+from trajstore.experience.rules import PoolRules
 from trajstore.experience.store import BufferStore
 from trajstore.places import POOL_FILES
 from trajstore.trajectory import AgentTrajectory

@@ -20,8 +20,10 @@ import numpy as np
 
 from trajstore.errors import CorruptStoreError, StoreError, TrajectoryUnavailableError
 from trajstore.experience.buckets import DifficultyBuckets
+from trajstore.experience.entry import PoolEntry, Refusal, entry_of
 from trajstore.experience.outcomes import REPLAY_MARK
-from trajstore.experience.selection import PoolEntry, PoolRules, Refusal, admit, eligible, entry_of
+from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import admit, eligible
 from trajstore.experience.store import PoolStore
 from trajstore.trajectory import AgentTrajectory
 

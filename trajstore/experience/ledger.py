@@ -13,8 +13,10 @@ import numpy as np
 
 from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
+from trajstore.experience.entry import PoolEntry
 from trajstore.experience.journal import PoolState, TaskChange
-from trajstore.experience.selection import AdmissionPlan, PoolEntry, PoolRules
+from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import AdmissionPlan
 from trajstore.experience.store import PoolStore
 from trajstore.trajectory import AgentTrajectory
 

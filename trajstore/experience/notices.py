@@ -6,7 +6,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-from trajstore.experience.selection import PoolEntry, PoolRules, has_known_age
+from trajstore.experience.entry import PoolEntry
+from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import has_known_age
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,63 @@
+"""What a step is to roll out, and the rows that come of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
+from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+Task = TypeVar("Task")
+"""A task id, or an object with a ``task_id``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedTasks(Generic[Task]):
+    """The tasks of one step: those that bring history, and the rest."""
+
+    experience: tuple[Task, ...]
+    on_policy: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTask(Generic[Task]):
+    """One task of a step, its histories, and how many rollouts are to be made of it."""
+
+    task: Task
+    fresh_rollouts: int
+    histories: tuple[AgentTrajectory, ...]
+
+
+def rows_of_plan(
+    plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory], group_offpolicy: GroupOffPolicy
+) -> list[BatchRow]:
+    """Return the rows of a batch, task by task, each task's fresh rollouts before its histories.
+
+    Args:
+        plan: the tasks of the step.
+        fresh: the rollouts made, in the order of the plan.
+        group_offpolicy: whether histories are in their task's group.
+
+    Raises:
+        ConfigurationError: there are more or fewer rollouts than planned.
+    """
+    planned = sum(one.fresh_rollouts for one in plan)
+    if len(fresh) != planned:
+        raise ConfigurationError(f"fresh: {len(fresh)} rollouts, the plan asks for {planned}")
+    rollouts = iter(fresh)
+    trajectories: list[AgentTrajectory] = []
+    positions: list[int] = []
+    replayed: list[bool] = []
+    for position, one in enumerate(plan):
+        trajectories += [next(rollouts) for _ in range(one.fresh_rollouts)]
+        trajectories += one.histories
+        positions += [position] * (one.fresh_rollouts + len(one.histories))
+        replayed += [False] * one.fresh_rollouts + [True] * len(one.histories)
+    groups = assign_group_ids(positions, replayed, group_offpolicy)
+    return [
+        BatchRow(trajectory=trajectory, group_id=group, is_experience_replay=is_replayed)
+        for trajectory, group, is_replayed in zip(trajectories, groups, replayed, strict=True)
+    ]

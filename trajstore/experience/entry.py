@@ -1,0 +1,163 @@
+"""A trajectory as the pool sees it: what choosing needs to know, or why it cannot be replayed. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import orjson
+import torch
+
+from trajstore.experience.outcomes import outcome_of
+from trajstore.trajectory import AgentTrajectory
+
+REWARD_FINGERPRINT = "reward_fingerprint"
+"""Key of ``metadata`` under which a trajectory says which reward function gave its outcome."""
+
+LOG_PROB_ROUNDING = 1e-3
+"""How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
+
+
+class Refusal(StrEnum):
+    """Why a trajectory did not enter the pool."""
+
+    NO_LLM_TOKEN = "no_llm_token"
+    """Not one token was written by the model."""
+    NO_RESPONSE_MASK = "no_response_mask"
+    """Neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the model wrote, so
+    recorded log-probabilities have no place: a pool saved with filtered ones, say."""
+    LOG_PROBS_MISMATCH = "log_probs_mismatch"
+    """Recorded log-probabilities are absent, of another length than the response, or not finite where they count."""
+    LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
+    """A recorded log-probability that counts is above 0 by more than rounding: it is none."""
+    NO_OUTCOME = "no_outcome"
+    """The rollout has no outcome, so it is neither a success nor a failure."""
+    OUTCOME_NOT_FINITE = "outcome_not_finite"
+    """The rollout's outcome is NaN or infinite."""
+    NO_ENTROPY = "no_entropy"
+    """No position has a (finite) entropy, so that there is no mean."""
+    DUPLICATE = "duplicate"
+    """The task has a trajectory with the same tokens already."""
+    NOT_BETTER = "not_better"
+    """The task has its full number of trajectories, and this one's entropy is no improvement."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntry:
+    """All that choosing needs to know of a stored trajectory."""
+
+    trajectory_id: int
+    task_id: str
+    entropy: float
+    """Mean entropy in nats when it entered."""
+    outcome: float | None
+    policy_version: int | None
+    digest: bytes
+    """Identifies the tokens."""
+    reward_fingerprint: str = ""
+    """Reward function that gave the outcome; empty = unknown."""
+
+
+def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
+    """Return the mean of ``entropys`` over positions with ``response_mask == 1``; ``None`` if that is no number.
+
+    Args:
+        entropys: ``[R]`` floating point, nats.
+        response_mask: ``[R]`` integer or bool.
+    """
+    valid = entropys.detach()[response_mask.detach() == 1].double()
+    if valid.numel() == 0:
+        return None
+    mean = float(valid.mean())
+    return mean if math.isfinite(mean) else None
+
+
+def own_entropy(trajectory: AgentTrajectory) -> float | None:
+    """Return the mean entropy that a trajectory tells of itself, in nats; ``None`` if it tells none.
+
+    The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
+    estimates it from the tokens that were sampled.
+    """
+    mask = llm_mask(trajectory)
+    for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
+        if sign < 0 and trajectory.entropy is not None:
+            return trajectory.entropy
+        if values is not None and mask is not None and values.shape == mask.shape:
+            mean = mean_entropy(values, mask)
+            if mean is not None:
+                return sign * mean
+    return trajectory.entropy
+
+
+def token_digest(trajectory: AgentTrajectory) -> bytes:
+    """Return 16 bytes that two trajectories share only if their tokens are equal.
+
+    Without token ids equal texts may have been other tokens: then messages and log-probabilities are compared.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if trajectory.input_ids is not None:
+        digest.update(b"ids" + trajectory.input_ids.to(torch.int64).cpu().contiguous().numpy().tobytes())
+        return digest.digest()
+    said = [(message.get("role"), message.get("content")) for message in trajectory.messages]
+    digest.update(b"messages" + orjson.dumps(said))
+    if trajectory.old_log_probs is not None:
+        digest.update(trajectory.old_log_probs.to(torch.float32).cpu().contiguous().numpy().tobytes())
+    return digest.digest()
+
+
+def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
+    """Return which response tokens the model wrote, bool ``[R]``; ``None`` if the trajectory does not say.
+
+    ``loss_mask`` from ``response_start`` on; without these, ``response_mask``.
+    """
+    if trajectory.loss_mask is not None and trajectory.response_start is not None:
+        return trajectory.loss_mask[trajectory.response_start :] == 1
+    return None if trajectory.response_mask is None else trajectory.response_mask == 1
+
+
+def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
+    """Return why the trajectory's tokens cannot be replayed; ``None`` if they can."""
+    mask = llm_mask(trajectory)
+    if mask is None:
+        return Refusal.NO_RESPONSE_MASK
+    if not bool(mask.any()):
+        return Refusal.NO_LLM_TOKEN
+    log_probs = trajectory.old_log_probs
+    if log_probs is None or log_probs.shape != mask.shape:
+        return Refusal.LOG_PROBS_MISMATCH
+    if trajectory.response_mask is not None and trajectory.response_mask.shape != mask.shape:
+        return Refusal.LOG_PROBS_MISMATCH
+    if trajectory.input_ids is not None and len(trajectory.input_ids) < len(mask):
+        return Refusal.LOG_PROBS_MISMATCH
+    counted = log_probs[mask]
+    if not bool(torch.isfinite(counted).all()):
+        return Refusal.LOG_PROBS_MISMATCH
+    return Refusal.LOG_PROBS_ABOVE_ZERO if bool((counted > LOG_PROB_ROUNDING).any()) else None
+
+
+def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory, or why it is refused whatever the pool holds."""
+    refusal = token_refusal(trajectory)
+    if refusal is not None:
+        return refusal
+    entropy = trajectory.entropy
+    if entropy is None or not math.isfinite(entropy):
+        return Refusal.NO_ENTROPY
+    return PoolEntry(
+        trajectory_id=trajectory_id,
+        task_id=trajectory.task_id,
+        entropy=float(entropy),
+        outcome=outcome_of(trajectory),
+        policy_version=trajectory.policy_version,
+        digest=token_digest(trajectory),
+        reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
+    )
+
+
+def with_reward_fingerprint(trajectory: AgentTrajectory, fingerprint: str) -> AgentTrajectory:
+    """Return a trajectory that says which reward function gave its outcome, unless it says so already."""
+    if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata:
+        return trajectory
+    return replace(trajectory, metadata={**trajectory.metadata, REWARD_FINGERPRINT: fingerprint})

@@ -1,0 +1,281 @@
+"""``KeptPool``: what a pool holds, and how it is kept: in its store, in checkpoints, as files."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajstore.experience import journal, persistence
+from trajstore.experience.buckets import DifficultyBuckets
+from trajstore.experience.contract import check_same, check_trajectories
+from trajstore.experience.cut import PoolCut
+from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal
+from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
+from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import AdmissionPlan, is_worth_keeping, plan_admissions
+from trajstore.experience.store import MemoryStore, PoolStore
+from trajstore.trajectory import AgentTrajectory, Reward
+
+logger = logging.getLogger(__name__)
+
+
+class KeptPool:
+    """Buckets, skip set and trajectories of a pool. What a step does with them is ``ExperienceManager``'s.
+
+    Args:
+        rules: what enters, what comes out.
+        store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown.
+        reward_fingerprint: name and version of the reward function; empty = unknown.
+
+    Raises:
+        ConfigurationError: the store's pool was made with another tokenizer.
+        CorruptStoreError: the store's pool cannot be understood.
+    """
+
+    def __init__(
+        self,
+        rules: PoolRules,
+        *,
+        store: PoolStore | None = None,
+        tokenizer_fingerprint: str = "",
+        reward_fingerprint: str = "",
+    ) -> None:
+        self.rules = rules
+        self.reward_fingerprint = reward_fingerprint
+        self.refused: Counter[str] = Counter()
+        """How many trajectories were refused so far, by reason (see ``Refusal``)."""
+        self._generator = np.random.Generator(np.random.PCG64(rules.seed))
+        self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
+        check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
+        self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
+        self._counting = False
+        self._notices = PoolNotices()
+        warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
+
+    # ---- what the pool holds ----
+
+    @property
+    def global_steps(self) -> int:
+        """The training step that is going on; the age of policies is measured against it."""
+        return self._ledger.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        goes_back = not self._counting or int(value) < self._ledger.global_steps
+        self._ledger.global_steps = int(value)
+        self._counting = True
+        if goes_back:
+            self._notices.newer_versions(self._state.all_entries(), self.rules, self.global_steps)
+
+    @property
+    def difficulty2task_dict(self) -> dict[int, list[str]]:
+        """``{difficulty: [task_id, ...]}``, a copy."""
+        return self._state.buckets.to_dict()
+
+    @property
+    def skip_uid_set(self) -> set[str]:
+        """Tasks whose fresh rollouts of the newest step all succeeded, a copy."""
+        return set(self._state.skip)
+
+    @property
+    def task2trajectories(self) -> dict[str, list[AgentTrajectory]]:
+        """``{task_id: [trajectory, ...]}``, oldest first. Reads the whole pool from the store; all are copies."""
+        return copy.deepcopy(self._held())
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """Tokenizer of the pool's trajectories; empty if unknown."""
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return self._state.count()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the pool's size, tasks per difficulty, skipped tasks and refusals, as flat floats."""
+        result = {
+            "experience_replay/pool_trajectories": float(len(self)),
+            "experience_replay/pool_tasks": float(len(self._state.entries)),
+            "experience_replay/skipped_tasks": float(len(self._state.skip)),
+            "experience_replay/refused": float(sum(self.refused.values())),
+        }
+        for difficulty, size in sorted(self._state.buckets.sizes().items()):
+            result[f"experience_replay/tasks_at_difficulty/{difficulty}"] = float(size)
+        for reason in Refusal:
+            result[f"experience_replay/refused/{reason.value}"] = float(self.refused[reason.value])
+        return result
+
+    def get_task_ids(self) -> list[str]:
+        """Return the tasks of which the pool has trajectories."""
+        return list(self._state.entries)
+
+    @property
+    def waiting_tasks(self) -> dict[str, None]:
+        """Training tasks that gave way to tasks with history and wait for their turn, the first one longest.
+
+        The mixing's own; here because it goes with the pool into checkpoints.
+        """
+        return self._state.waiting
+
+    # ---- keeping it ----
+
+    def rerate(self, outcome: Callable[[AgentTrajectory], float | None]) -> int:
+        """Give every trajectory a new outcome, after the reward function has changed; return how many stay.
+
+        What is no longer worth keeping by ``save_filter`` leaves the pool. Buckets and skip set stay as they are:
+        they are of the steps that were, and the next step of a task corrects them.
+
+        Args:
+            outcome: returns the new outcome of a trajectory, a copy; ``None`` = unknown, which is no success.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was changed.
+        """
+        rated = []
+        for held in self.task2trajectories.values():
+            for one in held:
+                reward = replace(one.reward or Reward(), outcome=outcome(one))
+                metadata = {**one.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
+                rated.append(replace(one, reward=reward, metadata=metadata))
+        state = self._state
+        fresh = journal.PoolState(
+            DifficultyBuckets(state.buckets.to_dict()), dict(state.skip), uses=dict(state.uses), waiting=state.waiting
+        )
+        plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
+        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        return len(self)
+
+    def flush(self) -> None:
+        """Return when every change so far is in the store as durably as the store can make it.
+
+        Raises:
+            StoreWriteError: the store could not write.
+        """
+        self._ledger.flush()
+
+    def compact(self) -> None:
+        """Write the whole state as one record, and give up the records that no longer matter.
+
+        Raises:
+            StoreWriteError: the store could not write; nothing was given up.
+        """
+        self._ledger.compact()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pool's cut for a checkpoint: plain containers.
+
+        With a durable store it names trajectories by id (:meth:`hold` keeps them there), and they are flushed.
+        Without one it contains them.
+        """
+        self.flush()
+        durable = self._ledger.durable
+        entries = self._state.entries.items()
+        return PoolCut(
+            difficulty2task_dict=self.difficulty2task_dict,
+            skip_uid_set=list(self._state.skip),
+            generator=journal.generator_state(self._generator),
+            global_steps=self.global_steps,
+            refused=dict(self.refused),
+            tokenizer_fingerprint=self._fingerprint,
+            store_id=self._ledger.store_id,
+            entries={task: [entry.trajectory_id for entry in held] for task, held in entries} if durable else {},
+            trajectories={} if durable else self._held(),
+            uses=self._state.live_uses(),
+            waiting=list(self._state.waiting),
+        ).to_dict()
+
+    def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the trajectories of these cuts in the store although they leave the pool, until the next call.
+
+        So that a run can go back to any checkpoint that it may resume from. The store's own capacity counts all
+        the same.
+
+        Args:
+            cuts: what :meth:`state_dict` returned at each of those checkpoints.
+
+        Raises:
+            CorruptStoreError: one is no such state; nothing was changed.
+        """
+        known = [PoolCut.from_dict(cut) for cut in cuts]
+        named = [cut.entries for cut in known if cut.store_id == self._ledger.store_id]
+        self._ledger.hold({number for entries in named for ids in entries.values() for number in ids})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state that :meth:`state_dict` returned. Trajectories the store does not keep are left out.
+
+        Raises:
+            ConfigurationError: the state's pool was made with another tokenizer; nothing was changed.
+            CorruptStoreError: this is no such state; nothing was changed.
+        """
+        cut = PoolCut.from_dict(state)
+        check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
+        fresh = cut.state()
+        if cut.store_id == self._ledger.store_id:
+            self._ledger.adopt(fresh, cut.entries)
+        elif cut.entries:
+            logger.warning(
+                "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
+            )
+        plan = self._plan_all(fresh, cut.trajectories)
+        self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
+        self.refused = Counter(cut.refused) + plan.refused
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
+        self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
+
+    def save_experience_pool_to_disk(self, directory: str | Path) -> None:
+        """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.
+
+        The directory appears whole or not at all; one that exists is replaced. The pickle holds plain
+        containers only and needs neither trajstore nor torch to be read.
+
+        Raises:
+            StoreWriteError: it did not reach the disk; what was there before still is.
+        """
+        contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
+        persistence.write_pool(Path(directory), contents)
+
+    def load_experience_pool_from_disk(self, directory: str | Path) -> None:
+        """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
+
+        Trajectories that the rules do not admit are refused and counted. The random generator goes on as it is.
+
+        Raises:
+            StoreNotFoundError: no such directory.
+            CorruptStoreError: files are absent or not what their names say.
+            UnsafeContentError: the pickle names something that a pool does not contain.
+            ConfigurationError: the pool was made with another tokenizer; nothing was changed.
+        """
+        contents = persistence.read_pool(Path(directory))
+        held = [one for several in contents.task2trajectories.values() for one in several]
+        fingerprint = check_trajectories(held, self._fingerprint)
+        fresh = journal.PoolState(
+            DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
+        )
+        plan = self._plan_all(fresh, contents.task2trajectories)
+        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self.refused.update(plan.refused)
+        warn_of_refusals(directory, plan.refused, len(held))
+        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
+        self._fingerprint = fingerprint
+
+    # ---- inside ----
+
+    def _held(self) -> dict[str, list[AgentTrajectory]]:
+        """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""
+        held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
+        return {task: [journal.trajectory_of_entry(one) for _, one in found] for task, found in held.items() if found}
+
+    def _plan_all(self, fresh: journal.PoolState, trajectories: dict[str, list[AgentTrajectory]]) -> AdmissionPlan:
+        return plan_admissions(fresh.entries, [one for held in trajectories.values() for one in held], self.rules)
+
+    @property
+    def _state(self) -> journal.PoolState:
+        return self._ledger.state

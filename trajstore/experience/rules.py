@@ -1,0 +1,95 @@
+"""The rules of a pool, and what is wrong with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from trajstore.errors import ConfigurationError
+from trajstore.experience.buckets import TASK_SAMPLING, TASK_SAMPLING_HELP, TaskSampling
+
+SelectMode = Literal["argmin", "argmax", "random"]
+SELECT_MODES: tuple[SelectMode, ...] = get_args(SelectMode)
+
+SaveFilter = Literal["success", "best", "positive"]
+SAVE_FILTERS: tuple[SaveFilter, ...] = get_args(SaveFilter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolRules:
+    """The rules of a pool. ``None`` switches a bound off.
+
+    Raises:
+        ConfigurationError: values out of range; the message lists all of them.
+    """
+
+    n_rollout: int
+    """Rows that each task has in a batch."""
+    success_threshold: float = 1.0
+    """Outcome from which on a rollout is a success; see :func:`~trajstore.experience.outcomes.is_success`."""
+    experience_lbound: int | None = 0
+    """A task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this,"""
+    experience_rbound: int | None = 8
+    """and below this. (ExGRPO's upper bound is inclusive: its 7 is 8 here.)"""
+    save_filter: SaveFilter = "success"
+    """``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every rollout with
+    an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they are replayed."""
+    exp_select_mode: SelectMode = "argmin"
+    """Which entropy is best, both when entering a full task and among equally often used ones when coming out."""
+    max_trajectories_per_task: int = 10
+    max_policy_age: int | None = None
+    """Training steps after which a trajectory no longer comes out. One whose version is unknown, or newer than the
+    step that is going on, has no known age and does not come out either."""
+    min_reward: float | None = None
+    """Outcome that a trajectory must have at the least to come out."""
+    use_current_policy_entropy: bool = True
+    replay_difficulty: int | None = None
+    """The one bucket from which tasks are drawn."""
+    task_sampling: TaskSampling = "by_task"
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        problems = rule_problems(vars(self))
+        if problems:
+            raise ConfigurationError("experience pool: " + "; ".join(problems))
+
+
+def rule_problems(values: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with these values of :class:`PoolRules` fields, one sentence each. Absent keys are fine."""
+    problems = []
+
+    def whole(key: str, least: int, optional: bool = False) -> None:
+        value = values.get(key)
+        if key not in values or (optional and value is None):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            null = " or null" if optional else ""
+            problems.append(f"{key}: {value!r}, must be a whole number of at least {least}{null}")
+
+    def choice(key: str, allowed: Sequence[str]) -> None:
+        if key in values and values[key] not in allowed:
+            problems.append(f"{key}: {values[key]!r}, must be one of {', '.join(allowed)}")
+
+    whole("n_rollout", 1)
+    whole("max_trajectories_per_task", 1)
+    whole("seed", 0)
+    whole("max_policy_age", 0, optional=True)
+    whole("replay_difficulty", 0, optional=True)
+    choice("save_filter", SAVE_FILTERS)
+    choice("exp_select_mode", SELECT_MODES)
+    if "task_sampling" in values and values["task_sampling"] not in TASK_SAMPLING:
+        problems.append(f"task_sampling: {values['task_sampling']!r}, {TASK_SAMPLING_HELP}")
+    threshold = values.get("success_threshold", 1.0)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        problems.append(f"success_threshold: {threshold!r}, must be a finite number")
+    for key in ("experience_lbound", "experience_rbound", "min_reward"):
+        value = values.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        if value is not None and not number:
+            problems.append(f"{key}: {value!r}, must be a number or null")
+    low, high = values.get("experience_lbound"), values.get("experience_rbound")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+        problems.append(f"experience_lbound: {low!r}, must be below experience_rbound = {high!r} (both are exclusive)")
+    return problems
