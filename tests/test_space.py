@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.local import LocalDirectory
+from trajstore.rewriting import Usage, choose
+from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, witness
+from trajstore.verify import verify
 
 
 def writer_to(path: Path, **options: object) -> TrajectoryReplayBuffer:
@@ -136,3 +148,193 @@ def test_a_batch_of_a_follower_survives_what_a_busy_writer_deletes(tmp_path: Pat
         assert len(shard_files(tmp_path)) <= 12
         for reader in readers:
             reader.close()
+
+
+# -- shards that are partly alive -------------------------------------------------------------------
+
+
+def disk(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path / "shards"):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+                total += os.stat(f"{folder}/{name}").st_size
+    return total
+
+
+def big(key: int) -> Trajectory:
+    """Return a trajectory of some 8 KB that tells its key."""
+    return Trajectory(actions=torch.full((16, 4, 32), float(key)), rewards=torch.full((16, 4, 1), float(key)))
+
+
+def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+    found = {}
+    for number in buffer.trajectory_ids.tolist():
+        trajectory = buffer.get(number)
+        assert isinstance(trajectory, Trajectory)
+        assert trajectory.actions is not None
+        assert trajectory.rewards is not None
+        values = torch.cat([trajectory.actions.reshape(-1), trajectory.rewards.reshape(-1)]).unique().tolist()
+        assert len(values) == 1
+        found[number] = int(values[0])
+    return found
+
+
+@pytest.mark.parametrize("fmt", ["pt", "pkl", "zarr"])
+def test_random_eviction_gives_space_back(tmp_path: Path, fmt: str) -> None:
+    choose = random.Random(5)
+    options = WriterOptions(shard_bytes=1 << 18)
+    with writer_to(tmp_path, writer=options, trajectory_format=fmt, sample_window_size=0, cache_size=3) as source:
+        keys = {number: number for number in source.add_trajectories([big(key) for key in range(600)])}
+        source.flush()
+        follower = reader_of(tmp_path)
+        before = disk(tmp_path)
+        going = choose.sample(sorted(keys), 590)
+        for start in range(0, len(going), 59):
+            source.evict(going[start : start + 59])
+        for number in going:
+            del keys[number]
+
+        def has_shrunk() -> bool:
+            follower.refresh()
+            return disk(tmp_path) <= before / 4
+
+        wait_until(has_shrunk)
+        assert keys_of(source) == keys
+        follower.refresh()
+        assert keys_of(follower) == keys
+        assert len(follower.sample(64)["actions"]) == 64
+        follower.close()
+    assert verify(tmp_path).sound
+    with writer_to(tmp_path) as again:
+        assert keys_of(again) == keys
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("fmt", ["pt", "zarr"])
+def test_compact_leaves_one_shard_of_many(tmp_path: Path, fmt: str) -> None:
+    with writer_to(tmp_path, trajectory_format=fmt, enable_cache=False) as source:
+        add_one_by_one(source, range(30))
+        source.evict(list(range(0, 30, 3)))
+        source.compact()
+        assert len(shard_files(tmp_path)) == 1
+        kept = [number for number in range(30) if number % 3]
+        assert [check_trajectory(source.get(number)) for number in kept] == kept
+        source.compact()
+        assert len(shard_files(tmp_path)) == 1
+        assert source.add_trajectories([witness(77)]) == [30]
+    assert verify(tmp_path).sound
+    assert [check_trajectory(reader_of(tmp_path).get(number)) for number in kept] == kept
+
+
+def test_pins_checkpoints_and_readers_see_the_same_after_compacting(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with writer_to(path, sample_window_size=0) as source:
+        add_one_by_one(source, range(10))
+        source.pin("ten")
+        reader, follower = reader_of(path), reader_of(path)
+        source.evict([0, 2, 4, 6, 8])
+        source.compact()
+        assert [check_trajectory(reader.get(number)) for number in range(10)] == list(range(10))
+        assert follower.refresh()
+        assert [check_trajectory(follower.get(number)) for number in range(1, 10, 2)] == list(range(1, 10, 2))
+        pinned = TrajectoryReplayBuffer(sample_window_size=0)
+        pinned.load_checkpoint(path, pin="ten")
+        assert [check_trajectory(pinned.get(number)) for number in range(10)] == list(range(10))
+        source.save_checkpoint(tmp_path / "saved")
+        for buffer in (reader, follower, pinned):
+            buffer.close()
+        source.unpin("ten")
+        source.compact()
+        assert len(shard_files(path)) == 2, "one for each of two sets of columns"
+        assert [check_trajectory(source.get(number)) for number in range(1, 10, 2)] == list(range(1, 10, 2))
+    saved = reader_of(tmp_path / "saved")
+    assert [check_trajectory(saved.get(number)) for number in range(1, 10, 2)] == list(range(1, 10, 2))
+    assert verify(path).sound
+    assert verify(tmp_path / "saved").sound
+
+
+def test_a_damaged_shard_is_not_rewritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with writer_to(tmp_path, enable_cache=False) as source:
+        add_one_by_one(source, range(4))
+        damaged = tmp_path / "shards" / shard_files(tmp_path)[1]
+        data = bytearray(damaged.read_bytes())
+        data[len(data) // 2] ^= 1
+        damaged.write_bytes(data)
+        with caplog.at_level(logging.WARNING):
+            source.compact()
+        assert damaged.name in caplog.text
+        assert len(shard_files(tmp_path)) == 3, "the damaged one, its like, and one made of the two others"
+        assert [check_trajectory(source.get(number)) for number in (0, 2, 3)] == [0, 2, 3]
+    assert [problem.file.split("/")[-1] for problem in verify(tmp_path).problems] == [damaged.name]
+
+
+def test_another_shape_of_trajectories_stays_apart(tmp_path: Path) -> None:
+    with writer_to(tmp_path, enable_cache=False) as source:
+        for key in range(6):
+            source.add_trajectories([witness(key)])
+            source.add_trajectories([big(key)])
+            source.flush()
+        source.evict([0, 1])
+        source.compact()
+        assert len(shard_files(tmp_path)) == 3, "one for each set of columns; witnesses have two"
+        assert [check_trajectory(source.get(number)) for number in range(2, 12, 2)] == list(range(1, 6))
+
+
+@pytest.mark.parametrize("step", range(8))
+def test_a_crash_while_compacting_loses_nothing(tmp_path: Path, step: int) -> None:
+    """Every file operation of a rewrite fails once; the store then is as it was, in this writer and after a restart."""
+    with writer_to(tmp_path, enable_cache=False) as source:
+        add_one_by_one(source, range(6))
+        source.evict([1, 3])
+        with failing_disk(FaultPlan(step, "ENOSPC")), contextlib.suppress(errors.StoreWriteError):
+            source.compact()
+        assert [check_trajectory(source.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
+        copy = tmp_path / "copy"
+        shutil.copytree(tmp_path / "shards", copy / "shards")
+        shutil.copytree(tmp_path / "log", copy / "log")
+        for name in ("metadata.json", "trajectory_index.json"):
+            shutil.copy(tmp_path / name, copy / name)
+        with writer_to(copy) as again:
+            assert [check_trajectory(again.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
+            again.compact()
+            assert len(shard_files(copy)) == 2
+        source.compact()
+        assert [check_trajectory(source.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
+    assert verify(copy).sound
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shards=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 1)), max_size=12),
+    everything=st.booleans(),
+    limit=st.integers(1, 20),
+)
+def test_choosing_ends_and_gains_at_each_step(shards: list[tuple[int, int, int]], everything: bool, limit: int) -> None:
+    table = [(live_ + dead, live_, schema) for live_, dead, schema in shards if live_]
+    for _ in range(100):
+        usage = Usage(
+            np.array([total << 20 for total, _, _ in table], np.int64),
+            np.array([live_ << 20 for _, live_, _ in table], np.int64),
+        )
+        rows = choose(
+            usage, np.array([schema for *_, schema in table], np.int32), limit << 20, set(), everything=everything
+        )
+        if not rows:
+            break
+        (schema,) = {table[row][2] for row in rows}
+        kept = sum(table[row][1] for row in rows)
+        assert kept <= limit or len(rows) == 1
+        assert len(rows) > 1 or kept < table[rows[0]][0]
+        table = [item for row, item in enumerate(table) if row not in rows] + [(kept, kept, schema)]
+    else:
+        pytest.fail("it never ends")
+    total, alive = sum(total for total, _, _ in table), sum(live_ for _, live_, _ in table)
+    assert total <= 2 * alive + 1
+    assert not everything or total == alive

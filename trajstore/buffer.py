@@ -247,11 +247,26 @@ class TrajectoryReplayBuffer:
         if self._writer is not None and mine:
             self.flush()
             uninterrupted(partial(self._writer.log.evict, mine))
+            self._writer.rewriter.note()
         self._view.forget([number for number in ids if self._writer is None or number < self._view.own_first])
 
     def clear(self) -> None:
         """Delete all trajectories. Ids go on; they are never given twice."""
         self.evict(self.trajectory_ids.tolist())
+
+    def compact(self) -> None:
+        """Give back the disk space that evicted trajectories have in shards of live ones, and unite small shards.
+
+        The writer does this by itself, in the background, for shards of which half or more is dead, as soon as more is
+        dead than live. This goes on until no shard has a dead row and no two small ones are left. It copies what it
+        keeps; others may add and sample meanwhile. Nothing to do in memory only.
+
+        Raises:
+            StoreWriteError: it could not be written; the store is as it was.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        if self._writer is not None:
+            self._writer.compact()
 
     # -- sampling ---------------------------------------------------------------------------------
 
@@ -507,6 +522,7 @@ class TrajectoryReplayBuffer:
         """Let go of a pin; evicted trajectories that only it named are deleted."""
         if self._writer is not None:
             uninterrupted(partial(self._writer.log.unpin, name))
+            self._writer.rewriter.note()
 
     def load_checkpoint(
         self,

@@ -33,8 +33,9 @@ from trajstore.formats.base import EncodedFile, ShardManifest
 from trajstore.index import TrajectoryIndex
 from trajstore.lifetimes import Lifetimes
 from trajstore.limits import MAX_GENERATION, MAX_ID
+from trajstore.moves import Moved, check_moved, move_entries, move_from_json, starts_in
 from trajstore.pins import Pins
-from trajstore.schema import Schema
+from trajstore.schema import Extent, Schema
 from trajstore.sealed import LAYOUT, LAYOUT_VERSION, metadata_json, parse_metadata, seal, unseal
 from trajstore.shards import ShardTable
 from trajstore.storage import Directory
@@ -63,7 +64,7 @@ class Evicted:
     ranges: npt.NDArray[np.int64]
 
 
-Change = Added | Evicted
+Change = Added | Evicted | Moved
 
 
 class Catalog:
@@ -370,6 +371,8 @@ class Catalog:
         elif operation == "evict":
             change = Evicted(parse_ranges(records[0]["ids"]))
             self.evict(change.ranges)
+        elif operation == "rewrite":
+            change = self._move_recorded(records[0])
         else:
             raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
         self.generation = records[-1]["generation"]
@@ -401,6 +404,17 @@ class Catalog:
         self.next_id = int(ids[-1]) + 1
         return columns
 
+    def _move_recorded(self, record: Mapping[str, Any]) -> Moved:
+        schemas = [*self._schemas, *(Schema.from_json(item) for item in record["schemas"])]
+        manifest = manifest_from_json(record["shard"], schemas)
+        ids, extents = move_from_json(record, manifest)
+        fitting = self.shards.schema_numbers() == self.shards.number_of_schema(manifest.schema)
+        for index in (self.index, self.pinned):
+            check_moved(index, ids, extents, fitting)
+        number = natural(record["number"], MAX_ID // 2)
+        self._schemas = schemas
+        return self.move(number, manifest, ids, extents)
+
     def add(self, number: int, manifest: ShardManifest, columns: Mapping[str, Any]) -> int:
         """Take in a committed shard and its entries; return the shard's row."""
         row = self.shards.add(number, manifest)
@@ -410,17 +424,33 @@ class Catalog:
         self.next_shard = max(self.next_shard, number + 1)
         return row
 
-    def evict(self, ranges: npt.NDArray[np.int64]) -> None:
-        """Take entries in inclusive ranges ``[n, 2]`` out of the live index; those that a pin names are kept aside."""
+    def evict(self, ranges: npt.NDArray[np.int64]) -> int:
+        """Take entries in inclusive ranges ``[n, 2]`` out of the live index; return their bytes.
+
+        Those that a pin names are kept aside.
+        """
         positions = self.index.positions_in(ranges)
         if not len(positions):
-            return
+            return 0
+        nbytes = int(self.index.arrays["nbytes"][positions].sum())
         kept = self.pins.name(self.index.arrays["trajectory_id"][positions])
         if kept.any():
             columns = self.index.take(positions[kept])
             columns["weights"] = self.pinned.weights.extend(self.index.weights, columns["weights"].tolist())
             self.pinned.append(columns)
         self.index.drop(positions)
+        return nbytes
+
+    def move(
+        self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
+    ) -> Moved:
+        """Take in a shard that holds trajectories of others, which are read from it from now on."""
+        moved = Moved(self.shards.add(number, manifest), ids, starts_in(extents, manifest))
+        self.lifetimes.add(moved.row, self.generation + 1)
+        self.next_shard = max(self.next_shard, number + 1)
+        for index in (self.index, self.pinned):
+            move_entries(index, moved)
+        return moved
 
     def pinned_index(self, name: str) -> TrajectoryIndex:
         """Return the trajectories that a checkpoint inside the store names, oldest first.

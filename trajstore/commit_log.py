@@ -22,8 +22,11 @@ from trajstore.errors import StoreClosedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.index import columns_of, starts_of
 from trajstore.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
+from trajstore.moves import Moved, move_to_json
 from trajstore.pins import pin_file, pin_name
 from trajstore.record import Record
+from trajstore.schema import Extent
+from trajstore.sealed import LAYOUT_VERSION
 from trajstore.storage import Directory
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,9 @@ class CommitListener(Protocol):
     def evicted(self, ids: Sequence[int]) -> None:
         """These trajectories are durably out of the store."""
 
+    def moved(self, moved: Moved) -> None:
+        """These trajectories are durably in another shard."""
+
 
 class CommitLog:
     """Appends commits and evictions to the log, and writes the index whole now and then.
@@ -98,6 +104,8 @@ class CommitLog:
         self._format_name = format_name
         self._snapshot_bytes = snapshot_bytes
         self._listener = listener
+        self.evicted_bytes = 0
+        """Bytes of all trajectories that were evicted through this log or let go by a pin."""
         self._holds = 0
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
@@ -119,7 +127,9 @@ class CommitLog:
         catalog = Catalog.open(directory)
         directory.create(STORE_FOLDERS)
         self.garbage = Garbage(directory, catalog)
-        if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+        if catalog.metadata()["layout_version"] < LAYOUT_VERSION or (
+            catalog.generation > catalog.snapshot_generation or catalog.segment_torn
+        ):
             # Start on a clean segment: a torn last record is left behind with its segment.
             segments = directory.names(LOG_FOLDER)
             self._write_snapshot(catalog)
@@ -131,9 +141,17 @@ class CommitLog:
         """Hold the lock for a change that the writer's user asked for."""
         check_process(self._pid, self.directory.url)  # first: in a forked child the lock may never come free
         with self.lock:
-            if self._closed:
-                raise StoreClosedError(f"{self.directory.url}: the writer was closed")
+            self.check_open()
             yield
+
+    def check_open(self) -> None:
+        """Refuse a closed writer; the caller holds the lock.
+
+        Raises:
+            StoreClosedError: it was closed.
+        """
+        if self._closed:
+            raise StoreClosedError(f"{self.directory.url}: the writer was closed")
 
     def close(self) -> None:
         """Refuse every further change from outside."""
@@ -255,10 +273,47 @@ class CommitLog:
         ranges = ranges_of(sorted(ids))
         self._append(encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges}))
         with self._durable():
-            catalog.evict(np.array(ranges, np.int64))
+            self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
             catalog.generation += 1
         self._tell(lambda: self._listener.evicted(ids))
         self._collect_garbage(catalog)
+
+    def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
+        """Record a shard, whose files are durable, that holds trajectories of others; these are read from it now.
+
+        Args:
+            number: of the shard.
+            manifest: of the shard.
+            ids: of its trajectories, ascending; some may have been evicted since they were copied.
+            extents: of each.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was moved.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            self._check_in_step()
+            catalog = self.catalog
+            schema = catalog.shards.number_of_schema(manifest.schema)
+            record = {
+                "generation": catalog.generation + 1,
+                "operation": "rewrite",
+                "number": number,
+                "schemas": [] if schema in self._told_schemas else [manifest.schema.to_json()],
+                "shard": manifest_to_json(manifest, schema),
+                **move_to_json(ids, extents),
+            }
+            self._append(encode_line(record))
+            with self._durable():
+                self._told_schemas.add(schema)
+                moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
+                catalog.generation += 1
+                self._tell(lambda: self._listener.moved(moved))
+
+    def collect_garbage(self) -> None:
+        """Delete what nobody needs any more."""
+        with self.lock:
+            self._collect_garbage(self.catalog)
 
     def pin(self, name: str, **state: Any) -> int:
         """Keep what is committed now readable under a name, and return its generation.
@@ -286,7 +341,9 @@ class CommitLog:
         with self._changing():
             # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
             self.directory.remove([pin_name(name)], durable=True)
+            before = int(self.catalog.pinned["nbytes"].sum())
             self.catalog.load_pins()
+            self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
             self._collect_garbage(self.catalog)
 
     @contextmanager

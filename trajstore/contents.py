@@ -28,6 +28,7 @@ from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError, li
 from trajstore.fields import Axis
 from trajstore.gather import Located, allocate, gather, locate
 from trajstore.index import TrajectoryIndex, columns_of
+from trajstore.moves import STARTS, Moved
 from trajstore.packing import StringTable
 from trajstore.pending import OwnedRecord
 from trajstore.record import Record, parse_document, trajectory_of
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 GONE = -1
 """Slot of a trajectory that was kept in memory only and has left it."""
-
-_STARTS = ("start_samples", "start_extra", "start_document")
 
 
 @dataclass(slots=True)
@@ -168,7 +167,7 @@ class Contents:
         slots[needed] = self.residency.add_shards(number, needed, entries[needed])
         if len(self.index) == 0:
             self.index = part  # arrays are shared, not copied
-            self.index.own(*_STARTS, "extra", "document")
+            self.index.own(*STARTS, "extra", "document")
             self.index.arrays["shard"] = slots[part.arrays["shard"]]
             self.index.weights = part.weights.copy()
         else:
@@ -189,6 +188,9 @@ class Contents:
         if isinstance(change, Evicted):
             self.drop(self.index.positions_in(change.ranges))
             return
+        if isinstance(change, Moved):
+            self.moved(number, change, 0)
+            return
         columns = dict(change.columns)
         rows, which, counts = np.unique(columns["shard"], return_inverse=True, return_counts=True)
         pairs = zip(rows.tolist(), counts.tolist(), strict=True)
@@ -196,6 +198,26 @@ class Contents:
         columns["shard"] = slots[which]
         columns["weights"] = self.index.weights.extend(weights, columns["weights"].tolist())
         self._append(columns)
+
+    def moved(self, source: int, moved: Moved, first_id: int) -> None:
+        """Let trajectories of a source be read from another of its shards; ids below ``first_id`` are of others."""
+        with self.lock:
+            positions = self.index.find_many(moved.ids.tolist())
+            known = (positions >= 0) & (moved.ids >= first_id)
+            positions, ids = positions[known], moved.ids[known].tolist()
+            if not ids:
+                return
+            slot = self.residency.add_shard(source, moved.row, len(ids))
+            homes = np.stack([np.full(len(ids), slot), *(moved.starts[name][known] for name in STARTS)], axis=1)
+            before = self.index.arrays["shard"][positions]
+            on_disk = np.ones(len(ids), np.bool_)
+            for at, number in enumerate(ids):
+                held = self._held.get(number)
+                if held is not None and held.home is not None:
+                    before[at], on_disk[at] = held.home[0], False
+                    held.home = (slot, int(homes[at, 1]), int(homes[at, 2]), int(homes[at, 3]))
+            self._point(positions[on_disk], homes[on_disk])
+            self.residency.leave(before)
 
     def _append(self, columns: Mapping[str, Any]) -> None:
         """Append entries; positions that are kept here move along if those of all entries do."""
@@ -218,7 +240,7 @@ class Contents:
         records = [item.record for item in owned]
         with self.lock:
             columns = columns_of(records, ids, uuids, self.index.weights, GONE)
-            columns |= {name: np.zeros(len(ids), np.int64) for name in _STARTS}
+            columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
             for at in range(len(records)):
                 item = owned[at]
                 slot = self.residency.add_memory(item)
@@ -249,7 +271,7 @@ class Contents:
             if not held_here:
                 return
             slot = self.residency.add_shard(source, row, len(held_here))
-            starts = [columns[name].tolist() for name in _STARTS]
+            starts = [columns[name].tolist() for name in STARTS]
             going = []
             for at, number in enumerate(ids):
                 held = self._held.get(number)
@@ -289,7 +311,7 @@ class Contents:
         """
         from trajstore._kernels import set_homes
 
-        slots, samples, extra, document = (self.index.arrays[name] for name in ("shard", *_STARTS))
+        slots, samples, extra, document = (self.index.arrays[name] for name in ("shard", *STARTS))
         set_homes(slots, samples, extra, document, positions, homes)
 
     def clear_cache(self) -> None:
@@ -343,7 +365,7 @@ class Contents:
             held = self._held.get(number)
             if held is not None and held.home is not None:
                 slot = held.home[0]
-                for name, start in zip(_STARTS, held.home[1:], strict=True):
+                for name, start in zip(STARTS, held.home[1:], strict=True):
                     columns[name][at] = start
             elif held is not None and held.record is not None:
                 records[len(places)] = held.record
@@ -440,7 +462,7 @@ class Contents:
             schema, tensors = self._rows_of(position)
             slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors))
             number = int(self.index.arrays["trajectory_id"][position])
-            home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *_STARTS))
+            home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *STARTS))
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self._held[number] = _Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
             self._point(np.array([position], np.int64), np.array([[slot, 0, 0, 0]], np.int64))

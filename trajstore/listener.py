@@ -12,6 +12,7 @@ from trajstore.commit_log import Commit
 from trajstore.draws import Draws
 from trajstore.errors import StoreError
 from trajstore.exits import forget
+from trajstore.moves import Moved
 from trajstore.view import OWN_SOURCE, View
 from trajstore.writer import StoreWriter
 
@@ -55,6 +56,10 @@ class ViewListener:
         """Show these no longer."""
         self._view.forget(ids)
 
+    def moved(self, moved: Moved) -> None:
+        """Let these be read from where they are now."""
+        self._view.moved(moved)
+
 
 class WeakListener:
     """What the writer holds: passes everything on while the buffer, and with it the listener, lives."""
@@ -91,6 +96,11 @@ class WeakListener:
         listener = self._listener()
         if listener is not None:
             listener.evicted(ids)
+
+    def moved(self, moved: Moved) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.moved(moved)
 
 
 def close_quietly(writer: StoreWriter) -> None:

@@ -73,6 +73,11 @@ class Garbage:
             _remove(self._directory, names)
         return earlier
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are files that only readers need."""
+        return bool(self.held_bytes or self._leftovers)
+
     def collect(self, catalog: Catalog) -> None:
         """Delete what can go now.
 

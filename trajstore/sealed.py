@@ -11,8 +11,8 @@ import orjson
 from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
 LAYOUT = "trajstore"
-LAYOUT_VERSION = 2
-"""2: the snapshot has ``_FOR_RLINF``."""
+LAYOUT_VERSION = 3
+"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard."""
 
 _FOR_RLINF = (
     b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '

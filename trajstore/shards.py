@@ -145,6 +145,16 @@ class ShardTable:
             total[of_family] = sums[self._row[: self._count][of_family]]
         return total
 
+    def row_bytes(self) -> npt.NDArray[np.int64]:
+        """Return, per row, the bytes of all rows that the shard was written with, whatever of them is live."""
+        total = np.zeros(self._count, np.int64)
+        for number, family in enumerate(self._families):
+            of_family = self._family[: self._count] == number
+            widths = np.array(self.schemas[family.schema].row_nbytes, np.int64)
+            sums = family.arrays["rows"][: family.count] @ widths if family.count else np.zeros(0, np.int64)
+            total[of_family] = sums[self._row[: self._count][of_family]]
+        return total
+
     def manifest(self, row: int) -> ShardManifest:
         """Return all that is known of the shard in a row."""
         family = self._families[self._family[row]]

@@ -14,6 +14,7 @@ from trajstore.cache import TrajectoryCache
 from trajstore.catalog import Catalog
 from trajstore.contents import Contents
 from trajstore.loading import Loaded, load_sources
+from trajstore.moves import Moved
 from trajstore.retention import Retention
 from trajstore.sources import Source, StoreSource
 from trajstore.storage import Directory, ReaderLease
@@ -205,6 +206,10 @@ class View:
         for lease in self._leases:
             lease.release()
         self._leases = []
+
+    def moved(self, moved: Moved) -> None:
+        """Let trajectories of the buffer's own store be read from the shard where they are now."""
+        self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
 
     # -- leaving ----------------------------------------------------------------------------------
 

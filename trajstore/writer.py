@@ -22,6 +22,7 @@ from trajstore.groups import Group
 from trajstore.interrupts import uninterrupted
 from trajstore.options import WriterOptions
 from trajstore.publishing import Publisher, Unwritable
+from trajstore.rewriting import Rewriter
 from trajstore.storage import Directory
 from trajstore.write_queue import WriteQueue
 
@@ -41,6 +42,7 @@ class StoreWriter:
     Attributes:
         queue: takes what is to be written, and tells what is committed.
         log: evicts, pins, and has the catalog.
+        rewriter: gives back the space of shards that are partly alive.
 
     Raises:
         StoreLockedError: somebody else writes there.
@@ -78,6 +80,8 @@ class StoreWriter:
             threading.Thread(target=self._work, name=f"trajstore-writer-{i}", daemon=True)
             for i in range(options.threads)
         ]
+        self.rewriter = Rewriter(directory, self.log, trajectory_format, options.shard_bytes, self.queue.new_shard)
+        self._threads.append(threading.Thread(target=self._rewrite, name="trajstore-rewriter", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -110,6 +114,24 @@ class StoreWriter:
     def _settle(self) -> None:
         with self.log.lock:
             self.log.keep_house()
+
+    def compact(self) -> None:
+        """Rewrite shards until no row of them is dead and no two small ones are left.
+
+        Raises:
+            StoreWriteError: it could not be written; the store is as it was.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        self.flush()
+        try:
+            while self.rewriter.step(everything=True):
+                pass
+        except OSError as error:
+            raise StoreWriteError(f"{error}: a shard could not be rewritten; nothing was moved") from error
+
+    def _rewrite(self) -> None:
+        _yield_to_callers()
+        self.rewriter.run()
 
     # -- the pool ---------------------------------------------------------------------------------
 
@@ -175,6 +197,7 @@ class StoreWriter:
                     logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
                 if failure is not None:
                     self.queue.tell(failure)
+                self.rewriter.note()
                 if self._callbacks is not None:
                     for group in recorded:
                         for part in group.parts:
@@ -256,6 +279,7 @@ class StoreWriter:
         with self._close_lock:
             if self._closed:
                 return
+            self.rewriter.stop()
             failure = self._try(self.flush)
             if failure is None or isinstance(failure, UnwritableTrajectoryError):
                 failure = self._try(self.log.snapshot) or failure

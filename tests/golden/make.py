@@ -16,7 +16,10 @@ KEYS = {0: 1, 1: 5, 2: 3, 3: 4, 4: 11}
 
 
 def make(target: Path) -> None:
-    """Write a store as a crash would leave it, its last commits in the log only, and what a seed draws from it."""
+    """Write a store as a crash would leave it, its last commits in the log only, and what a seed draws from it.
+
+    From layout 2 on, one of these commits has moved trajectories to another shard.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
         first = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
@@ -28,6 +31,7 @@ def make(target: Path) -> None:
         second.flush()
         second.add_trajectories([witness(KEYS[3]), witness(KEYS[4])])
         second.evict([0])
+        second.compact()
         shutil.copytree(path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
         second.close()
     reader = TrajectoryReplayBuffer(seed=5, sample_window_size=0)
