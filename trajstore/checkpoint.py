@@ -25,6 +25,7 @@ from trajstore.holder import LOCK_NAME
 from trajstore.index import TrajectoryIndex
 from trajstore.local import LocalDirectory
 from trajstore.manifest import manifest_of
+from trajstore.parallel import in_order
 from trajstore.record import Record
 from trajstore.rlinf.source import write_rlinf
 from trajstore.shards import shard_name
@@ -130,14 +131,18 @@ def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory
     for source, names in files.items():
         target.bring(source.directory, names)
     starts = cut.index
-    for group in _loose_groups(cut, loose):
-        records = [record for _, record in group]
-        name = shard_name(len(catalog.shards))
-        content = ShardContent.of(records)
+
+    def write(task: tuple[int, list[tuple[int, Record]]]) -> tuple[ShardManifest, list[tuple[int, Record]]]:
+        number, group = task
+        name = shard_name(number)
+        content = ShardContent.of([record for _, record in group])
         encoded = trajectory_format.encode(name, content)
         target.publish(encoded.files)
-        row = catalog.shards.add(len(catalog.shards), manifest_of(encoded, trajectory_format.name, name, content))
-        _place(starts, [at for at, _ in group], records)
+        return manifest_of(encoded, trajectory_format.name, name, content), group
+
+    for manifest, group in in_order(write, enumerate(_loose_groups(cut, loose), start=len(catalog.shards))):
+        row = catalog.shards.add(len(catalog.shards), manifest)
+        _place(starts, [at for at, _ in group], [record for _, record in group])
         rows[[at for at, _ in group]] = row
     columns = cut.index.take(np.arange(cut.index.first, cut.index.end))
     columns["shard"] = rows

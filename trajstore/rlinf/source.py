@@ -26,6 +26,7 @@ from trajstore.formats.safe_pickle import legacy_loads, safe_loads
 from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_zip, locate
 from trajstore.index import TrajectoryEntry, TrajectoryIndex
 from trajstore.limits import UNKNOWN_VERSION
+from trajstore.parallel import in_order
 from trajstore.record import Record, version_range
 from trajstore.residency import MappedShard
 from trajstore.rlinf.layout import (
@@ -48,6 +49,9 @@ from trajstore.storage import Directory
 logger = logging.getLogger(__name__)
 
 _OPEN_FILES = 8
+
+_GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
+"""How much is written at a time."""
 
 NO_SHARD = -1
 
@@ -390,10 +394,25 @@ def write_rlinf(
         ConfigurationError: an agent trajectory is among them.
     """
     suffix = "pkl" if trajectory_format == "pkl" else "pt"
-    entries = []
-    for known, record in trajectories:
-        entry, file = encode_trajectory(record, known.trajectory_id, suffix)
-        target.publish([file])
-        entries.append(entry)
+
+    def write(group: list[tuple[TrajectoryEntry, Record]]) -> list[RLinfEntry]:
+        encoded = [encode_trajectory(record, known.trajectory_id, suffix) for known, record in group]
+        target.publish([file for _, file in encoded])  # the folder is synced once for all of them
+        return [entry for entry, _ in encoded]
+
+    entries = [entry for group in in_order(write, _groups(trajectories)) for entry in group]
     target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
     target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
+
+
+def _groups(trajectories: Iterable[tuple[TrajectoryEntry, Record]]) -> Iterator[list[tuple[TrajectoryEntry, Record]]]:
+    group: list[tuple[TrajectoryEntry, Record]] = []
+    nbytes = 0
+    for item in trajectories:
+        group.append(item)
+        nbytes += item[1].nbytes
+        if nbytes >= _GROUP_BYTES or len(group) == _GROUP_FILES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
