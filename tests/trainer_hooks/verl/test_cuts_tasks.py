@@ -153,7 +153,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from trainer_hooks.verl.cuts import Cut, write_cut
-os.rename = lambda *names: os._exit(9)
+os.rename = lambda *names, **folders: os._exit(9)
 write_cut(Path(sys.argv[1]), Cut(7, "killed", 1, "store-a", None, {}))
 """
 
@@ -180,7 +180,7 @@ def test_a_crash_before_the_rename_leaves_what_was_there(
 
 
 def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str, target: str) -> None:
+    def refuse(source: str, target: str, **folders: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "rename", refuse)
