@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -228,8 +231,6 @@ def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path) -> None:
-    import fcntl
-
     with writer_to(tmp_path):
         pass
     with (tmp_path / "writer.lock").open("r+") as file:
@@ -240,6 +241,25 @@ def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path) -> N
         add(buffer, 0)
         with (tmp_path / "writer.lock").open("r+") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_where_directories_cannot_be_locked_the_file_alone_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+
+    def files_only(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")  # as NFS says of folders
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", files_only)
+    with writer_to(tmp_path / "run") as buffer:
+        add(buffer, 0)
+        with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
+            writer_to(tmp_path / "run")
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    assert keys_at(tmp_path / "run") == keys_at(tmp_path / "checkpoint") == [0]
 
 
 def test_a_forked_child_that_outlives_its_killed_parent_keeps_no_lock(tmp_path: Path) -> None:

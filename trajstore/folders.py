@@ -39,7 +39,7 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
     _remove_abandoned(parent, where.name)
     temporary = f".{where.name}.{uuid.uuid4().hex}.tmp"
     parent.make_folder(temporary)
-    staged = LocalDirectory(where.parent / temporary)
+    staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary))
     try:
         # Held while it is being made: another process that publishes to the same path leaves it alone.
         with _held(parent, temporary):

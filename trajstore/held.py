@@ -46,7 +46,8 @@ class HeldFolder:
         self._above = above
         self._mutex = threading.Lock()
         self._held: Descriptor | None = None
-        self._made = False
+        self._made = above is not None  # the name of one in another is that one's to make durable
+        self._counted = True  # some file systems count no names of folders
         with contextlib.suppress(OSError):  # absent, or not to be opened: whoever uses it is told
             self._open()
 
@@ -60,6 +61,7 @@ class HeldFolder:
                     folder, name = self._above
                     self._held = Descriptor(os.open(name, flags, dir_fd=folder.number))
                     self._above = None
+                self._counted = os.fstat(self._held.number).st_nlink > 0
             return self._held
 
     def inner(self, name: str) -> HeldFolder:
@@ -83,8 +85,12 @@ class HeldFolder:
     def is_there(self) -> bool:
         """Return whether the folder is there, and was not removed since it was opened."""
         try:
-            return os.fstat(self.number).st_nlink > 0
+            return os.fstat(self.number).st_nlink > 0 or not self._counted
         except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # what network file systems say of it
+                raise
             return False
 
     def make(self) -> None:
@@ -122,10 +128,9 @@ class HeldFolder:
     def fate(self) -> str | None:
         """Return what became of the folder since it was opened, in words; None if it is where it was."""
         try:
-            mine = os.fstat(self.number)
-            if not mine.st_nlink:
+            if not self.is_there():
                 return f"{self.path} was removed or replaced while it was open (it was {self.where})"
-            found = os.stat(self.where)
+            mine, found = os.fstat(self.number), os.stat(self.where)
         except OSError:
             return None
         if (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):

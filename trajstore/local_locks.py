@@ -183,7 +183,7 @@ def read_lease(root: HeldFolder, name: str, tidy: bool) -> Reader | None:
         return None
     try:
         with root.naming(name):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # enough to meet the reader's, which is exclusive
     except BlockingIOError:
         text = os.pread(descriptor, 4096, 0)
         known = len(text) >= _DIGITS and text[:_DIGITS].isdigit()
