@@ -52,7 +52,7 @@ _SHOWN = 60
 def shown(value: Any) -> str:
     """Return a value for a message: short, printable, whatever it is."""
     try:
-        text = ascii(value)
+        text = " ".join(ascii(value).split())  # a tensor's has several lines
     except Exception:  # a value's own repr may do anything, and Python prints no number of 5,000 digits
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -415,8 +415,8 @@ def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None
 def _check_real(field: str, value: Any) -> None:
     if value is None or (type(value) is float and isfinite(value)):
         return
-    if isinstance(value, float | int | np.floating | np.integer) and np.isfinite(value):
-        return
+    if isinstance(value, int | np.integer) or (isinstance(value, float | np.floating) and isfinite(value)):
+        return  # an int of more than 64 bits is refused with the document
     raise InvalidTrajectoryError(
         f"field {field}: {shown(value)} is a {type(value).__name__}, must be a finite number or None"
     )
