@@ -34,6 +34,7 @@ from trajstore.index import TrajectoryIndex
 from trajstore.lifetimes import Lifetimes
 from trajstore.limits import MAX_GENERATION, MAX_ID
 from trajstore.moves import Moved, check_moved, move_entries, move_from_json, starts_in
+from trajstore.packing import declared_rows
 from trajstore.pins import Pins
 from trajstore.schema import Extent, Schema
 from trajstore.sealed import LAYOUT, LAYOUT_VERSION, metadata_json, parse_metadata, seal, unseal
@@ -210,6 +211,9 @@ class Catalog:
             self.next_id = natural(value["next_id"], MAX_ID // 2)
             self.next_shard = natural(value["next_shard"], MAX_ID // 2)
             self.store_id = str(value["store_id"])
+            entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
+            if declared_rows(value["shards"]["numbers"]) > entries:
+                raise CorruptStoreError("there are more shards than trajectories")
             self.shards = ShardTable.from_json(value.pop("shards"))
             self.index = TrajectoryIndex.from_json(value.pop("live"), len(self.shards), self._gate)
             self.pinned = TrajectoryIndex.from_json(value.pop("pinned"), len(self.shards), self._gate)

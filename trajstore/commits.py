@@ -213,6 +213,9 @@ def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict
         KeyError, TypeError, ValueError, OverflowError: values are absent or of the wrong kind.
     """
     entries = [one.entries for one in added]
+    for name in ("extents", "versions", "weights", "max_episode_length"):
+        if not all(type(one[name]) is list for one in entries):
+            raise TypeError(f"{name} must be a list")
     extents = _integers([item for one in entries for item in one["extents"]], 4)
     counts = np.array([len(one["extents"]) for one in entries], np.int64)
     versions = [_UNKNOWN if pair is None else pair for one in entries for pair in one["versions"]]

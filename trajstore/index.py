@@ -18,7 +18,7 @@ from trajstore.entry_checks import EntryGate, check_lengths, range_faults
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.fields import Axis
 from trajstore.limits import UNKNOWN_VERSION
-from trajstore.packing import StringTable, pack, unpack
+from trajstore.packing import StringTable, declared_rows, pack, unpack
 from trajstore.record import Record
 from trajstore.schema import Extent, Kind
 
@@ -255,9 +255,10 @@ class TrajectoryIndex:
         index = TrajectoryIndex()
         try:
             packed = value["columns"]
+            _check_declared(packed)
             columns = {name: unpack(packed[name], dtype) for name, dtype in COLUMNS.items()}
             index.weights = StringTable.from_json(value["weights"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CorruptStoreError(f"not an index: {error}") from error
         check_lengths(columns)
         index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.weights))))
@@ -277,6 +278,24 @@ class TrajectoryIndex:
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
+
+
+_LEAST_NBYTES = 8  # of an entry within a file: its UUID has 122 random bits, which nothing makes shorter
+
+
+def _check_declared(packed: Mapping[str, Any]) -> None:
+    """Refuse columns that claim more entries than their bytes can hold, before memory is taken for them.
+
+    Raises:
+        CorruptStoreError: they do.
+        KeyError, TypeError, ValueError: they are no packed arrays.
+    """
+    count = declared_rows(packed["trajectory_id"])
+    for name in COLUMNS:
+        if declared_rows(packed[name]) != count:
+            raise CorruptStoreError(f"index column {name} has {declared_rows(packed[name])} entries, not {count}")
+    if count * _LEAST_NBYTES > len(packed["uuid"]["data"]) + 1024:
+        raise CorruptStoreError(f"the index claims {count} entries, more than its bytes can hold")
 
 
 def lie_in(ids: IntArray, ranges: IntArray) -> npt.NDArray[np.bool_]:

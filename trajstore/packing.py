@@ -20,6 +20,8 @@ from trajstore.errors import CorruptStoreError
 
 _MAX_INFLATION = 1100  # deflate cannot shrink by more: a larger claim is hostile
 
+_MAX_TEXT_INFLATION = 256  # of strings of which no two are equal, or not soon after each other
+
 
 def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
     """Return an array of integers or raw bytes as JSON values.
@@ -60,6 +62,18 @@ def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray
     del packed
     array = np.frombuffer(data, stored).reshape(shape)
     return np.cumsum(array, axis=0, dtype=np.int64).astype(wanted, copy=False) if integers else array.copy()
+
+
+def declared_rows(value: Any) -> int:
+    """Return how many rows a packed array claims to have.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: it is no packed array.
+    """
+    rows = value["shape"][0]
+    if not isinstance(rows, int) or rows < 0:
+        raise ValueError(f"shape {value['shape']!r}")
+    return rows
 
 
 class StringTable:
@@ -132,7 +146,11 @@ class StringTable:
         table = StringTable()
         try:
             blob, ends = value["bytes"], value["ends"]
-        except (KeyError, TypeError) as error:
+            if declared_rows(blob) > len(blob["data"]) * _MAX_TEXT_INFLATION + 4096:
+                raise ValueError("claims more text than its bytes can hold")
+            if declared_rows(ends) > 2 * declared_rows(blob) + 16:  # no string but the empty one needs no byte
+                raise ValueError("claims more strings than its text has")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CorruptStoreError(f"not a string table: {error}") from error
         table._blob = bytearray(unpack(blob, "V1").tobytes())
         table._ends = unpack(ends, np.int64)

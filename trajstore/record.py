@@ -142,9 +142,15 @@ def record_of(trajectory: AnyTrajectory) -> Record:
         InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored; the message
             names the field, and its shape or value.
     """
-    if isinstance(trajectory, AgentTrajectory):
-        return _record_of_agent(trajectory)
-    return _record_of_step(trajectory)
+    try:
+        if isinstance(trajectory, AgentTrajectory):
+            return _record_of_agent(trajectory)
+        return _record_of_step(trajectory)
+    except InvalidTrajectoryError as error:
+        if str(error).isprintable():
+            raise
+        text = str(error).encode("unicode_escape").decode()  # names that nothing has checked yet
+        raise InvalidTrajectoryError(text) from error
 
 
 @cache

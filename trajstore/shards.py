@@ -18,7 +18,7 @@ import numpy.typing as npt
 from trajstore.errors import CorruptStoreError
 from trajstore.fields import Axis
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.packing import pack, unpack
+from trajstore.packing import declared_rows, pack, unpack
 from trajstore.schema import Schema
 from trajstore.storage import check_name
 
@@ -250,8 +250,12 @@ class ShardTable:
         try:
             for item in value["schemas"]:
                 table.number_of_schema(Schema.from_json(item))
+            count = declared_rows(value["numbers"])
+            for item in (value["family"], value["row"]):
+                if declared_rows(item) != count:
+                    raise CorruptStoreError("shard table: arrays of different lengths")
             for item in value["families"]:
-                table._add_family(item)
+                table._add_family(item, count)
             table._numbers = unpack(value["numbers"], np.int64)
             table._family = unpack(value["family"], np.int32)
             table._row = unpack(value["row"], np.int32)
@@ -261,7 +265,7 @@ class ShardTable:
         table._check_rows()
         return table
 
-    def _add_family(self, item: Any) -> None:
+    def _add_family(self, item: Any, most: int) -> None:
         names = tuple(item["file_names"])
         for name in names:
             check_name(name.replace(_NAME, shard_name(0)))
@@ -269,6 +273,8 @@ class ShardTable:
         family = _Family(item["format"], item["schema"], names, tuple(item["column_files"]))
         widths = {"sizes": len(names), "crc32": len(names)}
         for name in ("sizes", "crc32", "offsets", "column_crc32", "rows"):
+            if declared_rows(item[name]) > most:
+                raise CorruptStoreError(f"shard table: {name} claims more rows than there are shards")
             array = unpack(item[name], np.int64, 2)
             if array.shape[1] != widths.get(name, columns) or (array.size and array.min() < ABSENT):
                 raise CorruptStoreError(f"shard table: {name} does not fit its schema")

@@ -1,0 +1,291 @@
+"""Numbers of the index that somebody forged, with right checksums: refused, or at least never read out of bounds."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.catalog import INDEX_NAME
+from trajstore.commits import encode_line
+from trajstore.index import COLUMNS, TrajectoryIndex, lie_in
+from trajstore.packing import StringTable, pack
+from trajstore.sealed import seal, unseal
+from trajstore.shards import ShardTable
+from trajstore.testing.witness import witness
+from trajstore.verify import verify
+
+_CAMPAIGN = """
+import random, sys
+from pathlib import Path
+import numpy as np, orjson
+from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.commits import encode_line
+from trajstore.packing import pack, unpack
+from trajstore.sealed import seal, unseal
+from trajstore.testing.witness import WitnessError, check_batch, check_trajectory
+
+path, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+chance = random.Random(seed)
+index = path / "trajectory_index.json"
+(log,) = (path / "log").iterdir()
+pristine = {index: index.read_bytes(), log: log.read_bytes()}
+NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 5, 7, 50, 255, 2**16, 10**6, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1]
+HUGE = [*NUMBERS, 2**63, 2**64 - 1]
+
+def packed(value, found):
+    if isinstance(value, dict):
+        if "dtype" in value and "data" in value:
+            found.append(value)
+        else:
+            for item in value.values():
+                packed(item, found)
+    elif isinstance(value, list):
+        for item in value:
+            packed(item, found)
+    return found
+
+def numbers(value, path=()):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [path]
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, item in items for found in numbers(item, (*path, key))]
+
+def forge_snapshot():
+    value = unseal("snapshot", pristine[index], "")
+    for _ in range(chance.choice([1, 1, 2])):
+        if chance.random() < 0.8:
+            arrays = [one for one in packed(value, []) if np.dtype(one["dtype"]).kind == "i" and one["shape"][0]]
+            item = chance.choice(arrays)
+            array = unpack(item, item["dtype"], len(item["shape"]))
+            if not array.size:
+                continue
+            number = chance.choice([*NUMBERS, *(int(n) + chance.choice([-1, 1]) for n in array.flat[:3])])
+            kind = np.iinfo(array.dtype)
+            number = min(max(number, int(kind.min)), int(kind.max))
+            array.reshape(-1)[slice(None) if chance.random() < 0.3 else chance.randrange(array.size)] = number
+            item.update(pack(array))
+        else:
+            place = chance.choice(numbers(value))
+            target = value
+            for key in place[:-1]:
+                target = target[key]
+            target[place[-1]] = chance.choice(HUGE)
+    index.write_bytes(seal("snapshot", orjson.dumps(value)))
+
+def forge_log():
+    lines = [orjson.loads(line[9:]) for line in pristine[log].splitlines()]
+    record = chance.choice(lines)
+    for _ in range(chance.choice([1, 1, 2])):
+        place = chance.choice([one for one in numbers(record) if one != ("generation",)])
+        target = record
+        for key in place[:-1]:
+            target = target[key]
+        old = target[place[-1]]
+        target[place[-1]] = chance.choice([*HUGE, old - 1, old + 1])
+    log.write_bytes(b"".join(map(encode_line, lines)))
+
+outcomes = {"refused": 0, "read": 0, "else": 0}
+for number in range(rounds):
+    for file, data in pristine.items():
+        file.write_bytes(data)
+    try:
+        chance.choice([forge_snapshot, forge_snapshot, forge_log])()
+    except (OverflowError, TypeError):
+        continue
+    for strict in (True, False):
+        buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
+        try:
+            buffer.load_checkpoint(path, strict=strict)
+            for each in buffer.trajectory_ids.tolist()[:8]:
+                check_trajectory(buffer.get(each))
+            if buffer.total_samples:
+                # Rows of other trajectories of the shard are as good: each proves itself. Memory beside it is not.
+                check_batch(buffer.sample(64, columns=["curr_obs.tag", "actions", "rewards", "curr_obs.image"]))
+            outcomes["read"] += 1
+        except errors.StoreError:
+            outcomes["refused"] += 1
+        except (errors.TrajstoreError, WitnessError):
+            outcomes["else"] += 1
+        finally:
+            buffer.close()
+print(orjson.dumps(outcomes).decode())
+"""
+
+
+def store_with_log(path: Path, form: str = "pt") -> Path:
+    """Make a store of four trajectories in its snapshot and three in its log, as a crash leaves it."""
+    live = path / "live"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=live, trajectory_format=form) as buffer:
+        buffer.add_trajectories([witness(key) for key in (5, 5, 6, 7)])
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=live, trajectory_format=form)
+    for keys in ((5, 5), (8,)):
+        buffer.add_trajectories([witness(key) for key in keys])
+        buffer.flush()
+    crashed = path / "crashed"
+    subprocess.run(["cp", "-r", str(live), str(crashed)], check=True)
+    buffer.close()
+    return crashed
+
+
+def campaign(path: Path, seed: int, rounds: int) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", _CAMPAIGN, str(path), str(seed), str(rounds)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode} (negative: killed by a signal): {done.stderr[-2000:]}"
+    outcomes: dict[str, int] = orjson.loads(done.stdout.splitlines()[-1])
+    return outcomes
+
+
+def test_forged_numbers_never_crash_a_reader(tmp_path: Path) -> None:
+    outcomes = campaign(store_with_log(tmp_path), 3, 60)
+    assert outcomes["refused"] > 20
+    assert outcomes["read"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("form", ["pt", "zarr", "pkl"])
+def test_forged_numbers_never_crash_a_reader_in_a_long_campaign(tmp_path: Path, form: str) -> None:
+    campaign(store_with_log(tmp_path, form), 11, 4000)
+
+
+def _zeros(nbytes: int) -> str:
+    """Return so many zero bytes as a packed array has them, as short as deflate can make them."""
+    return base64.b64encode(zlib.compress(bytes(nbytes), 9)).decode()
+
+
+def _refused_before_unpacking(call: Any, match: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(errors.CorruptStoreError, match=match):
+            call()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_index_that_claims_more_entries_than_fit_is_refused_before_it_is_unpacked() -> None:
+    rows = 10**6
+    columns = {
+        name: {"dtype": np.dtype(dtype).str, "shape": [rows], "data": _zeros(rows * (16 if name == "uuid" else 8))}
+        for name, dtype in COLUMNS.items()
+    }
+    value = {"columns": columns, "weights": StringTable().to_json()}
+    _refused_before_unpacking(lambda: TrajectoryIndex.from_json(value, 1), "claims 1000000 entries")
+    columns["steps"]["shape"] = [3]
+    _refused_before_unpacking(
+        lambda: TrajectoryIndex.from_json(value, 1), "index column steps has 3 entries, not 1000000"
+    )
+
+
+def test_a_string_table_that_claims_more_than_fits_is_refused_before_it_is_unpacked() -> None:
+    rows = 10**7
+    text = {"dtype": "|V1", "shape": [rows], "data": _zeros(rows)}
+    ends = {"dtype": "<i8", "shape": [rows], "data": _zeros(8 * rows)}
+    _refused_before_unpacking(lambda: StringTable.from_json({"bytes": text, "ends": ends}), "more text than")
+    few = pack(np.frombuffer(b"abc", "V1"))
+    _refused_before_unpacking(lambda: StringTable.from_json({"bytes": few, "ends": ends}), "more strings than")
+
+
+def test_shards_without_trajectories_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
+    path = store_with_log(tmp_path)
+    value = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
+    rows = 10**7
+    value["shards"]["numbers"] = {"dtype": "<i8", "shape": [rows], "data": _zeros(8 * rows)}
+    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
+    _refused_before_unpacking(lambda: TrajectoryReplayBuffer().load_checkpoint(path), "more shards than trajectories")
+    table: dict[str, Any] = {"schemas": [], "families": [], "numbers": value["shards"]["numbers"]}
+    table |= dict.fromkeys(("family", "row"), pack(np.zeros(1, np.int32)))
+    _refused_before_unpacking(lambda: ShardTable.from_json(table), "different lengths")
+
+
+def test_as_many_ranges_as_one_likes_cost_what_they_are_long(tmp_path: Path) -> None:
+    path = store_with_log(tmp_path)
+    (log,) = (path / "log").iterdir()
+    ranges = [[3 * n + 10, 3 * n + 11] for n in range(100_000)] + [[0, 1]]
+    last = orjson.loads(log.read_bytes().splitlines()[-1][9:])["generation"]
+    log.write_bytes(log.read_bytes() + encode_line({"generation": last + 1, "operation": "evict", "ids": ranges}))
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(path)
+    assert buffer.trajectory_ids.tolist() == [2, 3, 4, 5, 6]
+    assert verify(path).sound
+
+
+def test_ids_in_ranges_agree_with_a_loop() -> None:
+    chance = np.random.default_rng(2)
+    for count in range(40):
+        lows = chance.integers(0, 60, count)
+        ranges = np.stack([lows, lows + chance.integers(0, 9, count)], axis=1).reshape(-1, 2)
+        ids = chance.integers(0, 80, 50)
+        expected = [any(low <= number <= high for low, high in ranges.tolist()) for number in ids.tolist()]
+        assert lie_in(ids, ranges).tolist() == expected
+
+
+# -- values of the wrong kind, with valid checksums --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {"versions": value}
+            for value in ([None], [[1], [2]], [[1, 2, 3], [1, 2]], ["ab", "cd"], [[1.5, 2], None], 7)
+        ),
+        *({"weights": value} for value in ([None, 3], ["a"], [[], []], "ab")),
+        *({"max_episode_length": value} for value in ([1], [1.5, 2], ["1", "2"], [None, None], [2**63, 1], {})),
+        *(
+            {"extents": value}
+            for value in ([[1, 1, 0], [1, 1, 0]], [[1, 1, 0, 0]], [], [[2**64 - 1, 1, 0, 0]] * 2, None)
+        ),
+        *({"uuids": value} for value in ("00", "zz" * 32, "00" * 16, None)),
+        *({"ids": value} for value in (None, 3, [[4]], [[4.5, 5.5]], [[5, 4]], [["4", "5"]], [[4, 2**63 - 1]])),
+    ],
+    ids=str,
+)
+def test_entries_of_the_log_of_the_wrong_kind(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = store_with_log(tmp_path)
+    (log,) = (path / "log").iterdir()
+    first, *rest = log.read_bytes().splitlines(keepends=True)
+    record = orjson.loads(first[9:])
+    record["entries"].update(change)
+    log.write_bytes(b"".join([encode_line(record), *rest]))
+    with pytest.raises(errors.CorruptStoreError, match=rf"{log.name}: generation {record['generation']}: "):
+        TrajectoryReplayBuffer().load_checkpoint(path)
+    assert not verify(path).sound
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("next_id", 2**64 - 1), ("next_id", 2**62), ("next_shard", 2**63 - 1), ("generation", 10**16), ("next_id", 1.5)],
+)
+def test_counters_that_leave_no_room(tmp_path: Path, name: str, value: Any) -> None:
+    path = store_with_log(tmp_path)
+    body = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
+    body[name] = value
+    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(body)))
+    for call in (
+        lambda: TrajectoryReplayBuffer().load_checkpoint(path),
+        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
+    ):
+        with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
+            call()
+
+
+def test_a_log_file_named_with_digits_that_are_no_ascii(tmp_path: Path) -> None:
+    path = store_with_log(tmp_path)
+    (path / "log" / ("\N{SUPERSCRIPT TWO}" * 16 + ".log")).write_bytes(b"x")
+    assert TrajectoryReplayBuffer().load_checkpoint(path) == 0
+    assert verify(path).sound
