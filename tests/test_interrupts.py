@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dis
+import random
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -194,3 +198,82 @@ def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str) -> None:
 def test_an_interrupt_at_every_instruction(tmp_path: Path, name: str) -> None:
     for at in range(instructions(tmp_path / "count", name)):
         interrupted_at(tmp_path / str(at), name, at)
+
+
+SIGNALS = """
+import faulthandler, os, random, signal, sys
+faulthandler.dump_traceback_later(100, exit=True)
+from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.testing.witness import witness
+path, seed = sys.argv[1], int(sys.argv[2])
+armed = False
+def handler(*_):
+    global armed
+    if armed:
+        armed = False  # one at a time: a handler of its own must not be hit by the next
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, handler)
+buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, cache_size=2,
+    writer=WriterOptions(commit_interval=0.001, max_pending_bytes=100_000))
+buffer.add_trajectories([witness(0)])
+chance = random.Random(seed)
+returned, key, closed = {0: 0}, 0, False
+print("begin", flush=True)
+while not closed:
+    try:
+        armed = True
+        what = chance.random()
+        if key == 300:
+            buffer.close()
+            closed = True
+        elif what < 0.6:
+            key += 1
+            returned[buffer.add_trajectories([witness(key)])[0]] = key
+        elif what < 0.8:
+            buffer.flush()
+        elif what < 0.97 or len(returned) < 3:
+            buffer.sample(3)
+        else:
+            victim = min(returned)
+            del returned[victim]
+            buffer.evict([victim])
+        armed = False
+    except KeyboardInterrupt:
+        pass
+armed = False
+print(" ".join(f"{number}:{key}" for number, key in returned.items()), flush=True)
+os._exit(0)
+"""
+
+
+def bombarded(path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    child = subprocess.Popen(
+        [sys.executable, "-c", SIGNALS, str(path), str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "begin\n"
+    sent = 0
+    while child.poll() is None and sent < 300:
+        time.sleep(chance.uniform(0.0005, 0.02))
+        child.send_signal(signal.SIGINT)
+        sent += 1
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    returned = {int(a): int(b) for a, b in (pair.split(":") for pair in out.split())}
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        reader.load_checkpoint(path)
+        found = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
+    assert returned.items() <= found.items()
+    assert verify(path).sound
+
+
+def test_ctrl_c_at_random_moments(tmp_path: Path) -> None:
+    bombarded(tmp_path / "store", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(20))
+def test_ctrl_c_at_random_moments_again_and_again(tmp_path: Path, seed: int) -> None:
+    bombarded(tmp_path / "store", seed)

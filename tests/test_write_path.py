@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import logging
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.commit_log import CommitLog
 from trajstore.contents import Contents
-from trajstore.errors import StoreWriteError, UnwritableTrajectoryError
+from trajstore.errors import StoreError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.local import LocalDirectory
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_trajectory, witness
@@ -340,6 +343,90 @@ def test_closing_on_a_full_disk_says_what_is_lost(tmp_path: Path, caplog: pytest
         with pytest.raises(StoreWriteError, match=r"No space left.*4 trajectories from id 0 on are lost"):
             buffer.close()
     assert "Traceback" not in caplog.text
+
+
+def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None:
+    """Nothing but the log can be written to, as on a disk that has a few bytes left."""
+
+    real = LocalDirectory.publish
+    full = [False]
+
+    def publish(self: LocalDirectory, files: Sequence[Any]) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device", files[0].name)
+        real(self, files)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LocalDirectory, "publish", publish)
+        buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
+        buffer.add_trajectories([witness(key) for key in range(4)])
+        buffer.flush()
+        full[0] = True
+        buffer.add_trajectories([witness(4)])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            buffer.flush()
+        buffer.evict([0])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            buffer.evict([1, 4])
+        assert buffer.trajectory_ids.tolist() == [2, 3, 4]
+        with pytest.raises(StoreWriteError, match="1 trajectories from id 4 on are lost"):
+            buffer.close()
+        assert contents_of(tmp_path / "store") == [2, 3]
+        with pytest.MonkeyPatch.context() as again:
+            again.setattr("trajstore.local_locks.os.pwrite", publish_nothing)
+            buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
+        assert buffer.trajectory_ids.tolist() == [2, 3]
+        buffer.evict([2])
+        full[0] = False
+        assert buffer.add_trajectories([witness(5)]) == [4]
+        buffer.close()
+    assert contents_of(tmp_path / "store") == [3, 5]
+    assert verify(tmp_path / "store").sound
+
+
+def publish_nothing(*arguments: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# -- what tools read ---------------------------------------------------------------------------------
+
+
+def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
+    def said() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((tmp_path / "store" / "metadata.json").read_text())
+        return found
+
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(5)])
+        buffer.flush()
+        eventually(lambda: said()["size"] == said()["trajectory_counter"] == 5)  # at most once a second
+        assert said()["generation"] == 0  # of the snapshot, which readers rely on
+        buffer.add_trajectories([witness(5)])
+        eventually(lambda: said()["size"] == 6)
+        assert contents_of(tmp_path / "store") == list(range(6))
+    assert said()["size"] == 6
+
+
+# -- other processes ---------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_reads_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        with pytest.raises(StoreError, match=r"load_checkpoint.*refresh"):
+            pickle.dumps(buffer)
+        reader = TrajectoryReplayBuffer(sample_window_size=2)
+        reader.load_checkpoint(tmp_path / "store")
+        other = pickle.loads(pickle.dumps(reader))
+        assert other.trajectory_ids.tolist() == [0, 1, 2]
+        assert torch.equal(other.sample(8)["curr_obs"]["tag"], reader.sample(8)["curr_obs"]["tag"])
+        buffer.add_trajectories([witness(3)])
+        buffer.flush()
+        assert other.refresh()
+        reader.add_trajectories([witness(4)])
+        with pytest.raises(StoreError, match="save_checkpoint"):
+            pickle.dumps(reader)
 
 
 # -- the end of the interpreter ----------------------------------------------------------------------

@@ -236,7 +236,8 @@ class TrajectoryReplayBuffer:
 
         Raises:
             TrajectoryUnavailableError: an id is not in the buffer; nothing was deleted.
-            StoreWriteError: the log could not be written; nothing was deleted.
+            StoreWriteError: the log could not be written; nothing was deleted. Or trajectories that wait to be written
+                could not be; all others were deleted.
         """
         if not len(ids):
             return
@@ -245,8 +246,13 @@ class TrajectoryReplayBuffer:
                 self._view.contents.index.position_of(number)
         mine = [number for number in ids if self._writer is not None and number >= self._view.own_first]
         if self._writer is not None and mine:
-            self.flush()
-            uninterrupted(partial(self._writer.log.evict, mine))
+            contents = self._view.contents
+            waiting = {number for number in mine if contents.is_pending(number)}
+            # First what needs no space: on a full disk, writing what waits is only possible afterwards.
+            uninterrupted(partial(self._writer.log.evict, [number for number in mine if number not in waiting]))
+            if waiting:
+                self._writer.flush()
+                uninterrupted(partial(self._writer.log.evict, list(waiting)))
             self._writer.rewriter.note()
         self._view.forget([number for number in ids if self._writer is None or number < self._view.own_first])
 
@@ -624,6 +630,34 @@ class TrajectoryReplayBuffer:
                     self._finalizer.detach()
                     forget(self._writer)
 
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Send a buffer that only reads to another process, which opens what this one loaded, by its path.
+
+        Raises:
+            StoreError: the buffer writes, or holds trajectories that are nowhere else; says what to do instead.
+        """
+        if self._writer is not None:
+            raise StoreError(
+                f"{self.auto_save_path}: a buffer that writes stays in its process, as a store has one writer; in the "
+                f"other process make a buffer, load_checkpoint({self.auto_save_path!r}), and refresh() to follow"
+            )
+        if self._view.locked(lambda contents: bool(contents.cut().records)):
+            raise StoreError(
+                "this buffer has trajectories that are in the memory of this process only; call save_checkpoint, and "
+                "load_checkpoint in the other process"
+            )
+        options = {
+            "sample_window_size": self.sample_window_size,
+            "trajectory_format": self.trajectory_format,
+            "cache_bytes": self._view.cache_bytes,
+            "retention": self.retention,
+            "storage_options": self._storage_options,
+            "verify_shards": self._view.verify_shards,
+        }
+        request = self._view.request
+        loaded = None if request is None else (request.directory.url, request.share, request.strict, request.pin)
+        return _reopened, (options, loaded, self.state_dict())
+
     def __enter__(self) -> Self:
         return self
 
@@ -631,3 +665,18 @@ class TrajectoryReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _reopened(
+    options: Mapping[str, Any],
+    loaded: tuple[str, tuple[int, int] | None, bool | None, str | None] | None,
+    state: Mapping[str, Any],
+) -> TrajectoryReplayBuffer:
+    """Return a buffer that reads what another process had loaded."""
+    buffer = TrajectoryReplayBuffer(seed=None, **options)
+    if loaded is not None:
+        path, share, strict, pin = loaded
+        rank, ranks = share or (0, 1)
+        buffer.load_checkpoint(path, share is not None, rank, ranks, strict=strict, pin=pin)
+    buffer.load_state_dict(state)
+    return buffer

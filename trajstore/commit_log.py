@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import orjson
 
 from trajstore.catalog import Catalog
 from trajstore.commits import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
-from trajstore.errors import StoreClosedError, StoreWriteError
+from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.index import columns_of, starts_of
 from trajstore.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
@@ -27,9 +28,12 @@ from trajstore.pins import pin_file, pin_name
 from trajstore.record import Record
 from trajstore.schema import Extent
 from trajstore.sealed import LAYOUT_VERSION
-from trajstore.storage import Directory
+from trajstore.storage import FULL, Directory
 
 logger = logging.getLogger(__name__)
+
+_RENEWAL = 1.0
+"""Seconds between two renewals of ``metadata.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +114,11 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._renewed = -1
+        self._renew_at = 0.0
+        self._segment = ""
         self.catalog = self._open()
-        self._segment = segment_name(self.catalog.generation + 1)
+        self._segment = self._segment or segment_name(self.catalog.generation + 1)
         self._told_schemas = set(range(len(self.catalog.shards.schemas)))
 
     def _open(self) -> Catalog:
@@ -127,13 +134,23 @@ class CommitLog:
         catalog = Catalog.open(directory)
         directory.create(STORE_FOLDERS)
         self.garbage = Garbage(directory, catalog)
-        if catalog.metadata()["layout_version"] < LAYOUT_VERSION or (
-            catalog.generation > catalog.snapshot_generation or catalog.segment_torn
-        ):
+        older = catalog.metadata()["layout_version"] < LAYOUT_VERSION
+        if older or catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
             # Start on a clean segment: a torn last record is left behind with its segment.
             segments = directory.names(LOG_FOLDER)
-            self._write_snapshot(catalog)
-            directory.remove(segments)
+            try:
+                self._write_snapshot(catalog)
+            except StoreWriteError as error:
+                cause = error.__cause__
+                if older or catalog.segment_torn or not (isinstance(cause, OSError) and cause.errno in FULL):
+                    raise
+                # So that a full disk can be opened, and something be evicted.
+                logger.warning("%s; the log that is there is continued", error)
+                self._segment = catalog.segment
+            else:
+                directory.remove(segments)
+        else:
+            self._renewed = catalog.generation
         return catalog
 
     @contextmanager
@@ -361,6 +378,34 @@ class CommitLog:
         if not self._holds:
             self.garbage.collect(catalog)
 
+    # -- metadata ---------------------------------------------------------------------------------
+
+    @property
+    def renewal_due(self) -> bool:
+        """Whether ``metadata.json`` should be renewed."""
+        return self._renewed != self.catalog.generation and time.monotonic() >= self._renew_at
+
+    def renew_metadata(self) -> None:
+        """Let ``metadata.json`` tell of what is committed by now, at most once a second; it is for people and tools.
+
+        Its generation stays that of the snapshot, which readers rely on. Not part of the durable order: what is missed
+        now comes later.
+        """
+        if not self.renewal_due or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._closed or self._out_of_step is not None:
+                return
+            self._renew_at = time.monotonic() + _RENEWAL
+            catalog = self.catalog
+            values = {**self._listener.metadata(), "generation": catalog.snapshot_generation}
+            self.directory.publish([catalog.metadata_file(trajectory_format=self._format_name, **values)])
+            self._renewed = catalog.generation
+        except (OSError, StoreLockedError) as error:
+            logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
+        finally:
+            self.lock.release()
+
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshot(self) -> None:
@@ -394,7 +439,7 @@ class CommitLog:
             self.directory.publish([metadata])
         except OSError as error:
             raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
-        catalog.snapshot_generation = catalog.generation
+        catalog.snapshot_generation = self._renewed = catalog.generation
         catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
         catalog.log_bytes = 0
         self._collect_garbage(catalog)

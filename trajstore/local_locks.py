@@ -15,7 +15,7 @@ from trajstore.descriptors import Descriptor
 from trajstore.errors import CorruptStoreError, StoreLockedError
 from trajstore.held import HeldFolder
 from trajstore.holder import LOCK_NAME, describe_holder, holder_document
-from trajstore.storage import Reader, ReaderLease, WriterLock
+from trajstore.storage import FULL, Reader, ReaderLease, WriterLock
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,11 @@ class LocalWriterLock(WriterLock):
             with self._root.naming(LOCK_NAME):
                 fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(file.number, 0)
-                os.pwrite(file.number, orjson.dumps(holder_document()), 0)
+                try:
+                    os.pwrite(file.number, orjson.dumps(holder_document()), 0)
+                except OSError as error:
+                    if error.errno not in FULL:  # its text only: whoever opens a full disk may want to evict
+                        raise
                 status = os.fstat(file.number)
         except BlockingIOError:
             file.close()

@@ -6,6 +6,7 @@ one over fsspec; ``trajstore.opening`` chooses.
 
 from __future__ import annotations
 
+import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,9 @@ from trajstore.formats.base import Buffer, EncodedFile
 
 READ_LIMIT = 16 << 30
 """Bytes of the largest file that :meth:`Directory.read` reads: index and log of some hundred million trajectories."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors that say that there is no space."""
 
 _SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
 

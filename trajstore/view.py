@@ -90,6 +90,21 @@ class View:
             contents.attach(StoreSource(self._own, self._verify_shards))
         return contents
 
+    @property
+    def request(self) -> LoadRequest | None:
+        """What was loaded; None if nothing was."""
+        return self._request
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Most bytes that the cache keeps; None for no bound."""
+        return None if self._cache_bounds is None else self._cache_bounds[1]
+
+    @property
+    def verify_shards(self) -> bool:
+        """Whether checksums of a shard are compared when it is read for the first time."""
+        return self._verify_shards
+
     def locked(self, call: Callable[[Contents], T]) -> T:
         """Return what ``call`` makes of the contents, whose lock is held meanwhile.
 

@@ -278,8 +278,11 @@ class WriteQueue:
 
     # -- for the pool -----------------------------------------------------------------------------
 
-    def next_group(self) -> Group | None:
-        """Wait for a group that should be written now; None when the queue closes and nothing can be written."""
+    def next_group(self, meanwhile: Callable[[], None] = lambda: None) -> Group | None:
+        """Wait for a group that should be written now; None when the queue closes and nothing can be written.
+
+        ``meanwhile`` is called now and then while there is none.
+        """
         while True:
             with self._lock:
                 pause = self._time_to_wait()
@@ -289,6 +292,7 @@ class WriteQueue:
                     return None
                 gate = self._parking.gate()
             self._parking.wait(gate, pause)
+            meanwhile()
 
     def _time_to_wait(self) -> float | None:
         """Return the seconds until a group should be written; None if there is none."""

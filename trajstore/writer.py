@@ -109,6 +109,8 @@ class StoreWriter:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
         if self.log.unsettled:
             uninterrupted(self._settle)
+        if self.log.renewal_due:
+            uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
 
     def _settle(self) -> None:
@@ -140,7 +142,7 @@ class StoreWriter:
         publisher = Publisher(self.directory, self._format, self.queue.new_shard)
         while True:
             try:
-                group = self.queue.next_group()
+                group = self.queue.next_group(self.log.renew_metadata)
             except Exception:  # out of memory, if ever; without its threads the queue would stand still
                 logger.exception("writing %s", self.directory.url)
                 time.sleep(0.1)
@@ -154,6 +156,7 @@ class StoreWriter:
             else:
                 self.queue.published(group)
                 self._commit_ready()
+                self.log.renew_metadata()
             del group  # not to be kept alive while there is nothing to do
 
     def _publish(self, group: Group, publisher: Publisher) -> None:
