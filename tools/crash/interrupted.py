@@ -85,6 +85,7 @@ def _afterwards(child: Child, way: str) -> None:
         gc.collect()  # what was being made when the interrupt came
         child.open()
     if way == "go on":
+        child.buffer.flush()  # until then retention may act at any moment
         child.look()
         for _ in range(_STEPS_AFTER):
             child.step()

@@ -16,10 +16,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.powerloss", description=__doc__)
     parser.add_argument("--states", type=int, default=2000, help="how many states of the disk (default: 2000)")
     parser.add_argument("--sessions", type=int, default=8, help="how many sessions with a store (default: 8)")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="things done before and after a kill (default: 30; zarr: 6)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of sessions and crashes (default: 0)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trajstore-power-") as temporary:
-        result = run_campaign(Path(temporary), options.states, range(options.sessions), options.seed, progress=_show)
+        sessions, steps = range(options.sessions), options.steps
+        result = run_campaign(Path(temporary), options.states, sessions, options.seed, steps=steps, progress=_show)
     for problem in result.problems:
         sys.stdout.write(f"{problem}\n")
     sys.stdout.write(
