@@ -159,9 +159,11 @@ class TrajectoryReplayBuffer:
         self._writer = StoreWriter(
             directory, self._format, options, told, None if on_commit is None else told.on_commit
         )
-        remember(self._writer)
+        # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
         self._finalizer = weakref.finalize(self, close_quietly, self._writer)
         self._finalizer.atexit = False  # too late for zarr; see trajstore.exits
+        remember(self._writer)
+        self._writer.start()
         catalog = self._writer.log.catalog
         self._view.show_own(catalog)
         return StoreIntake(self._view, self._writer.queue, options, catalog.next_id)

@@ -82,6 +82,9 @@ class StoreWriter:
         ]
         self.rewriter = Rewriter(directory, self.log, trajectory_format, options.shard_bytes, self.queue.new_shard)
         self._threads.append(threading.Thread(target=self._rewrite, name="trajstore-rewriter", daemon=True))
+
+    def start(self) -> None:
+        """Start the threads. Only now is there somebody besides the caller who holds this object."""
         for thread in self._threads:
             thread.start()
 
@@ -288,7 +291,8 @@ class StoreWriter:
                 failure = self._try(self.log.snapshot) or failure
             self.queue.close()
             for thread in self._threads:
-                thread.join()
+                if thread.ident is not None:  # an interrupt may have come before it was started
+                    thread.join()
             self.log.close()
             self._lock.release()
             self._closed = True
