@@ -16,6 +16,7 @@ import torch
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.fields import join_name, walk
+from trajstore.inspect import inspect
 from trajstore.verify import verify
 
 from .test_rlinf_layout import read_plainly
@@ -151,6 +152,23 @@ def test_a_directory_goes_round_to_the_tensor(shared_fixtures: Path, tmp_path: P
             wanted, got = read_plainly(path), read_plainly(ours)
             assert list(got) == list(wanted)
             assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_versions_of_extra_rows_are_nobodys_policy(tmp_path: Path, epochs: int) -> None:
+    """RLinf with ``collect_final_values: False`` ends each epoch with versions of zero."""
+    given = rollout(1, epochs)
+    acting = torch.full((STEPS // epochs, BATCH, 4), 7.0)
+    given.versions = torch.cat([torch.cat([acting, torch.zeros(1, BATCH, 4)])] * epochs)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
+        buffer.add_trajectories([given])
+        assert bool(buffer.sample(50)["versions"].eq(7).all())
+        buffer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
+    for place in ("store", "rlinf"):
+        assert inspect(tmp_path / place)["policy"]["versions"]["min"] == 7
+        again = TrajectoryReplayBuffer()
+        again.load_checkpoint(tmp_path / place)
+        assert same(vars(again.get(0))["versions"], given.versions)
 
 
 def test_rows_that_fit_no_epoch_are_refused_with_both_lengths() -> None:

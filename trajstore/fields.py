@@ -7,7 +7,8 @@ is written ``\.``.
 Some fields may carry extra rows, one for each of E rollout epochs (T divisible by E), and so have
 T + E rows. ``dones``, ``terminations`` and ``truncations`` begin every epoch with a bootstrap row;
 ``prev_values`` ends every epoch with the value of the last observation; ``actions``, ``intervene_flags``
-and ``forward_inputs`` may end it with what the policy said to that observation (RLinf's real-world RLT).
+and ``forward_inputs`` may end it with what the policy said to that observation (RLinf's real-world RLT), ``versions``
+with a row that says nothing (RLinf without final values).
 Sampling skips these rows, files keep them.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from trajstore.errors import InvalidTrajectoryError
@@ -36,7 +38,7 @@ DICT_FIELDS = ("curr_obs", "next_obs", "forward_inputs")
 """Fields that hold (nested) dicts of tensors, in the order in which batches list them."""
 
 FIRST_ROW_EXTRA = frozenset({"dones", "terminations", "truncations"})
-LAST_ROW_EXTRA = frozenset({"prev_values", "actions", "intervene_flags", "forward_inputs"})
+LAST_ROW_EXTRA = frozenset({"prev_values", "actions", "intervene_flags", "forward_inputs", "versions"})
 
 
 class Axis(IntEnum):
@@ -59,6 +61,11 @@ T = TypeVar("T")
 
 def join_name(path: Sequence[str]) -> str:
     """Return the dotted column name of a path of dict keys, e.g. ``("curr_obs", "states")``."""
+    return _joined(tuple(path))
+
+
+@lru_cache(maxsize=4096)  # every added trajectory has the same names as the one before
+def _joined(path: tuple[str, ...]) -> str:
     return ".".join(key.replace("\\", "\\\\").replace(".", "\\.") for key in path)
 
 

@@ -292,7 +292,9 @@ def _record_of_step(trajectory: Any) -> Record:
             tensors.append(tensor)
     size = _document_column(document_of(leaves), columns, tensors)
     versions = next((tensor for (name, *_), tensor in zip(columns, tensors, strict=True) if name == "versions"), None)
-    known = version_range(versions)  # first: versions that are no numbers have no bytes to make an id of
+    known = version_range(
+        acting_rows(versions, steps)
+    )  # first: versions that are no numbers have no bytes to make an id of
     weights = trajectory.model_weights_id
     if weights is None or (isinstance(weights, str) and not weights):
         weights = get_model_weights_id(versions if versions is not None else torch.zeros(1, dtype=torch.float32))
@@ -322,6 +324,14 @@ def _axis_among(name: str, rows: int, steps: int, extra: int, extra_field: str) 
 
 
 _NUMPY_FLOATS = frozenset({torch.float16, torch.float32, torch.float64})
+
+
+def acting_rows(versions: torch.Tensor | None, steps: int) -> torch.Tensor | None:
+    """Return the rows of ``versions``, ``[T or T + E, B, ...]``, that belong to the T steps."""
+    if versions is None or versions.shape[0] == steps or versions.numel() == 0:
+        return versions
+    epochs = versions.shape[0] - steps
+    return versions.reshape(epochs, steps // epochs + 1, -1)[:, :-1]
 
 
 def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ class Trajectory:
     ``terminations, truncations, dones``       [T or T+E, B, C] each epoch begins with a bootstrap row
     ``prev_logprobs``                          [T, B, A]       under the policy that acted
     ``prev_values``                            [T or T+E, B, 1] each epoch ends with a bootstrap row
-    ``versions``                               [T, B, 1]       weight version that acted
+    ``versions``                               [T or T+E, B, 1] weight version that acted; an extra row says nothing
     ``curr_obs``, ``next_obs``                 dict of [T, B, ...]  nested to any depth
     ``forward_inputs``                         dict of [T or T+E, B, ...]  as for actions
     ========================================== =============== =====================================

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.bench import (
+    rlinf,
     t01_sample,
     t03_torchrl,
     t04_cold,
@@ -57,6 +58,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t14": t14_memory.figures,
     "t15": t15_start.figures,
     "t16": t16_verl.figures,
+    "rlinf": rlinf.figures,
 }
 
 

@@ -27,7 +27,7 @@ from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_z
 from trajstore.index import TrajectoryEntry, TrajectoryIndex
 from trajstore.limits import UNKNOWN_VERSION
 from trajstore.parallel import in_order
-from trajstore.record import Record, version_range
+from trajstore.record import Record, acting_rows, version_range
 from trajstore.residency import MappedShard
 from trajstore.rlinf.layout import (
     INDEX_NAMES,
@@ -334,8 +334,11 @@ class RLinfSource(Source):
             column.name: reader.rows(number, 0, content.extent.rows(column.axis))
             for number, column in enumerate(content.schema.columns)
         }
+        told = tensors.get("versions")
+        if told is not None:
+            told = told.reshape(-1, content.extent.batch, *told.shape[1:])
         try:
-            versions = version_range(tensors.get("versions"))
+            versions = version_range(acting_rows(told, content.extent.steps))
         except InvalidTrajectoryError:  # RLinf takes NaN; the rest of the trajectory is as good as ever
             versions = None
         return Record(
