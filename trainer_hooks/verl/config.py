@@ -147,6 +147,11 @@ class ReplayBlock:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
             )
+        if replay.setdefault("use_current_policy_entropy", False) is not False:
+            raise ConfigurationError(
+                f"{REPLAY_SECTION}.use_current_policy_entropy: {replay['use_current_policy_entropy']!r}, must be false:"
+                " it would need a pass of the actor while the rollout engine holds the memory"
+            )
         if replay.setdefault("regularize_replayed", "both") != "both":
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.regularize_replayed: {replay['regularize_replayed']!r}, must be both: verl's KL and"

@@ -273,7 +273,7 @@ class ReplaySession:
         if cut is not None and cut.pool is not None:
             if cut.step != step:
                 logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
-            manager.load_state_dict(dict(cut.pool))
+            self._hook.load_state_dict(cut.pool)
             if cut.step == step:
                 self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
             logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))

@@ -39,7 +39,10 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
     folder = Path("checkpoints/here/trajstore").absolute()
     assert block == ReplayBlock(
         experience_replay=ExperienceReplayConfig(
-            enable=False, store={"path": str(folder / "pool")}, regularize_replayed="both"
+            enable=False,
+            store={"path": str(folder / "pool")},
+            regularize_replayed="both",
+            use_current_policy_entropy=False,
         ),
         recording=RecordingConfig(enable=True, path=None, format="pt", capacity=None, on_error="raise"),
         outcome=OutcomeRule(key=None, success=1.0),
@@ -131,6 +134,8 @@ WRONG = {
     "+exp_manager.outcome.success=inf": "exp_manager.outcome: success: inf",
     "+exp_manager.outcome.success=nan": "exp_manager.outcome: success: nan",
     "+exp_manager.outcome.success=true": "exp_manager.outcome: success: True",
+    "+exp_manager.experience_replay.use_current_policy_entropy=true": "use_current_policy_entropy: True, must be false",
+    "+exp_manager.experience_replay.regularize_replayed=none": "regularize_replayed: 'none', must be both",
     "+exp_manager.experience_replay.success_threshold=0.5": "experience_replay.success_threshold: an outcome is 1",
     # replay
     f"+{REPLAY}.enable=1": f"{REPLAY}: enable: 1",

@@ -40,5 +40,5 @@ def test_it_names_every_option(project_root: Path) -> None:
     for section in ("recording", "outcome", "experience_replay"):
         known = {field.name for field in dataclasses.fields(getattr(block, section))}
         assert known - set(given[section]) <= (
-            {"store", "use_current_policy_entropy", "success_threshold"} if section == "experience_replay" else set()
+            {"store", "success_threshold"} if section == "experience_replay" else set()
         )
