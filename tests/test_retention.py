@@ -114,3 +114,47 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
         buffer.flush()
         assert min(fewest) >= 3
         assert buffer.trajectory_ids.tolist() == [27, 28, 29]
+
+
+def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        for key in range(9):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=4)
+    ) as again:
+        assert again.trajectory_ids.tolist() == [5, 6, 7, 8]
+        again.flush()
+        assert len(list((tmp_path / "shards").iterdir())) == 4
+
+
+@pytest.mark.parametrize("auto_save", [False, True])
+def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_save: bool) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "source") as source:
+        source.add_trajectories([witness(key) for key in range(9)])
+        source.flush()
+        reader = TrajectoryReplayBuffer(
+            auto_save=auto_save,
+            auto_save_path=tmp_path / "own" if auto_save else "",
+            retention=Retention(max_trajectories=4),
+        )
+        reader.load_checkpoint(tmp_path / "source")
+        assert reader.trajectory_ids.tolist() == [5, 6, 7, 8]
+        source.add_trajectories([witness(9)])
+        source.flush()
+        assert reader.refresh()
+        assert reader.trajectory_ids.tolist() == [6, 7, 8, 9]
+        assert len(source) == 10, "what was loaded belongs to somebody else"
+        reader.close()
+
+
+def test_what_a_load_hides_of_the_own_store_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "own") as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.save_checkpoint(tmp_path / "saved")
+        buffer.add_trajectories([witness(1)])
+        buffer.load_checkpoint(tmp_path / "saved")
+        assert "2 trajectories of this buffer's own store" in caplog.text
+        assert str(tmp_path / "own") in caplog.text
+        assert buffer.get_stats()["live_bytes"] > 0

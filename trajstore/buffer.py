@@ -166,7 +166,21 @@ class TrajectoryReplayBuffer:
         self._writer.start()
         catalog = self._writer.log.catalog
         self._view.show_own(catalog)
+        self._listener.opened(catalog.next_id - 1)
+        self._retain()
         return StoreIntake(self._view, self._writer.queue, options, catalog.next_id)
+
+    def _retain(self) -> None:
+        """Let go of what lies beyond the limits, before the next addition; of what was loaded, only here."""
+        if self.retention == Retention():
+            return
+        before = len(self)
+        if self._writer is not None:
+            self._writer.retain()
+        elif before:
+            self._view.forget(self._view.expire(int(self.trajectory_ids.max())))
+        if len(self) < before:
+            logger.info("retention: %d of %d trajectories are shown no longer", before - len(self), before)
 
     # -- adding -----------------------------------------------------------------------------------
 
@@ -452,8 +466,10 @@ class TrajectoryReplayBuffer:
     def get_stats(self) -> dict[str, float]:
         """Return flat numbers: trajectories, samples, cached trajectories and bytes, bytes waiting, mapped shards.
 
-        ``held_bytes`` are those of evicted trajectories that stay on disk because a reader still shows them.
+        Of the buffer's own store: ``live_bytes`` of its trajectories, ``shard_bytes`` of the files that these and its
+        pins need, ``held_bytes`` of files that stay on disk only because a reader still shows what was evicted.
         """
+        live, files = (0, 0) if self._writer is None else self._writer.log.space()
         contents = self._view.contents
         with contents.lock:
             return {
@@ -465,6 +481,8 @@ class TrajectoryReplayBuffer:
                 "mapped_shards": contents.residency.mapped,
                 "write_retries": 0 if self._writer is None else self._writer.queue.retries,
                 "set_aside": 0 if self._writer is None else self._writer.queue.set_aside,
+                "live_bytes": live,
+                "shard_bytes": files,
                 "held_bytes": 0 if self._writer is None else self._writer.log.garbage.held_bytes,
             }
 
@@ -575,6 +593,8 @@ class TrajectoryReplayBuffer:
         directory = open_directory(load_path, **self._storage_options)
         with self._view.steady:
             loaded = self._load(LoadRequest(directory, share, strict, pin))
+        self._view.tell_hidden()
+        self._retain()
         state = loaded.state
         if self._writer is None and state.trajectory_format != self.trajectory_format:
             self._format = get_format(state.trajectory_format)
@@ -602,8 +622,22 @@ class TrajectoryReplayBuffer:
                 if next_id is not None:
                     self._intake.go_on(next_id, request.first_id(next_id), request.stride)
             if next_id is None:
+                self._tell_of_added()
                 self._load(request)
-            return self._view.generations != before
+            changed = self._view.generations != before
+        self._retain()
+        return changed
+
+    def _tell_of_added(self) -> None:
+        """Warn that what was added since the load is about to be shown no longer."""
+        added = self._view.contents.added
+        if added:
+            where = "they were in memory only and are lost" if self._writer is None else "they stay in its own store"
+            logger.warning(
+                "refresh: loads again, and no longer shows the %d trajectories that were added here since; %s",
+                added,
+                where,
+            )
 
     def _load(self, request: LoadRequest) -> Loaded:
         contents, loaded = self._view.open(request)

@@ -327,6 +327,12 @@ class CommitLog:
                 catalog.generation += 1
                 self._tell(lambda: self._listener.moved(moved))
 
+    def space(self) -> tuple[int, int]:
+        """Return bytes of the live trajectories, and bytes of the files that they and the pins need."""
+        with self.lock:
+            catalog = self.catalog
+            return int(catalog.index["nbytes"].sum()), int(catalog.shards.nbytes()[catalog.needed_shards()].sum())
+
     def collect_garbage(self) -> None:
         """Delete what nobody needs any more."""
         with self.lock:

@@ -38,6 +38,10 @@ class ViewListener:
         """Return what ``metadata.json`` shall say of the buffer."""
         return {"seed": self._draws.seed}
 
+    def opened(self, newest: int) -> None:
+        """Note that everything up to this id was committed before."""
+        self._committed = newest
+
     def committed(self, commits: Sequence[Commit]) -> None:
         """Let these shards be read from disk."""
         self._committed = max(commit.ids[-1] for commit in commits)

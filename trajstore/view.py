@@ -160,6 +160,15 @@ class View:
             contents.show(contents.attach(source), part)
         return contents, loaded
 
+    def tell_hidden(self) -> None:
+        """Warn of what the buffer's own store has and what is shown no longer, once the contents were replaced."""
+        hidden = 0 if self._own is None else int(np.count_nonzero(self._own.index["trajectory_id"] < self.own_first))
+        if self._own is not None and hidden:
+            self._tell(
+                f"load_checkpoint: {hidden} trajectories of this buffer's own store {self._own.directory.url} stay on "
+                "disk and are not shown beside what was loaded; to see them, load that path in another buffer"
+            )
+
     def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:
         """Show these contents instead of the present ones, while nothing is being added."""
         with self.contents.lock:
@@ -251,7 +260,8 @@ class View:
 
         def to_evict(contents: Contents) -> list[int]:
             index = contents.index
-            safe = int(np.searchsorted(index["trajectory_id"], newest, side="right"))
+            durable = max(newest, self.own_first - 1)  # what was loaded is on disk elsewhere
+            safe = int(np.searchsorted(index["trajectory_id"], durable, side="right"))
             positions = index.first + self.retention.to_evict(index.slice(0, safe))
             ids = index.arrays["trajectory_id"][positions].tolist()
             loaded = [number for number in ids if number < self.own_first]

@@ -110,11 +110,18 @@ class StoreWriter:
             self.directory.check()
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
-        if self.log.unsettled:
+        if self.log.unsettled or self._listener.to_evict():
             uninterrupted(self._settle)
         if self.log.renewal_due:
             uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
+
+    def retain(self) -> None:
+        """Evict what retention wants gone; a failure is logged, and tried again by the next commit or flush."""
+        try:
+            uninterrupted(self._settle)
+        except StoreWriteError as error:
+            logger.warning("%s: retention could not be applied: %s", self.directory.url, error)
 
     def _settle(self) -> None:
         with self.log.lock:
