@@ -10,6 +10,6 @@ from trajstore.testing.witness import check_batch, witness
 
 torch.set_num_threads(1)  # a child is forked from this process: it must have no threads
 get_format("zarr")
-_buffer = TrajectoryReplayBuffer()
-_buffer.add_trajectories([witness(0)])
+_buffer = TrajectoryReplayBuffer(sample_window_size=1)
+_buffer.add_trajectories([witness(0), witness(1)])  # the first one leaves memory, for which there is a kernel too
 check_batch(_buffer.sample(1))

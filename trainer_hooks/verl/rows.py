@@ -124,6 +124,7 @@ def lost_beside(found: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
 def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
     columns = row.columns
     prompt, response, response_mask = columns["prompts"], columns["responses"], columns["response_mask"]
+    mask = _smallest(response_mask)
     scores = columns["rm_scores"]
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
@@ -131,11 +132,11 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
     places = scores.nonzero().flatten().tolist()
     return AgentTrajectory(
         input_ids=torch.cat([prompt, response]),
-        loss_mask=torch.cat([torch.zeros_like(prompt), response_mask.to(prompt.dtype)]),
+        loss_mask=torch.cat([torch.zeros(prompt.numel(), dtype=mask.dtype), mask]),
         response_start=prompt.numel(),
         old_log_probs=columns["old_log_probs"],
         entropys=columns.get("entropy"),
-        response_mask=response_mask,
+        response_mask=mask,
         rollout_log_probs=columns.get("rollout_log_probs"),
         reward=Reward(outcome=outcome.of(score, reward_extra), metadata={"score": score, "extra": reward_extra}),
         task_id=task_id_of(columns["data_source"], columns["index"]),
@@ -152,6 +153,14 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
             "token_scores": [[place, float(scores[place])] for place in places],
         },
     )
+
+
+def _smallest(mask: Tensor) -> Tensor:
+    """Return a mask of zeros and ones in one byte a token instead of verl's eight; any other as it is.
+
+    :func:`replayed_row` makes 64-bit integers of it again.
+    """
+    return mask.to(torch.uint8) if bool(((mask == 0) | (mask == 1)).all()) else mask
 
 
 def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool) -> Row:
