@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import random
 import signal
 import subprocess
@@ -198,6 +199,20 @@ def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str) -> None:
 def test_an_interrupt_at_every_instruction(tmp_path: Path, name: str) -> None:
     for at in range(instructions(tmp_path / "count", name)):
         interrupted_at(tmp_path / str(at), name, at)
+
+
+def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
+    total = instructions(tmp_path / "count", "sample")
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        for at in range(0, total, max(1, total // 30)):
+            Tracer(at).run(lambda: buffer.sample(3))
+        gc.collect()
+        buffer.sample(3)
+        residency = buffer._view.contents.residency
+        assert not len(residency._readers)
+        assert not residency._graves
 
 
 SIGNALS = """

@@ -265,7 +265,8 @@ class TrajectoryReplayBuffer:
             contents = self._view.contents
             waiting = {number for number in mine if contents.is_pending(number)}
             # First what needs no space: on a full disk, writing what waits is only possible afterwards.
-            uninterrupted(partial(self._writer.log.evict, [number for number in mine if number not in waiting]))
+            if len(waiting) < len(mine):
+                uninterrupted(partial(self._writer.log.evict, [number for number in mine if number not in waiting]))
             if waiting:
                 self._writer.flush()
                 uninterrupted(partial(self._writer.log.evict, list(waiting)))

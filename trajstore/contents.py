@@ -32,7 +32,7 @@ from trajstore.moves import STARTS, Moved
 from trajstore.packing import StringTable
 from trajstore.pending import OwnedRecord
 from trajstore.record import Record, parse_document, trajectory_of
-from trajstore.residency import MappedShard, Residency
+from trajstore.residency import MappedShard, Reading, Residency
 from trajstore.schema import ColumnSpec, Extent, Schema
 from trajstore.sources import Source
 from trajstore.trajectory import AnyTrajectory
@@ -73,6 +73,7 @@ class Prepared:
     axes: npt.NDArray[np.int8]
     parts: list[tuple[Part, list[ColumnSpec]]]
     """Where dtypes differ: rows of one kind each, with their own columns in the order of ``specs``."""
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +399,7 @@ class Contents:
         """
         located = self._locate(samples, first, end)
         numbers, parts = self._columns_for(located, first, columns)
+        reading = self.residency.begin_reading()
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
@@ -405,8 +407,8 @@ class Contents:
             self.residency.addresses,
             self.residency.axes,
             [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
+            reading,
         )
-        self.residency.begin_reading()
         # What was decoded for this batch and is not to be cached goes when the copy has ended.
         self._trim()
         self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
@@ -430,7 +432,7 @@ class Contents:
                 for target, tensor in zip(targets, own, strict=True):
                     target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
         finally:
-            self.residency.end_reading()
+            self.residency.end_reading(prepared.reading)
         return {spec.name: target for spec, target in zip(prepared.specs, targets, strict=True)}
 
     def _locate(self, samples: npt.NDArray[np.int64], first: int, end: int) -> Located:

@@ -8,6 +8,7 @@ sampling call that may still use them is running.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,12 @@ class ShardOpener(Protocol):
         """Return the shard, mapped; None where its columns cannot be read in place."""
 
 
+class Reading:
+    """A copy that is being made of resident rows."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Residency:
     """Addresses of rows by slot and column. Callers hold the buffer's lock, except for begin and end of reading."""
 
@@ -86,7 +93,7 @@ class Residency:
         self._map_limit = map_limit
         self._count = 0
         self._free: list[int] = []
-        self._readers = 0
+        self._readers: weakref.WeakSet[Reading] = weakref.WeakSet()
         self._graves: list[tuple[int, Any]] = []
         self._lock = threading.Lock()
 
@@ -142,7 +149,7 @@ class Residency:
     def _bury(self, slot: int, owner: Any) -> None:
         """Free a slot (none if it is -1) and what held its rows, once no reading that began before is running."""
         with self._lock:
-            if self._readers:
+            if len(self._readers):
                 self._graves.append((slot, owner))
                 return
         if slot >= 0:
@@ -277,10 +284,15 @@ class Residency:
 
     # -- readers ----------------------------------------------------------------------------------
 
-    def begin_reading(self) -> None:
-        """Keep everything that is resident now where it is, until :meth:`end_reading`."""
+    def begin_reading(self) -> Reading:
+        """Keep everything that is resident now where it is, until :meth:`end_reading`.
+
+        What it returns may also just be dropped, as an interrupt does; the next reading to end makes up for it.
+        """
+        reading = Reading()
         with self._lock:
-            self._readers += 1
+            self._readers.add(reading)
+        return reading
 
     def stop(self) -> None:
         """Let no reading begin or end until :meth:`go_on`."""
@@ -289,13 +301,13 @@ class Residency:
     def go_on(self, *, in_child: bool) -> None:
         """End what :meth:`stop` began; a forked child has none of the threads that were reading."""
         if in_child:
-            self._readers = 0
+            self._readers.clear()
         self._lock.release()
 
-    def end_reading(self) -> None:
+    def end_reading(self, reading: Reading) -> None:
         """End what :meth:`begin_reading` began."""
         with self._lock:
-            self._readers -= 1
-            if self._readers == 0 and self._graves:
+            self._readers.discard(reading)
+            if not len(self._readers) and self._graves:
                 self._free.extend(slot for slot, _ in self._graves if slot >= 0)
                 self._graves.clear()
