@@ -7,6 +7,7 @@ sense are left out. Nothing is written.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeConten
 from trajstore.index import TrajectoryIndex
 from trajstore.limits import MAX_GENERATION, MAX_ID
 from trajstore.schema import Schema
-from trajstore.sealed import LAYOUT, LAYOUT_VERSION, unseal
+from trajstore.sealed import LAYOUT, LAYOUT_VERSION, is_of_rlinf, parse_metadata, unseal
 from trajstore.shards import ShardTable
 from trajstore.storage import Directory
 
@@ -102,6 +103,7 @@ class SalvagedCatalog(Catalog):
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names("shards"):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
             if not segments or segments[0][0] != 1:
+                self._check_not_overwritten()
                 reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {error}"
                 raise CorruptStoreError(
                     f"{reason.replace(f'{source}: {source}', source)}; the log cannot replace it, it does not begin "
@@ -111,6 +113,13 @@ class SalvagedCatalog(Catalog):
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
             self._warn(f"{error}: worked out again from the log, which has every commit")
         self._schemas = list(self.shards.schemas)
+
+    def _check_not_overwritten(self) -> None:
+        """Say so, where RLinf wrote the two files that are in place of trajstore's."""
+        with contextlib.suppress(FileNotFoundError):
+            data = self.directory.read(METADATA_NAME)
+            if is_of_rlinf(data):
+                parse_metadata(data, f"{self.directory.url}/{METADATA_NAME}")
 
     def _take_snapshot(self, value: Any, source: str) -> None:
         self.generation = self.snapshot_generation = natural(value["generation"], MAX_GENERATION)
