@@ -101,8 +101,18 @@ _calls: list[str] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in _FORBIDDEN:
+    if event in _FORBIDDEN and not _loads_kernels():
         _calls.append(f"{event}{arguments!r}"[:200])
+
+
+def _loads_kernels() -> bool:
+    """Return whether numba is at work: it pickles what it has compiled, and looks at the machine."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith("numba."):
+            return True
+    return False
 
 
 def _status(field: str) -> int:
