@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
-from trajstore.errors import ConfigurationError
+from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore.errors import ConfigurationError, SchemaMismatchError
+from trajstore.sealed import unseal
 from trajstore.testing.witness import witness
 
 
@@ -121,3 +123,41 @@ def test_retention_by_age_with_the_lowest_versions_there_are() -> None:
         warnings.simplefilter("error")
         buffer.add_trajectories(rollouts)
     assert len(buffer) == 2
+
+
+# -- columns that change ------------------------------------------------------------------------------
+
+
+def rollout(**fields: Any) -> Trajectory:
+    return Trajectory(**{"rewards": torch.ones(2, 1, 1), "actions": torch.ones(2, 1, 3), **fields})
+
+
+def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([rollout(), rollout()])
+        assert caplog.text == ""
+        buffer.add_trajectories([AgentTrajectory(), rollout(curr_obs={"note": "text"})])  # nothing to draw
+        assert caplog.text == ""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
+        changed = rollout(actions=torch.ones(2, 1, 4), prev_values=torch.ones(2, 1, 1))
+        buffer.add_trajectories([changed])
+        (told,) = caplog.records
+        assert "actions (rows [3] before, [4] now), prev_values (absent before)" in told.getMessage()
+        buffer.evict([2])
+        with pytest.raises(SchemaMismatchError, match=r"actions.*prev_values"):
+            buffer.sample(100)
+        caplog.clear()
+        buffer.add_trajectories([changed, changed])
+        assert caplog.text == ""
+        buffer.add_trajectories([rollout(), changed, rollout(), changed])
+        assert len(caplog.records) == 1  # of the way back once, of the way there no more
+
+
+def test_the_index_is_written_whole_after_many_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.commit_log._MAX_RECORDS", 3)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        for _ in range(9):
+            buffer.add_trajectories([rollout()])
+            buffer.flush()
+        snapshot = unseal("snapshot", (tmp_path / "trajectory_index.json").read_bytes(), "")
+        assert snapshot["generation"] == 8

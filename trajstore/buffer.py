@@ -19,6 +19,7 @@ import torch
 from trajstore.arguments import check_kind, truth, whole, whole_or_none
 from trajstore.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.choices import Choices
+from trajstore.column_watch import ColumnWatch
 from trajstore.contents import Contents, Cut, Prepared
 from trajstore.draws import Draws, Window
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, listed
@@ -120,6 +121,7 @@ class TrajectoryReplayBuffer:
         if not auto_save:
             bounds = self.sample_window_size or None, cache_bytes
         self._view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
+        self._watch = ColumnWatch()
         self._choices = Choices(self._view, self._draws)
         self._writer: StoreWriter | None = None
         self._intake = self._open(writer or WriterOptions(), on_commit) if auto_save else MemoryIntake(self._view)
@@ -166,6 +168,8 @@ class TrajectoryReplayBuffer:
         self._writer.start()
         catalog = self._writer.log.catalog
         self._view.show_own(catalog)
+        if len(catalog.index):
+            self._watch.begin(catalog.shards.schema(int(catalog.index["shard"][-1])))
         self._listener.opened(catalog.next_id - 1)
         self._retain()
         return StoreIntake(self._view, self._writer.queue, options, catalog.next_id)
@@ -219,6 +223,7 @@ class TrajectoryReplayBuffer:
                 listed(str(place) for place in empty),
                 len(empty) + len(records),
             )
+        self._watch.look(records)
         return self._intake.add(records) if records else []
 
     def flush(self, timeout: float | None = None) -> None:

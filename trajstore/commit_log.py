@@ -36,6 +36,10 @@ _RENEWAL = 1.0
 """Seconds between two renewals of ``metadata.json``."""
 
 
+_MAX_RECORDS = 20_000
+"""Records of the log after which the index is written whole, or a sixteenth of the entries if that is more."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewShard:
     """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
@@ -254,7 +258,10 @@ class CommitLog:
         except OSError as error:
             raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
         self._evict(self._listener.to_evict())
-        if self.catalog.log_bytes > max(self._snapshot_bytes, 2 * self.catalog.snapshot_bytes):
+        catalog = self.catalog
+        records = catalog.generation - catalog.snapshot_generation
+        long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
+        if long or catalog.log_bytes > max(self._snapshot_bytes, 2 * catalog.snapshot_bytes):
             self._begin_segment()
         self.unsettled = False
 

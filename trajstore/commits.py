@@ -30,6 +30,8 @@ from trajstore.storage import check_name
 
 LOG_FOLDER = "log"
 
+_INT64_MAX = RANGES["nbytes"][1]
+
 
 def segment_name(first_generation: int) -> str:
     """Return the name of the log segment whose first record has this generation."""
@@ -138,11 +140,13 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         schema = schemas[natural(value["schema"])]
         columns = len(schema.columns)
         files = tuple(StoredFile(check_name(name), natural(size), natural(crc)) for name, size, crc in value["files"])
-        places = tuple(
-            None if place is None else ColumnPlace(natural(place[0]), natural(place[1])) for place in value["places"]
-        )
-        crcs = tuple(None if crc is None else natural(crc) for crc in value["column_crc32"])
-        rows = tuple(natural(count) for count in value["rows"])
+        places = tuple(None if place is None else ColumnPlace(*place) for place in value["places"])
+        crcs, rows = tuple(value["column_crc32"]), tuple(value["rows"])
+        # Checked together: shards have dozens of these numbers, and a log has thousands of shards.
+        numbers = [*rows, *[crc for crc in crcs if crc is not None]]
+        numbers += [number for place in places if place is not None for number in (place.file, place.offset)]
+        if not all(type(number) is int and 0 <= number <= _INT64_MAX for number in numbers):
+            raise ValueError("places, checksums and rows must be natural numbers")
         if not len(places) == len(crcs) == len(rows) == columns:
             raise ValueError("columns")
         for place, count, width in zip(places, rows, schema.row_nbytes, strict=True):
@@ -301,11 +305,13 @@ def _expand(entries: Sequence[Mapping[str, Any]], counts: npt.NDArray[np.int64])
     Raises:
         CorruptStoreError: a record names more or fewer than it has trajectories.
     """
-    ranges = [parse_ranges(one["ids"]) for one in entries]
-    for each, count, one in zip(ranges, counts.tolist(), entries, strict=True):
-        if sum((each[:, 1] - each[:, 0] + 1).tolist()) != count:  # exact: a hostile sum wraps around
-            raise CorruptStoreError(f"{count} trajectories, but the ids {one['ids']}")
-    joined = np.concatenate(ranges)
+    told = [one["ids"] for one in entries]
+    if not all(type(ranges) is list for ranges in told):
+        raise CorruptStoreError("not a list of id ranges")
+    joined = parse_ranges([pair for ranges in told for pair in ranges])  # of all records at once
+    for ranges, count in zip(told, counts.tolist(), strict=True):
+        if sum([last - first + 1 for first, last in ranges]) != count:  # exact: a hostile sum of numpy's wraps around
+            raise CorruptStoreError(f"{count} trajectories, but the ids {ranges}")
     lengths = joined[:, 1] - joined[:, 0] + 1
     before = np.cumsum(lengths) - lengths
     return np.repeat(joined[:, 0] - before, lengths) + np.arange(lengths.sum())
