@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.inspect import inspect
 from trajstore.local import LocalDirectory
 from trajstore.rewriting import Usage, choose
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -338,3 +339,17 @@ def test_choosing_ends_and_gains_at_each_step(shards: list[tuple[int, int, int]]
     total, alive = sum(total for total, _, _ in table), sum(live_ for _, live_, _ in table)
     assert total <= 2 * alive + 1
     assert not everything or total == alive
+
+
+def test_inspect_tells_what_is_live_what_lies_on_disk_and_who_reads(tmp_path: Path) -> None:
+    with writer_to(tmp_path, enable_cache=False) as source:
+        add_one_by_one(source, range(4))
+        reader = reader_of(tmp_path)
+        source.evict([0, 1])
+        report = inspect(tmp_path)
+        assert report["live_bytes"] == source.get_stats()["live_bytes"]
+        assert report["shard_bytes"] == disk(tmp_path)
+        assert report["shard_bytes"] == source.get_stats()["shard_bytes"] + source.get_stats()["held_bytes"]
+        assert [f"process {os.getpid()} on " in one["holder"] for one in report["readers"]] == [True]
+        reader.close()
+        assert inspect(tmp_path)["readers"] == []

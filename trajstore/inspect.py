@@ -53,7 +53,9 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
 
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they
-        are known, ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
+        are known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or
+        not), ``readers`` (who shows which generation now), ``format``,
+        ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
         of agent trajectories, ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not
         known is None or absent, never 0. A folder has ``parts``, a report each, and what they add up to; a part of
         the kind ``"unreadable"`` has only its files counted.
@@ -144,6 +146,9 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         "samples": index.total_samples,
         "files": len(sizes),
         "size_on_disk": sum(sizes.values()),
+        "live_bytes": int(index["nbytes"].sum()),
+        "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
+        "readers": [{"holder": reader.holder, "generation": reader.generation} for reader in directory.readers()],
         "format": metadata.get("trajectory_format"),
         "layout_version": metadata["layout_version"],
         "generation": catalog.generation,

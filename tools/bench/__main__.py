@@ -28,6 +28,7 @@ from tools.bench import (
     t14_memory,
     t15_start,
     t16_verl,
+    t17_space,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -58,6 +59,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t14": t14_memory.figures,
     "t15": t15_start.figures,
     "t16": t16_verl.figures,
+    "t17": t17_space.figures,
     "rlinf": rlinf.figures,
 }
 

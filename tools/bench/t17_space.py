@@ -1,0 +1,50 @@
+"""T17: bytes of shard files over live bytes, after 99 of 100 trajectories were evicted at random.
+
+Trajectories of 8 KB. First as the writer leaves it by itself, then after ``compact()``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import torch
+
+from tools.bench.report import Figure, Options
+from trajstore import Trajectory, TrajectoryReplayBuffer
+
+TARGET = 2.5
+"""Twice the live bytes and 1 MB, of which there are 3.4 MB, and the headers of the files."""
+
+COMPACT_TARGET = 1.1
+_SECONDS = 60.0
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield both figures."""
+    count = options.count(40_000, 2_000)
+    pool = [Trajectory(actions=torch.randn(16, 4, 32), rewards=torch.rand(16, 4, 1)) for _ in range(50)]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=options.folder / "store", enable_cache=False) as buffer:
+        for _ in range(0, count, len(pool)):
+            buffer.add_trajectories(pool)
+        buffer.flush()
+        full = buffer.get_stats()["shard_bytes"]
+        going = buffer.trajectory_ids.tolist()
+        random.Random(0).shuffle(going)
+        for start in range(0, count * 99 // 100, count // 100):
+            buffer.evict(going[start : start + count // 100])
+        began = time.monotonic()
+        while _over(buffer) > TARGET and time.monotonic() - began < _SECONDS:
+            time.sleep(0.05)
+        details = {"full_bytes": full, "waited_s": time.monotonic() - began}
+        yield Figure(
+            "T17", "shard bytes over live bytes, 99 % evicted at random", _over(buffer), TARGET, details=details
+        )
+        buffer.compact()
+        yield Figure("T17", "the same after compact()", _over(buffer), COMPACT_TARGET)
+
+
+def _over(buffer: TrajectoryReplayBuffer) -> float:
+    stats = buffer.get_stats()
+    return stats["shard_bytes"] / stats["live_bytes"]
