@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.schema import dtypes
+from trajstore.columns.schema import dtypes
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
-from trajstore.verify import verify
 
 
 class Colour(enum.Enum):

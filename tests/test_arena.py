@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.arena import Arena, Lease
+from trajstore.columns.memory import Arena, Lease
 
 SLAB = 4096
 

@@ -12,7 +12,7 @@ import torch
 
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import ConfigurationError, SchemaMismatchError
-from trajstore.sealed import unseal
+from trajstore.store.sealed import unseal
 from trajstore.testing.witness import witness
 
 
@@ -154,7 +154,7 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
 
 
 def test_the_index_is_written_whole_after_many_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.commit_log._MAX_RECORDS", 3)
+    monkeypatch.setattr("trajstore.writing.commit_log._MAX_RECORDS", 3)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         for _ in range(9):
             buffer.add_trajectories([rollout()])

@@ -17,13 +17,13 @@ import pytest
 
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.catalog import INDEX_NAME, METADATA_NAME
-from trajstore.commits import encode_line
-from trajstore.inspect import inspect
-from trajstore.packing import pack, unpack
-from trajstore.sealed import metadata_json, seal, unseal
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
+from trajstore.store.catalog import INDEX_NAME, METADATA_NAME
+from trajstore.store.log_records import encode_line
+from trajstore.store.packing import pack, unpack
+from trajstore.store.sealed import metadata_json, seal, unseal
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
-from trajstore.verify import verify
 
 FORMATS = ("pt", "zarr", "pkl")
 COUNT = 6

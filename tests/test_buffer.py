@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.fields import join_name, walk
-from trajstore.schema import dtypes
+from trajstore.columns.fields import join_name, walk
+from trajstore.columns.schema import dtypes
 from trajstore.testing.witness import check_batch, check_trajectory, difference, rows_of, witness
 
 FORMATS = ("pt", "zarr", "pkl")

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.inspection.verify import verify
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
-from trajstore.verify import verify
 
 KINDS = [("memory", "pt"), ("store", "pt"), ("store", "zarr"), ("store", "pkl")]
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from trajstore import TrajectoryReplayBuffer, errors, sources
-from trajstore.commits import encode_line
-from trajstore.inspect import inspect
-from trajstore.sealed import seal, unseal
+from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
+from trajstore.reading import sources
+from trajstore.store.log_records import encode_line
+from trajstore.store.sealed import seal, unseal
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 
 def fill(path: Path, keys: range, commits: int = 1, trajectory_format: str = "pt") -> Path:
@@ -208,7 +209,7 @@ def test_one_entry_that_makes_no_sense_costs_itself(tmp_path: Path, caplog: pyte
 
 
 def test_one_entry_of_the_index_that_makes_no_sense_costs_itself(tmp_path: Path) -> None:
-    from trajstore.packing import pack, unpack
+    from trajstore.store.packing import pack, unpack
 
     index = fill(tmp_path / "store", range(5)) / "trajectory_index.json"
     body = unseal("snapshot", index.read_bytes(), "")

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.local import LocalDirectory
+from trajstore.files.local import LocalDirectory
+from trajstore.inspection.verify import verify
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, witness
-from trajstore.verify import verify
 
 
 def writer_to(path: Path | str, **options: object) -> TrajectoryReplayBuffer:

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
-from trajstore import folders as folders_module
-from trajstore import held as held_module
-from trajstore import local as local_module
 from trajstore.experience.persistence import POOL_FILES, PoolContents, read_pool, write_pool
+from trajstore.files import folders as folders_module
+from trajstore.files import held as held_module
+from trajstore.files import local as local_module
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 
 class Recorder:

@@ -10,9 +10,9 @@ import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import StoreError, StoreWriteError
+from trajstore.inspection.verify import verify
 from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 # What cannot be deleted is only in the way: it is told in the log and tried again by the next writer.
 HOUSEKEEPING = {"unlink", "rmdir"}

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.catalog import Catalog
-from trajstore.local import LocalDirectory
+from trajstore.files.local import LocalDirectory
+from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 READERS = 4

@@ -15,23 +15,23 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.catalog import INDEX_NAME
-from trajstore.commits import encode_line
-from trajstore.index import COLUMNS, TrajectoryIndex, lie_in
-from trajstore.packing import StringTable, pack
-from trajstore.sealed import seal, unseal
-from trajstore.shards import ShardTable
+from trajstore.inspection.verify import verify
+from trajstore.store.catalog import INDEX_NAME
+from trajstore.store.index import COLUMNS, TrajectoryIndex, lie_in
+from trajstore.store.log_records import encode_line
+from trajstore.store.packing import StringTable, pack
+from trajstore.store.sealed import seal, unseal
+from trajstore.store.shard_table import ShardTable
 from trajstore.testing.witness import witness
-from trajstore.verify import verify
 
 _CAMPAIGN = """
 import random, sys
 from pathlib import Path
 import numpy as np, orjson
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.commits import encode_line
-from trajstore.packing import pack, unpack
-from trajstore.sealed import seal, unseal
+from trajstore.store.log_records import encode_line
+from trajstore.store.packing import pack, unpack
+from trajstore.store.sealed import seal, unseal
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory
 
 path, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trajstore import TrajectoryReplayBuffer
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory
-from trajstore.verify import verify
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUTS = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("layout_") and path.is_dir())
@@ -18,7 +18,7 @@ KEYS = {1: 5, 2: 3, 3: 4, 4: 11}
 
 
 def test_there_is_one_for_every_layout_version() -> None:
-    from trajstore.catalog import LAYOUT_VERSION
+    from trajstore.store.catalog import LAYOUT_VERSION
 
     assert [f"layout_{number}" for number in range(1, LAYOUT_VERSION + 1)] == LAYOUTS
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajstore.columns.record import record_of
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.index import COLUMNS, TrajectoryIndex, columns_of, starts_of
-from trajstore.packing import StringTable, pack, unpack
-from trajstore.record import record_of
+from trajstore.store.index import COLUMNS, TrajectoryIndex, columns_of, starts_of
+from trajstore.store.packing import StringTable, pack, unpack
 from trajstore.testing.witness import witness
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

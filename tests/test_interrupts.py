@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, witness
-from trajstore.verify import verify
 
 PACKAGE = str(Path(__file__).resolve().parent.parent / "trajstore")
 FILES = (PACKAGE, threading.__file__)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from trajstore.errors import StoreLockedError
-from trajstore.formats.base import EncodedFile
-from trajstore.local import LocalDirectory
-from trajstore.opening import open_directory
-from trajstore.storage import Directory
+from trajstore.files.base import Directory, EncodedFile
+from trajstore.files.local import LocalDirectory
+from trajstore.files.opening import open_directory
 from trajstore.testing.directory import DirectoryConformance
 from trajstore.testing.faults import FaultPlan, failing_disk
 

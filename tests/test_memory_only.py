@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, errors
-from trajstore.draws import Window
-from trajstore.index import TrajectoryIndex
+from trajstore.sampling.draws import Window
+from trajstore.store.index import TrajectoryIndex
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience.persistence import POOL_FILES, read_pool
-from trajstore.inspect import inspect
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 
 def make_socket(path: Path) -> None:

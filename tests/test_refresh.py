@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
-from trajstore.catalog import Catalog
+from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 

@@ -18,14 +18,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, StoreLockedError
-from trajstore.formats.base import EncodedFile, ShardContent
-from trajstore.holder import LOCK_NAME, holder_document
-from trajstore.objects import ObjectStore
-from trajstore.opening import open_directory
-from trajstore.remote import RemoteDirectory
-from trajstore.storage import Directory
+from trajstore.files.base import Directory, EncodedFile
+from trajstore.files.holder import LOCK_NAME, holder_document
+from trajstore.files.object_store import ObjectStore
+from trajstore.files.opening import open_directory
+from trajstore.files.remote import RemoteDirectory
+from trajstore.formats.base import ShardContent
 from trajstore.testing.directory import DirectoryConformance, publish
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import Trajectory
@@ -151,8 +151,8 @@ def test_child_processes_connect_anew(method: Any, s3_url: str, s3_options: dict
 
 def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")
+    from trajstore.columns.record import record_of
     from trajstore.formats.zarr import ZarrFormat
-    from trajstore.record import record_of
 
     rewards = torch.arange(24.0).reshape(4, 2, 3)
     encoded = ZarrFormat(codec="zstd").encode(

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.index import TrajectoryIndex, columns_of, starts_of
-from trajstore.limits import UNKNOWN_VERSION
-from trajstore.record import record_of
+from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.columns.record import record_of
+from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
 from trajstore.testing.witness import check_trajectory, witness
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.columns.fields import join_name, walk
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.fields import join_name, walk
-from trajstore.inspect import inspect
-from trajstore.verify import verify
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 
 from .test_rlinf_layout import read_plainly
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from trajstore import rlinf as ours
-from trajstore.fields import join_name, walk
+from trajstore.columns.fields import join_name, walk
 
 from .test_rlinf_members import BATCH, STEPS, collect
 

@@ -18,6 +18,7 @@ import torch
 
 from tools.mutate import pickles
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.columns.fields import walk
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -26,7 +27,6 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     UnsafeContentError,
 )
-from trajstore.fields import walk
 
 FOLDERS = ("auto_save_pt", "auto_save_pkl")
 

@@ -12,9 +12,9 @@ import torch
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.inspect import inspect
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 
 def rlinf_files(path: Path) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.inspect import inspect
-from trajstore.local import LocalDirectory
-from trajstore.rewriting import Usage, choose
+from trajstore.files.local import LocalDirectory
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, witness
-from trajstore.verify import verify
+from trajstore.writing.rewriting import Usage, choose
 
 
 def writer_to(path: Path, **options: object) -> TrajectoryReplayBuffer:

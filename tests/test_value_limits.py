@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.catalog import INDEX_NAME
-from trajstore.commits import encode_line
-from trajstore.packing import pack, unpack
-from trajstore.record import record_of
-from trajstore.sealed import seal, unseal
+from trajstore.columns.record import record_of
+from trajstore.inspection.verify import verify
+from trajstore.store.catalog import INDEX_NAME
+from trajstore.store.log_records import encode_line
+from trajstore.store.packing import pack, unpack
+from trajstore.store.sealed import seal, unseal
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 Z = torch.zeros(1, 1, 1)
 
@@ -354,7 +354,7 @@ def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
 
 
 def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.record._check_document", lambda values, document: None)
+    monkeypatch.setattr("trajstore.columns.record._check_document", lambda values, document: None)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([AgentTrajectory(reward=1.0, task_id="t")])  # type: ignore[arg-type]
     buffer = TrajectoryReplayBuffer()

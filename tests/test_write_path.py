@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.commit_log import CommitLog
-from trajstore.contents import Contents
 from trajstore.errors import StoreError, StoreWriteError, UnwritableTrajectoryError
-from trajstore.local import LocalDirectory
+from trajstore.files.local import LocalDirectory
+from trajstore.inspection.verify import verify
+from trajstore.reading.contents import Contents
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
+from trajstore.writing.commit_log import CommitLog
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -48,13 +48,13 @@ def eventually(condition: Callable[[], bool]) -> None:
 # -- an add that fails gives back what it took -------------------------------------------------------
 
 STEPS = [
-    "trajstore.write_queue.WriteQueue.reserve",
-    "trajstore.write_queue.WriteQueue.take_ids",
-    "trajstore.contents.Contents.add",
-    "trajstore.contents.Contents._trim",
-    "trajstore.write_queue.WriteQueue.submit",
-    "trajstore.intake.own",
-    "trajstore.contents.columns_of",
+    "trajstore.writing.queue.WriteQueue.reserve",
+    "trajstore.writing.queue.WriteQueue.take_ids",
+    "trajstore.reading.contents.Contents.add",
+    "trajstore.reading.contents.Contents._trim",
+    "trajstore.writing.queue.WriteQueue.submit",
+    "trajstore.buffer.intake.own",
+    "trajstore.reading.contents.columns_of",
 ]
 
 
@@ -94,7 +94,7 @@ def test_waiting_for_a_trajectory_that_was_never_added_ends(tmp_path: Path) -> N
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> None:
     """Let the trajectories with these ids be refused by the format."""
-    from trajstore import publishing
+    from trajstore.writing import publishing
 
     real = publishing.entries_to_json
 
@@ -204,7 +204,7 @@ def test_what_is_on_disk_and_not_in_memory_is_never_written_over(
 
     buffer = opened(tmp_path / "store")
     with monkeypatch.context() as patched:
-        patched.setattr("trajstore.catalog.Catalog.add", broken)
+        patched.setattr("trajstore.store.catalog.Catalog.add", broken)
         buffer.add_trajectories([witness(0)])
         buffer.flush()
     buffer.add_trajectories([witness(1)])
@@ -306,7 +306,7 @@ def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
 def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trajstore.write_queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
         buffer.add_trajectories([witness(0)])
@@ -324,7 +324,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
 def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.write_queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     options = WriterOptions(commit_interval=0.0, max_pending_bytes=1)
     with opened(tmp_path / "store", writer=options) as buffer, failing_disk(plan):
@@ -373,7 +373,7 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
             buffer.close()
         assert contents_of(tmp_path / "store") == [2, 3]
         with pytest.MonkeyPatch.context() as again:
-            again.setattr("trajstore.local_locks.os.pwrite", publish_nothing)
+            again.setattr("trajstore.files.local_locks.os.pwrite", publish_nothing)
             buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
         assert buffer.trajectory_ids.tolist() == [2, 3]
         buffer.evict([2])

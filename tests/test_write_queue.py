@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.arena import Arena
+from trajstore.columns.memory import Arena
+from trajstore.columns.owned import OwnedRecord, own
+from trajstore.columns.record import record_of
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
-from trajstore.groups import Batch, Group
-from trajstore.options import WriterOptions
-from trajstore.pending import OwnedRecord, own
-from trajstore.record import record_of
 from trajstore.trajectory import Trajectory
-from trajstore.write_queue import WriteQueue, random_uuids
+from trajstore.writing.groups import Batch, Group
+from trajstore.writing.options import WriterOptions
+from trajstore.writing.queue import WriteQueue, random_uuids
 
 
 def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedRecord:

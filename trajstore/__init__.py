@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore import errors
-    from trajstore.buffer import TrajectoryReplayBuffer
+    from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+    from trajstore.buffer.retention import Retention
     from trajstore.builder import EmbodiedRolloutResult
-    from trajstore.options import WriterOptions
-    from trajstore.retention import Retention
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
+    from trajstore.writing.options import WriterOptions
 
 __version__ = "0.1.0"
 
@@ -34,11 +34,11 @@ _MODULES = {
     "AgentTrajectory": "trajectory",
     "ChunkStepResult": "trajectory",
     "EmbodiedRolloutResult": "builder",
-    "Retention": "retention",
+    "Retention": "buffer.retention",
     "Reward": "trajectory",
     "Trajectory": "trajectory",
-    "TrajectoryReplayBuffer": "buffer",
-    "WriterOptions": "options",
+    "TrajectoryReplayBuffer": "buffer.replay_buffer",
+    "WriterOptions": "writing.options",
 }
 
 

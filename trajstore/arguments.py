@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.columns.limits import as_int, shown
 from trajstore.errors import ConfigurationError
-from trajstore.limits import as_int, shown
 
 INT64_MAX = (1 << 63) - 1
 

@@ -12,9 +12,9 @@ import pytest
 from tests.cli.stores import Run
 from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
-from trajstore.copying import copy_store, repair_store
+from trajstore.inspection.copying import copy_store, repair_store
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
-from trajstore.verify import verify
 
 
 def fill(path: Path, keys: range, trajectory_format: str = "pt") -> Path:

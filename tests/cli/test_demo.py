@@ -16,8 +16,8 @@ from tests.cli.stores import Run
 from trajstore.cli import DAMAGED, INTERRUPTED
 from trajstore.demo import DEFAULT_TASK, TASKS, load_task
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
-from trajstore.inspect import inspect
-from trajstore.verify import verify
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 
 pytest.importorskip("gymnasium", reason="the demo needs  pip install 'trajstore[demo]'")
 

@@ -16,8 +16,8 @@ from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
-from trajstore.inspect import inspect
-from trajstore.statistics import RewardStatistics
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.statistics import RewardStatistics
 from trajstore.trajectory import Reward
 
 FORMATS = ["pt", "pkl", "zarr"]

@@ -68,7 +68,7 @@ def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.Monkey
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trajstore.verify.find_place", interrupt)
+    monkeypatch.setattr("trajstore.inspection.verify.find_place", interrupt)
     code, _, err = run("verify", store)
     assert code == INTERRUPTED
     assert err == "trajstore: interrupted\n"

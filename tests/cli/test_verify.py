@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.cli.stores import Run, make_rollout, write_store
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
-from trajstore.verify import verify
+from trajstore.inspection.verify import verify
 
 
 @pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.trajectory import AgentTrajectory, Trajectory

@@ -22,7 +22,7 @@ from trajstore.errors import (
 )
 from trajstore.experience import ExperienceManager, PoolRules, newest_pool
 from trajstore.experience.persistence import from_plain, to_plain
-from trajstore.places import POOL_FILES
+from trajstore.reading.places import POOL_FILES
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.pkl import PklFormat
 from trajstore.formats.pt import PtFormat
-from trajstore.schema import Schema
 from trajstore.testing.formats import FormatConformance
 
 

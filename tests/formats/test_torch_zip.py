@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajstore.columns.record import raw_bytes
+from trajstore.columns.schema import dtypes
 from trajstore.errors import ConfigurationError, CorruptStoreError, UnsafeContentError
 from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, damaged_records, locate, write_torch_zip
-from trajstore.record import raw_bytes
-from trajstore.schema import dtypes
 from trajstore.testing.formats import random_tensor, same_bytes
 
 

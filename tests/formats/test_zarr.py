@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajstore.columns.fields import Axis
+from trajstore.columns.record import Record, raw_bytes, record_of
+from trajstore.columns.schema import Schema
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
-from trajstore.fields import Axis
-from trajstore.formats.base import Buffer, ShardContent, TrajectoryFormat
+from trajstore.files.base import Buffer
+from trajstore.files.local import LocalDirectory
+from trajstore.formats.base import ShardContent, TrajectoryFormat
 from trajstore.formats.zarr import ZarrFormat, _write_array, node_name
-from trajstore.local import LocalDirectory
-from trajstore.record import Record, raw_bytes, record_of
-from trajstore.schema import Schema
 from trajstore.testing.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from trajstore.trajectory import Trajectory
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.serialization import config
 
+from trajstore.columns.record import raw_bytes
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, UnsafeContentError
 from trajstore.formats import zip_records
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
-from trajstore.record import raw_bytes
 
 
 def slot(tensor: torch.Tensor) -> TensorSlot:

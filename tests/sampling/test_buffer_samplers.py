@@ -11,7 +11,7 @@ import torch
 
 from tests.sampling.chance import fits
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.choices import Batch
+from trajstore.buffer.choices import Batch
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.sampling import EpochSampler, Priorities, Recency, Staleness, WeightedSampler
 

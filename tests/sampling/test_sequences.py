@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.sampling.chance import fits
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.sampling import GroupSampler
-from trajstore.sequences import sample_hindsight, sample_n_step, sample_sequences
 
 GAMMA = 0.5
 

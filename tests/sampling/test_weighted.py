@@ -8,8 +8,8 @@ import torch
 
 from tests.sampling.chance import fits
 from tests.sampling.told import told
+from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.limits import UNKNOWN_VERSION
 from trajstore.sampling import Drawn, Priorities, Recency, Staleness, UseLimit, WeightedSampler, sampler_of
 
 

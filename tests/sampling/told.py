@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trajstore.limits import UNKNOWN_VERSION
+from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.sampling import Additions
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
-from trajstore.verify import verify
 
 LIMIT = 10
 FORMATS = st.sampled_from(["pt", "zarr", "pkl"])

@@ -17,7 +17,7 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import alternate, ratio
 from tools.bench.workloads import RawGather, Workload, image, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
-from trajstore.fields import walk
+from trajstore.columns.fields import walk
 
 SEED = 5
 _CALLS = 10

@@ -16,9 +16,9 @@ import torch
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.workloads import Workload, image, state
 from trajstore import TrajectoryReplayBuffer
-from trajstore.catalog import Catalog
-from trajstore.gather import locate
-from trajstore.opening import open_directory
+from trajstore.files.opening import open_directory
+from trajstore.reading.gather import locate
+from trajstore.store.catalog import Catalog
 
 TARGET = 2.0
 SEED = 3

@@ -24,15 +24,15 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import small_trajectory
 from trajstore import TrajectoryReplayBuffer
-from trajstore.catalog import INDEX_NAME, Catalog
+from trajstore.columns.record import record_of
+from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import ShardContent, ShardManifest
-from trajstore.index import columns_of, starts_of
-from trajstore.manifest import manifest_of
-from trajstore.opening import open_directory
-from trajstore.record import record_of
-from trajstore.shards import shard_name
-from trajstore.write_queue import random_uuids
+from trajstore.formats.checksums import manifest_of
+from trajstore.store.catalog import INDEX_NAME, Catalog
+from trajstore.store.index import columns_of, starts_of
+from trajstore.store.shard_table import shard_name
+from trajstore.writing.queue import random_uuids
 
 RANKS = 8
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from tools.crash.journal import Promises
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, TrajstoreError
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import WitnessError, check_trajectory
-from trajstore.verify import verify
 
 Tell = Callable[[str], None]
 

@@ -19,8 +19,8 @@ from tools.mutate.pristine import Kind, build, files_of
 from tools.mutate.probe import Report
 from tools.mutate.rules import Files, Pristine, judge, outcome, weigh
 from tools.mutate.worker import Worker
-from trajstore.catalog import Catalog
-from trajstore.opening import open_directory
+from trajstore.files.opening import open_directory
+from trajstore.store.catalog import Catalog
 
 _FORGED = 0.35
 """How many of the mutations are made by somebody who knows the layout."""

@@ -15,9 +15,9 @@ from tools.mutate.pristine import RULES, Kind, agent_witness, files_of
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience import ExperienceManager
 from trajstore.experience.store import BufferStore
-from trajstore.inspect import inspect
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import Verification, verify
 from trajstore.testing.witness import WitnessError, check_batch, witness
-from trajstore.verify import Verification, verify
 
 NEW = 99
 """Key of the trajectory that is added to a damaged store."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from tools.soak.follower import follow
 from tools.soak.measure import Sample, bytes_of, growth, taken_by
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
-from trajstore.fields import walk
+from trajstore.columns.fields import walk
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
-from trajstore.verify import verify
 
 _PATIENCE = 30.0
 """Seconds in which followers must have gone on and space must have been given back."""

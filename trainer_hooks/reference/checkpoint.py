@@ -11,8 +11,8 @@ import torch
 
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
-from trajstore.formats.base import EncodedFile
-from trajstore.local import LocalDirectory
+from trajstore.files.base import EncodedFile
+from trajstore.files.local import LocalDirectory
 
 _NAME = re.compile(r"step_(\d{8})\.pt")
 

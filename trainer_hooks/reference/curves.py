@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainer_hooks.reference.trainer import CurvePoint
 from trajstore.errors import MissingDependencyError
-from trajstore.formats.base import EncodedFile
-from trajstore.local import LocalDirectory
+from trajstore.files.base import EncodedFile
+from trajstore.files.local import LocalDirectory
 
 
 @dataclass(frozen=True, slots=True)

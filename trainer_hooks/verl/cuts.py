@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from trajstore.errors import CorruptStoreError, StoreWriteError
-from trajstore.formats.base import EncodedFile
-from trajstore.local import LocalDirectory
+from trajstore.files.base import EncodedFile
+from trajstore.files.local import LocalDirectory
 
 CUT_FILE = "trajstore.json"
 MODEL_FOLDER = "actor"

@@ -10,7 +10,7 @@ from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
-    from trajstore.copying import Copied
+    from trajstore.inspection.copying import Copied
 
 _SHOWN = 50  # problems written one by one
 
@@ -22,14 +22,14 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _copy(options: Namespace, out: Output) -> int:
-    from trajstore.copying import copy_store
+    from trajstore.inspection.copying import copy_store
 
     with ProgressBar("verifying", sys.stderr) as bar:
         return _write(copy_store(options.source, options.target, bar), options, out)
 
 
 def _repair(options: Namespace, out: Output) -> int:
-    from trajstore.copying import repair_store
+    from trajstore.inspection.copying import repair_store
 
     with ProgressBar("verifying", sys.stderr) as bar:
         return _write(repair_store(options.source, options.target, bar), options, out)
@@ -44,7 +44,7 @@ def _write(copied: Copied, options: Namespace, out: Output) -> int:
 
 
 def _write_one(copied: Copied, out: Output) -> None:
-    from trajstore.copying import lost_in_words
+    from trajstore.inspection.copying import lost_in_words
 
     for part in copied.parts:
         _write_one(part, out)

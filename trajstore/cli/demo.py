@@ -40,7 +40,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.inspect import inspect
+    from trajstore.inspection.inspect import inspect
 
     path = options.path or Path("trajstore-demo") / options.task
     settings = DemoSettings(path=path, updates=options.updates, seconds=options.seconds, seed=options.seed)

@@ -44,8 +44,8 @@ def _configure(parser: ArgumentParser) -> None:
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError
-    from trajstore.inspect import MEASURED_AT_MOST, inspect
-    from trajstore.trajectory_report import inspect_trajectory
+    from trajstore.inspection.inspect import MEASURED_AT_MOST, inspect
+    from trajstore.inspection.trajectory_report import inspect_trajectory
 
     if options.sample is not None and options.trajectory is None:
         raise ConfigurationError("--sample needs --trajectory: samples are counted within their trajectory")
@@ -69,7 +69,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
-    """Write a report of ``trajstore.inspect.inspect`` for people.
+    """Write a report of ``trajstore.inspection.inspect.inspect`` for people.
 
     Args:
         report: of any kind.

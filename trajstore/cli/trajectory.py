@@ -13,7 +13,7 @@ _PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was
 
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
-    """Write a report of ``trajstore.trajectory_report.inspect_trajectory``."""
+    """Write a report of ``trajstore.inspection.trajectory_report.inspect_trajectory``."""
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
     out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
     if "token" in report:

@@ -11,7 +11,7 @@ from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import listed
 
 if TYPE_CHECKING:
-    from trajstore.verify import Problem, Verification
+    from trajstore.inspection.verify import Problem, Verification
 
 _SHOWN = 50  # problems written one by one
 
@@ -22,7 +22,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.verify import verify
+    from trajstore.inspection.verify import verify
 
     with ProgressBar("checking", sys.stderr) as bar:
         result = verify(options.path, bar)

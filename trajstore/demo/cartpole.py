@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.demo import DemoSettings, Progress
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore.errors import MissingDependencyError
-from trajstore.formats.base import EncodedFile
-from trajstore.local import LocalDirectory
+from trajstore.files.base import EncodedFile
+from trajstore.files.local import LocalDirectory
 from trajstore.trajectory import ChunkStepResult, Trajectory
 
 if TYPE_CHECKING:

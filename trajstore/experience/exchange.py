@@ -13,7 +13,7 @@ from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.store import BufferStore
-from trajstore.places import POOL_FILES
+from trajstore.reading.places import POOL_FILES
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -106,7 +106,7 @@ class _Reader:
     durable = True
 
     def __init__(self, path: str | Path) -> None:
-        from trajstore.buffer import TrajectoryReplayBuffer
+        from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 
         if "://" not in str(path) and not Path(path).is_dir():
             raise StoreNotFoundError(f"{path}: no such directory")

@@ -26,14 +26,14 @@ from typing import Any
 import orjson
 import torch
 
+from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
 from trajstore.experience.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
-from trajstore.folders import publish_folder
-from trajstore.formats.base import EncodedFile
-from trajstore.formats.safe_pickle import safe_loads
-from trajstore.local import LocalDirectory
-from trajstore.places import POOL_FILES
-from trajstore.schema import dtypes
+from trajstore.files.base import EncodedFile
+from trajstore.files.folders import publish_folder
+from trajstore.files.local import LocalDirectory
+from trajstore.formats.pickles.safe_pickle import safe_loads
+from trajstore.reading.places import POOL_FILES
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError, Traject
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
-    from trajstore.buffer import TrajectoryReplayBuffer
+    from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 
 LEAST_CAPACITY = 256
 """Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
@@ -120,8 +120,8 @@ class BufferStore:
             CorruptStoreError: what lies there cannot be continued.
             ConfigurationError: an argument is out of range.
         """
-        from trajstore.buffer import TrajectoryReplayBuffer  # a pool in memory needs none of it
-        from trajstore.retention import Retention
+        from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer  # a pool in memory needs none of it
+        from trajstore.buffer.retention import Retention
 
         _check_capacity(capacity)  # before a directory is made and locked
         retention = Retention(max_trajectories=capacity)

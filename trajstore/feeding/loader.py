@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreClosedError
 from trajstore.feeding.memory import Ready, memory_for, nbytes_of
 from trajstore.feeding.prefetch import Prefetcher

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError
-from trajstore.fields import join_name, nest, walk
 
 Tensors = dict[str, torch.Tensor]
 Reader = Callable[[Mapping[str, torch.Tensor] | None], dict[str, Any]]

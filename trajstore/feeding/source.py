@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trajstore.buffer import TrajectoryReplayBuffer
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError, SchemaMismatchError
-from trajstore.fields import join_name, nest, walk
 from trajstore.sampling.base import Drawn, Sampler
 
 

@@ -17,11 +17,9 @@ from typing import ClassVar
 
 import torch
 
-from trajstore.record import Record
-from trajstore.schema import Extent, Schema
-
-Buffer = bytes | bytearray | memoryview
-"""Anything contiguous that can be written."""
+from trajstore.columns.record import Record
+from trajstore.columns.schema import Extent, Schema
+from trajstore.files.base import Buffer, EncodedFile
 
 Fetch = Callable[[str], Buffer]
 """Returns the bytes of one file of a shard, by the file's name in the manifest.
@@ -57,14 +55,6 @@ class ShardContent:
         axes = {column.axis for column in self.schema.columns}
         total = {axis: sum([extent.rows(axis) for extent in self.extents]) for axis in axes}
         return tuple(total[column.axis] for column in self.schema.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedFile:
-    """A file to be written: its name and its content in order. Pieces may alias the records' tensors."""
-
-    name: str
-    pieces: Sequence[Buffer]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from trajstore.errors import CorruptStoreError
+from trajstore.files.base import EncodedFile
 from trajstore.formats.base import (
-    EncodedFile,
     EncodedShard,
     Fetch,
     ShardContent,
@@ -19,8 +19,8 @@ from trajstore.formats.base import (
     TrajectoryFormat,
     rows_from_bytes,
 )
+from trajstore.formats.pickles.safe_pickle import safe_loads
 from trajstore.formats.pt import SHARD_LAYOUT, SHARD_VERSION
-from trajstore.formats.safe_pickle import safe_loads
 
 _PROTOCOL = 5
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from trajstore.errors import CorruptStoreError
+from trajstore.files.base import EncodedFile
 from trajstore.formats.base import (
     ColumnPlace,
-    EncodedFile,
     EncodedShard,
     Fetch,
     ShardContent,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.formats.base import Buffer
-from trajstore.formats.safe_pickle import safe_loads
-from trajstore.formats.safe_values import RefusedError, StorageType, UnfitError, place_tensor, require
+from trajstore.files.base import Buffer
+from trajstore.formats.pickles.safe_pickle import safe_loads
+from trajstore.formats.pickles.safe_values import RefusedError, StorageType, UnfitError, place_tensor, require
 from trajstore.formats.zip_records import ZipPieces, zip_records
 
 ALIGNMENT = 64
@@ -189,7 +189,7 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         The object; or None if tensors cannot be located. A zip archive, of the other byte order or with sparse
         or lazily conjugated tensors, can be read with ``torch.load(..., weights_only=True)``: its program has been
         run here to its end, and claims no more than it holds. Anything else, see
-        :func:`~trajstore.formats.safe_pickle.legacy_loads`.
+        :func:`~trajstore.formats.pickles.safe_pickle.legacy_loads`.
 
     Raises:
         CorruptStoreError: the file is truncated, compressed, or its parts overlap or do not fit together.

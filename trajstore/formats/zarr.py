@@ -27,12 +27,12 @@ import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore.columns.schema import ColumnSpec, Schema
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, TrajstoreError
 from trajstore.exits import close_before_what_was_imported_now
+from trajstore.files.base import Buffer, EncodedFile
 from trajstore.formats.base import (
-    Buffer,
     ColumnPlace,
-    EncodedFile,
     EncodedShard,
     Fetch,
     ShardContent,
@@ -42,8 +42,7 @@ from trajstore.formats.base import (
     crc32_of,
     rows_from_bytes,
 )
-from trajstore.manifest import check_file
-from trajstore.schema import ColumnSpec, Schema
+from trajstore.formats.checksums import check_file
 
 if TYPE_CHECKING:
     import zarr

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from trajstore.errors import CorruptStoreError
-from trajstore.formats.base import Buffer
+from trajstore.files.base import Buffer
 
 _LIMIT = 0xFFFFFFFF
 """What a 32-bit field says when the number is in a zip64 field."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trajstore import buffer as plain
-from trajstore.index import TrajectoryIndex
+from trajstore.buffer import replay_buffer as plain
 from trajstore.rlinf.trajectory import Trajectory, flatten_trajectory
+from trajstore.store.index import TrajectoryIndex
 from trajstore.trajectory import AgentTrajectory
 
 

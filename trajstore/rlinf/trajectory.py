@@ -9,8 +9,8 @@ import torch
 
 from trajstore import trajectory as plain
 from trajstore.builder import EmbodiedRolloutResult
+from trajstore.columns.fields import DICT_FIELDS, FIRST_ROW_EXTRA, TENSOR_FIELDS, axis_of, join_name
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.fields import DICT_FIELDS, FIRST_ROW_EXTRA, TENSOR_FIELDS, axis_of, join_name
 
 
 class Trajectory(plain.Trajectory):

@@ -25,7 +25,7 @@ class Additions:
     Attributes:
         ids: trajectory ids, ``[n]``.
         samples: transitions of each (T·B; 1 for an agent trajectory), ``[n]``.
-        versions: newest policy version of each, ``[n]``; :data:`~trajstore.limits.UNKNOWN_VERSION` where none is known.
+        versions: newest policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where none is known.
         tasks: task of each, or None where nobody asked for them.
     """
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError
-from trajstore.limits import UNKNOWN_VERSION
 from trajstore.sampling.base import Additions, FloatArray, IntArray
 from trajstore.sampling.roster import Growing
 

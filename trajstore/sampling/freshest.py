@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.limits import UNKNOWN_VERSION
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
-from trajstore import folders, held, local, local_locks
+from trajstore.files import folders, held, local, local_locks
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """How a call fails: with this ``errno``; ``torn``: a write leaves half of its bytes and then fails with ENOSPC;

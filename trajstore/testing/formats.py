@@ -13,13 +13,13 @@ from math import prod
 import pytest
 import torch
 
-from trajstore.commits import manifest_from_json, manifest_to_json
+from trajstore.columns.record import Record, raw_bytes, record_of
+from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, UnsafeContentError
-from trajstore.formats.base import Buffer, EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
-from trajstore.manifest import ENVELOPE, check_file, column_region, manifest_of
-from trajstore.record import Record, raw_bytes, record_of
-from trajstore.schema import dtypes
-from trajstore.storage import check_name
+from trajstore.files.base import Buffer, check_name
+from trajstore.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
+from trajstore.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
+from trajstore.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
 
 SHARD = "shard_00000001"

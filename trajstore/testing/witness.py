@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trajstore.fields import join_name, walk
+from trajstore.columns.fields import join_name, walk
 from trajstore.trajectory import AnyTrajectory, Trajectory
 
 _ROW_BITS = 20

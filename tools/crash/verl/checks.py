@@ -20,7 +20,7 @@ from trajstore.errors import TrajstoreError
 from trajstore.experience import PoolRules
 from trajstore.experience.journal import Recovered, recover
 from trajstore.experience.store import PoolStore
-from trajstore.verify import verify
+from trajstore.inspection.verify import verify
 
 Tell = Callable[[str], None]
 Held = dict[str, list[list[str]]]

@@ -1,0 +1,223 @@
+"""Checkpoints: one consistent cut, linked or copied, published with one rename."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trajstore.columns.record import Record
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreWriteError,
+)
+from trajstore.files.base import Directory
+from trajstore.files.folders import publish_folder
+from trajstore.files.holder import LOCK_NAME
+from trajstore.files.local import LocalDirectory
+from trajstore.files.parallel import in_order
+from trajstore.formats import FORMATS
+from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.formats.checksums import manifest_of
+from trajstore.reading.contents import Cut, start_of
+from trajstore.reading.rlinf_source import write_rlinf
+from trajstore.reading.sources import Source
+from trajstore.store.catalog import METADATA_NAME, Catalog
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.shard_table import shard_name
+
+Layout = Literal["trajstore", "rlinf"]
+
+_SHARD_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointState:
+    """The buffer's own state: what ``metadata.json`` says besides the trajectories."""
+
+    trajectory_format: str
+    trajectory_counter: int
+    seed: int | None
+    rng_state: torch.Tensor | None
+
+    @staticmethod
+    def rng_json(seed: int | None, rng_state: torch.Tensor) -> dict[str, Any]:
+        """Return seed and state of the generator as JSON values."""
+        return {"seed": seed, "rng_state": base64.b64encode(rng_state.numpy().tobytes()).decode()}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> CheckpointState:
+        """Return the state that a ``metadata.json`` or a pin tells; what it does not tell is None.
+
+        Raises:
+            CorruptStoreError: a value is of the wrong kind.
+        """
+        try:
+            seed, rng, counter = values.get("seed"), values.get("rng_state"), values.get("trajectory_counter", 0)
+            state = None
+            if rng is not None:
+                state = torch.frombuffer(bytearray(base64.b64decode(rng, validate=True)), dtype=torch.uint8)
+                torch.Generator().set_state(state)
+            form = values.get("trajectory_format") or "pt"
+            if form not in FORMATS:
+                raise ValueError(f"trajectory_format {form!r}: must be one of {', '.join(FORMATS)}")
+            return CheckpointState(form, int(counter), None if seed is None else int(seed), state)
+        except (TypeError, ValueError, RuntimeError, binascii.Error) as error:
+            raise CorruptStoreError(f"{METADATA_NAME}: {error}") from error
+
+
+def save_checkpoint(
+    target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat, layout: Layout
+) -> None:
+    """Write a cut to a directory of its own.
+
+    Raises:
+        ConfigurationError: the layout is unknown, or the directory holds something else.
+        StoreWriteError: it could not be written; what was there before is still there.
+    """
+    if layout not in ("trajstore", "rlinf"):
+        raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
+    write = _write_store if layout == "trajstore" else _write_rlinf
+    try:
+        if not isinstance(target, LocalDirectory):
+            write(target, cut, state, trajectory_format)
+            return
+        _check_replaceable(target)
+        with publish_folder(target.path) as staged:
+            write(staged, cut, state, trajectory_format)
+    except OSError as error:
+        raise StoreWriteError(f"{error}: the checkpoint {target.url} was not written") from error
+
+
+def _check_replaceable(target: LocalDirectory) -> None:
+    files, folders = target.listing()
+    if (files or folders) and METADATA_NAME not in files:
+        first = min([*files, *folders])
+        raise ConfigurationError(
+            f"{target.url}: holds other files ({first}, ...); give the checkpoint its own directory"
+        )
+    if LOCK_NAME in files and target.size(LOCK_NAME):
+        raise ConfigurationError(
+            f"{target.url}: is a store that is being written; give the checkpoint its own directory"
+        )
+
+
+def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
+    catalog = Catalog.create(target)
+    rows = np.zeros(len(cut.index), np.int32)
+    files: dict[Source, list[tuple[str, str, int]]] = {}
+    known: dict[tuple[int, int], int] = {}
+    loose: list[int] = []
+    for at, place in enumerate(cut.places):
+        if place is None or not cut.sources[place[0]].linkable:
+            loose.append(at)
+            continue
+        row = known.get(place)
+        if row is None:
+            source = cut.sources[place[0]]
+            old = source.manifest(place[1])
+            manifest = _renamed(old, shard_name(len(catalog.shards)))
+            files.setdefault(source, []).extend(
+                (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
+            )
+            row = known[place] = catalog.shards.add(len(catalog.shards), manifest)
+        rows[at] = row
+    for source, names in files.items():
+        target.bring(source.directory, names)
+    starts = cut.index
+
+    def write(task: tuple[int, list[tuple[int, Record]]]) -> tuple[ShardManifest, list[tuple[int, Record]]]:
+        number, group = task
+        name = shard_name(number)
+        content = ShardContent.of([record for _, record in group])
+        encoded = trajectory_format.encode(name, content)
+        target.publish(encoded.files)
+        return manifest_of(encoded, trajectory_format.name, name, content), group
+
+    for manifest, group in in_order(write, enumerate(_loose_groups(cut, loose), start=len(catalog.shards))):
+        row = catalog.shards.add(len(catalog.shards), manifest)
+        _place(starts, [at for at, _ in group], [record for _, record in group])
+        rows[[at for at, _ in group]] = row
+    columns = cut.index.take(np.arange(cut.index.first, cut.index.end))
+    columns["shard"] = rows
+    catalog.index.weights = cut.index.weights
+    catalog.index.append(columns)
+    catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
+    catalog.next_shard = len(catalog.shards)
+    extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
+    last = [catalog.snapshot_file(), catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)]
+    if isinstance(target, LocalDirectory):
+        target.publish(last)  # the directory is renamed into place as a whole
+        return
+    for file in last:  # whoever sees the metadata finds everything else
+        target.publish([file])
+
+
+def _place(index: TrajectoryIndex, entries: Sequence[int], records: Sequence[Record]) -> None:
+    """Set where trajectories begin within the shard that was made of them."""
+    from trajstore.store.index import starts_of
+
+    starts = starts_of([record.extent for record in records], records[0].schema.kind)
+    for name, values in starts.items():
+        index.arrays[name][np.array(entries)] = values
+    for at, record in zip(entries, records, strict=True):
+        index.arrays["extra"][at] = record.extent.extra
+        index.arrays["document"][at] = record.extent.document
+
+
+def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
+    files = tuple(StoredFile(f.name.replace(manifest.name, name), f.size, f.crc32) for f in manifest.files)
+    return replace(manifest, name=name, files=files)
+
+
+def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
+    """Yield trajectories that have no shard to link, in groups of one schema and a shard's size."""
+    group: list[tuple[int, Record]] = []
+    nbytes = 0
+    for at in loose:
+        record = _record_at(cut, at)
+        if group and (record.schema != group[0][1].schema or nbytes + record.nbytes > _SHARD_BYTES):
+            yield group
+            group, nbytes = [], 0
+        group.append((at, record))
+        nbytes += record.nbytes
+    if group:
+        yield group
+
+
+def _record_at(cut: Cut, at: int) -> Record:
+    """Return a trajectory of the cut as columns, from memory or decoded from its shard."""
+    if at in cut.records:
+        return cut.records[at]
+    place = cut.places[at]
+    if place is None:
+        raise StoreWriteError(f"trajectory {at} of the checkpoint is neither in memory nor on disk")
+    source, row = cut.sources[place[0]], place[1]
+    entry = cut.index.entry(at)
+    manifest = source.manifest(row)
+    extent = source.extent(row) or entry.extent
+    reader = source.reader(row)
+    tensors = []
+    for number, column in enumerate(manifest.schema.columns):
+        start = int(cut.index.arrays[start_of(column.axis)][at])
+        tensors.append(reader.rows(number, start, start + extent.rows(column.axis)))
+    return Record(
+        manifest.schema,
+        extent,
+        tuple(tensors),
+        entry.num_samples,
+        entry.max_episode_length,
+        entry.model_weights_id,
+        entry.versions,
+    )
+
+
+def _write_rlinf(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
+    records = ((cut.index.entry(at), _record_at(cut, at)) for at in range(len(cut.index)))
+    write_rlinf(target, records, state.trajectory_counter, state.seed, trajectory_format.name)

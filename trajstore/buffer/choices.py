@@ -1,0 +1,216 @@
+"""Draws of a buffer: who chooses (the buffer's own generator, or a sampler), and the rows that were chosen, read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.buffer.view import View
+from trajstore.columns.fields import nest
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.reading.contents import Contents, Prepared
+from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore.sampling.draws import Draws, Window
+from trajstore.sampling.weighted import WeightedSampler
+from trajstore.store.index import TrajectoryIndex
+from trajstore.trajectory import AnyTrajectory
+
+
+class Batch(dict[str, Any]):
+    """A batch that a sampler drew: the nested dict of tensors, and which rows they are.
+
+    Attributes:
+        drawn: ids, places and importance weights of the rows, in the order of the batch.
+    """
+
+    def __init__(self, values: Mapping[str, Any], drawn: Drawn) -> None:
+        super().__init__(values)
+        self.drawn = drawn
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """Importance weight of each row, float32 ``[n]``; None if the sampler gives none."""
+        return None if self.drawn.weights is None else torch.from_numpy(self.drawn.weights)
+
+
+class Following:
+    """Keeps one sampler told of what contents hold. Use it with the lock of the contents held.
+
+    Additions, and the leaving of the oldest, cost what they are. Where entries leave from the middle, or contents are
+    replaced, all ids are compared, which costs no more than the leaving itself did.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._index: weakref.ref[TrajectoryIndex] | None = None
+        self._revision = -1
+        self._first = self._end = 0
+        self._gone = range(0)
+
+    def sync(self, contents: Contents) -> None:
+        """Tell the sampler what has changed since the last time."""
+        index = contents.index
+        ids = index.arrays["trajectory_id"]
+        first = max(index.first, contents.start)
+        if self._index is None or self._index() is not index or self._revision != index.revision:
+            positions = _without(np.arange(first, index.end), contents.gone)
+            known = self._sampler.ids
+            self._sampler.evicted(np.setdiff1d(known, ids[positions]))
+            self._add(contents, positions[~np.isin(ids[positions], known)])
+        elif (first, index.end, contents.gone) != (self._first, self._end, self._gone):
+            lost = _without(np.arange(contents.gone.start, min(contents.gone.stop, self._end)), self._gone)
+            self._sampler.evicted(np.concatenate([ids[self._first : min(first, self._end)], ids[lost]]))
+            self._add(contents, _without(np.arange(max(self._end, first), index.end), contents.gone))
+        self._index, self._revision = weakref.ref(index), index.revision
+        self._first, self._end, self._gone = first, index.end, contents.gone
+
+    def _add(self, contents: Contents, positions: npt.NDArray[np.intp]) -> None:
+        if not len(positions):
+            return
+        names = ("trajectory_id", "num_samples", "version_high")
+        ids, samples, versions = (contents.index.arrays[name][positions].astype(np.int64) for name in names)
+        tasks = [contents.task_of(at) for at in positions.tolist()] if self._sampler.needs_tasks else None
+        self._sampler.added(Additions(ids, samples, versions, tasks))
+
+
+def _without(positions: npt.NDArray[np.intp], gone: range) -> npt.NDArray[np.intp]:
+    return positions[(positions < gone.start) | (positions >= gone.stop)] if gone else positions
+
+
+class Choices:
+    """Draws from a view and reads what was drawn.
+
+    Args:
+        view: what the buffer shows.
+        draws: the buffer's generator, from which samplers take their chance too.
+    """
+
+    def __init__(self, view: View, draws: Draws) -> None:
+        self._view = view
+        self._draws = draws
+        self._following: weakref.WeakKeyDictionary[Sampler, Following] = weakref.WeakKeyDictionary()
+
+    def draw(self, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
+        """Return rows of the window; how many and which is the sampler's to say.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+        """
+        return self._view.locked(lambda contents: self._draw(contents, count, window_size, sampler))
+
+    def _draw(self, contents: Contents, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
+        window = Window.newest(contents.index, window_size, contents.gone, contents.start)
+        ids = contents.index.arrays["trajectory_id"]
+        if sampler is None:
+            ends = contents.index.ends
+            places = self._draws.samples(window, count) + contents.index.samples_before(window.first)
+            positions = np.searchsorted(ends[: window.end], places, side="right")
+            samples = places - ends[positions] + contents.index.arrays["num_samples"][positions]
+            return Drawn(ids[positions], samples)
+        self._follow(contents, sampler)
+        narrowed = len(window) < len(contents.index)
+        first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
+        return sampler.draw(count, self._draws.generator, first)
+
+    def _follow(self, contents: Contents, sampler: Sampler) -> None:
+        following = self._following.get(sampler)
+        if following is None:
+            following = self._following[sampler] = Following(sampler)
+        following.sync(contents)
+
+    def read(
+        self, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, Any]:
+        """Return the transitions that were drawn, as :meth:`TrajectoryReplayBuffer.sample` does.
+
+        Raises:
+            TrajectoryUnavailableError: one of them has been evicted meanwhile.
+            ConfigurationError: a place lies outside its trajectory.
+        """
+        contents, prepared = self._view.locked(lambda found: (found, self._prepare(found, drawn, columns)))
+        return nest(contents.read(prepared, out))
+
+    def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
+        index = contents.index
+        positions = self._positions(contents, drawn.ids)
+        sizes = index.arrays["num_samples"][positions]
+        if np.any((drawn.samples < 0) | (drawn.samples >= sizes)):
+            raise ConfigurationError("drawn rows: a place lies outside its trajectory")
+        first = index.first
+        samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples
+        return contents.prepare(samples, first, index.end, columns)
+
+    def trajectories(self, count: int, window_size: int, sampler: Sampler) -> list[AnyTrajectory]:
+        """Draw whole trajectories and return them.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+            ConfigurationError: the sampler draws transitions.
+        """
+        if sampler.unit != "trajectory":
+            raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory', or call sample")
+
+        def draw(contents: Contents) -> list[AnyTrajectory]:
+            drawn = self._draw(contents, count, window_size, sampler)
+            return [contents.get(position) for position in self._positions(contents, drawn.ids).tolist()]
+
+        return self._view.locked(draw)
+
+    def sample(
+        self,
+        count: int,
+        window_size: int,
+        sampler: Sampler,
+        columns: Sequence[str] | None,
+        out: Mapping[str, torch.Tensor] | None,
+    ) -> Batch:
+        """Draw transitions with a sampler and return them.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+            ConfigurationError: the sampler draws trajectories.
+        """
+        if sampler.unit != "sample":
+            raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
+
+        def draw(contents: Contents) -> tuple[Contents, Drawn, Prepared]:
+            drawn = self._draw(contents, count, window_size, sampler)
+            return contents, drawn, self._prepare(contents, drawn, columns)
+
+        contents, drawn, prepared = self._view.locked(draw)
+        return Batch(nest(contents.read(prepared, out)), drawn)
+
+    def follow(self, sampler: Sampler) -> None:
+        """Tell a sampler of what is shown now."""
+        self._view.locked(lambda contents: self._follow(contents, sampler))
+
+    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of trajectories."""
+
+        def look(contents: Contents) -> tuple[IntArray, IntArray]:
+            positions = self._positions(contents, ids)
+            steps, batch = (contents.index.arrays[name][positions].astype(np.int64) for name in ("steps", "batch"))
+            return steps, batch
+
+        return self._view.locked(look)
+
+    def update(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
+        """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile."""
+
+        def update(contents: Contents) -> int:
+            self._follow(contents, sampler)
+            return sampler.update(drawn.ids, drawn.samples, priorities)
+
+        return self._view.locked(update)
+
+    def _positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
+        positions = contents.index.find_many(ids)
+        if len(positions) and positions.min() < 0:
+            number = int(ids[positions.argmin()])
+            raise TrajectoryUnavailableError(f"trajectory {number} was drawn and has been evicted since; draw again")
+        return positions

@@ -1,0 +1,56 @@
+"""Tells when what is added has other columns than what was there: drawing over both will be refused. No I/O."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.record import Record
+from trajstore.columns.schema import Schema
+
+logger = logging.getLogger(__name__)
+
+
+class ColumnWatch:
+    """Compares the columns of step trajectories with those of the ones before, and warns once of each difference."""
+
+    def __init__(self) -> None:
+        self._last: Schema | None = None
+        self._told: set[str] = set()
+
+    def begin(self, schema: Schema) -> None:
+        """Note the columns of the newest trajectory that was there already."""
+        if schema.kind == "step":
+            self._last = schema
+
+    def look(self, records: Sequence[Record]) -> None:
+        """Compare what is about to be added."""
+        for record in records:
+            schema = record.schema
+            if schema is not self._last and schema.kind == "step":
+                if self._last is not None:
+                    self._compare(self._last, schema)
+                self._last = schema
+
+    def _compare(self, before: Schema, after: Schema) -> None:
+        old, new = _shapes(before), _shapes(after)
+        differing = [f"{name} (absent before)" for name in new.keys() - old.keys()]
+        differing += [f"{name} (absent now)" for name in old.keys() - new.keys()]
+        differing += [
+            f"{name} (rows {list(old[name])} before, {list(new[name])} now)"
+            for name in old.keys() & new.keys()
+            if old[name] != new[name]
+        ]
+        fresh = sorted(set(differing) - self._told)
+        if fresh:
+            self._told.update(fresh)
+            logger.warning(
+                "trajectories added now have other columns than those before: %s; sample() over both will be refused "
+                "unless it names the columns to draw (columns=...)",
+                ", ".join(fresh),
+            )
+
+
+def _shapes(schema: Schema) -> dict[str, tuple[int, ...]]:
+    return {column.name: column.row_shape for column in schema.columns if column.axis is not Axis.DOCUMENT}

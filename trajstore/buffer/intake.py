@@ -1,0 +1,131 @@
+"""How records get into a view: copied, numbered, shown, and queued for the store if the buffer has one."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+from trajstore.buffer.view import View
+from trajstore.columns.memory import Arena
+from trajstore.columns.owned import groups, own
+from trajstore.columns.record import Record
+from trajstore.writing.groups import Batch
+from trajstore.writing.interrupts import uninterrupted
+from trajstore.writing.options import WriterOptions
+from trajstore.writing.queue import WriteQueue, random_uuids
+
+
+class Intake(ABC):
+    """Adds records to a view. Safe to call from several threads.
+
+    Attributes:
+        lock: held while records are shown; contents are not to be replaced then.
+        counter: one more than the newest id.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.lock = threading.RLock()
+        self.counter = 0
+        self._view = view
+
+    @abstractmethod
+    def add(self, records: Sequence[Record]) -> list[int]:
+        """Add records, one or more, and return their ids. Their tensors are copied before this returns."""
+
+    @abstractmethod
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        """Number what comes after a load; the caller holds the lock.
+
+        Args:
+            counter: one more than the newest loaded id.
+            first: lowest id that may be given; lower ones are skipped, none is given twice.
+            stride: from one id to the next.
+        """
+
+
+class MemoryIntake(Intake):
+    """Keeps records in memory, as many as the view's cache holds and its retention allows."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self._arena = Arena(0)
+        self._next_id = 0
+        self._stride = 1
+
+    def add(self, records: Sequence[Record]) -> list[int]:
+        owned = own(records, self._arena)
+        with self.lock:
+            ids = [self._next_id + i * self._stride for i in range(len(owned))]
+            self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
+            self.counter = ids[-1] + 1
+            self._view.contents.add(owned, ids, random_uuids(len(owned)), pending=False)
+            self._view.forget(self._view.expire(ids[-1]))
+        return ids
+
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        self.counter = counter
+        self._next_id, self._stride = max(first, self._next_id), stride
+
+
+class StoreIntake(Intake):
+    """Keeps records in memory until the writer has them on disk.
+
+    Args:
+        view: where they are shown.
+        queue: where they wait to be written.
+        options: the writer's.
+        counter: one more than the newest id of the store.
+    """
+
+    def __init__(self, view: View, queue: WriteQueue, options: WriterOptions, counter: int) -> None:
+        super().__init__(view)
+        self.counter = counter
+        self._queue = queue
+        self._shard_bytes = options.shard_bytes
+        self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
+
+    def add(self, records: Sequence[Record]) -> list[int]:
+        """Add records; waits for room in the queue, or raises, as its options say.
+
+        A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
+        whole or not at all.
+
+        Raises:
+            StoreWriteError: an earlier write failed.
+            PendingFullError: there is no room and ``on_full`` is ``"raise"``.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        ids: list[int] = []
+        pieces = list(groups(records, self._shard_bytes))
+        total: int | None = sum([nbytes for _, nbytes in pieces])
+        for piece, nbytes in pieces:
+            ids += self._submit(piece, Batch(nbytes), total)
+            total = None
+        return ids
+
+    def _submit(self, records: Sequence[Record], batch: Batch, total: int | None) -> list[int]:
+        queue = self._queue
+        ids: list[int] = []
+        try:
+            queue.reserve(batch, total)
+            owned = own(records, self._arena)
+            with self.lock:
+                ids, uuids = queue.take_ids(len(owned))
+                self._view.contents.add(owned, ids, uuids, pending=True)
+                queue.submit(batch, owned, ids, uuids)
+                self.counter = ids[-1] + 1
+        except BaseException:
+            uninterrupted(partial(self._take_back, batch, ids))
+            raise
+        return ids
+
+    def _take_back(self, batch: Batch, ids: Sequence[int]) -> None:
+        """Undo what was begun; a batch that is queued already stays."""
+        if self._queue.withdraw(batch):
+            self._view.contents.retract(ids)
+
+    def go_on(self, counter: int, first: int, stride: int) -> None:
+        self.counter = counter
+        self._view.own_first = self._queue.reserve_ids(first, stride)

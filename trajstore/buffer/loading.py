@@ -1,0 +1,264 @@
+"""Loading: what a path names, be it a store, a checkpoint, RLinf's, or a folder of ranks, as sources to show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from trajstore.buffer.checkpoint import CheckpointState
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreError,
+    StoreNotFoundError,
+    UnsafeContentError,
+    UnsupportedVersionError,
+    listed,
+)
+from trajstore.files.base import Directory, ReaderLease
+from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
+from trajstore.reading.rlinf_source import RLinfSource
+from trajstore.reading.sources import Source, StoreSource
+from trajstore.store.catalog import METADATA_NAME, Catalog
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.partition import share_of
+from trajstore.store.salvage import open_leniently
+
+
+@dataclass
+class Loaded:
+    """What ``load_sources`` found.
+
+    Attributes:
+        parts: every source with the entries to show of it, none perhaps, oldest first.
+        leases: announcements that keep the writer from deleting what is read.
+        state: of the buffer that saved it; ``rng_state`` is None where the draws cannot go on.
+        counter: one more than the highest id of the share.
+        next_id: one more than the highest id of all shares.
+        skipped: trajectories left out because their files are absent or damaged.
+        warnings: a sentence on all that is damaged, and on what was left out or worked out again (``strict=False``).
+    """
+
+    parts: list[tuple[Source, TrajectoryIndex]]
+    leases: list[ReaderLease]
+    state: CheckpointState
+    counter: int = 0
+    next_id: int = 0
+    skipped: int = 0
+    warnings: list[str] = field(default_factory=list)
+    seen: set[bytes] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """One directory: the entries that it shows, the buffer's state, how many entries were left out, and why."""
+
+    source: Source
+    index: TrajectoryIndex
+    state: CheckpointState
+    skipped: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+_UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, UnsupportedVersionError)
+
+
+def load_sources(
+    place: Directory,
+    *,
+    share: tuple[int, int] | None,
+    strict: bool | None,
+    pin: str | None,
+    verify_shards: bool,
+) -> Loaded:
+    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
+    if share is not None:
+        share_of(0, *share)
+    path = place.url
+    directories, lacking = _directories(place)
+    leases = [directory.announce_reader() for directory in directories]
+    try:
+        found, kept, errors = _open_all(directories, leases, strict, pin)
+        if (strict is not False and (lacking or errors)) or not found:
+            raise _all_of([*lacking, *errors], path)
+        whole = not lacking and not errors
+        same_ranks = share is not None and whole and len(found) == share[1] and len(found) > 1
+        state = found[share[0] if share is not None and same_ranks else 0].state
+        if share is not None and not same_ranks and len(directories) > 1:
+            state = replace(state, rng_state=None)  # no rank of now is a rank of then
+        for item in found:
+            item.source.checked = verify_shards
+        loaded = Loaded([], kept, state, skipped=sum(item.skipped for item in found))
+        loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
+        for error, directory in errors.items():
+            count = _count_of(directory)
+            loaded.skipped += count or 0
+            lost = "an unknown number of" if count is None else f"{count:,}"
+            loaded.warnings.append(f"{directory.url} is left out with {lost} trajectories: {error}")
+        _unite(loaded, [(item.source, item.index) for item in found], share)
+        if strict is not False:
+            _check_present(loaded.parts, path)
+        loaded.next_id = max([loaded.next_id, *(item.state.trajectory_counter for item in found)])
+        if share is None:
+            loaded.counter = loaded.next_id
+        return loaded
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+
+
+def _open_all(
+    directories: Sequence[Directory], leases: Sequence[ReaderLease], strict: bool | None, pin: str | None
+) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
+    """Open each; return what was found with the announcements that it needs, and the errors of the rest."""
+    found: list[_Opened] = []
+    kept: list[ReaderLease] = []
+    errors: dict[Exception, Directory] = {}
+    for directory, lease in zip(directories, leases, strict=True):
+        try:
+            opened = _open(directory, strict, pin)
+        except _UNREADABLE as error:
+            errors[error] = directory
+            lease.release()
+            continue
+        lease.settle(opened.source.generation)
+        found.append(opened)
+        kept.append(lease)
+    return found, kept, errors
+
+
+def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
+    """Return one error that says what all of them say, of their class if they have one."""
+    if len(errors) == 1:
+        return errors[0]
+    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CorruptStoreError
+    return kind(
+        f"{path}: {len(errors)} things are wrong: {'; '.join(str(error) for error in errors)}; "
+        "load with strict=False to read the rest without them"
+    )
+
+
+def _count_of(directory: Directory) -> int | None:
+    """Return how many trajectories a directory that cannot be read says it has; None if it does not say."""
+    try:
+        size = orjson.loads(directory.read(METADATA_NAME))["size"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError]]:
+    """Return what to open, and an error for each thing that is not as it should be."""
+    path, kind, ranks = directory.url, kind_of(directory), ranks_of(directory)
+    if kind in ("store", "rlinf"):
+        mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
+        return [directory, *ranks.directories], mixed
+    if ranks.directories:
+        others = listed(ranks.names)
+        lacking: list[StoreError] = [
+            IncompleteCheckpointError(f"{path}: {text}; there are {others}") for text in ranks.lacking
+        ]
+        return list(ranks.directories), lacking
+    if kind is None and not directory.exists():
+        raise nothing_at(path, directory)
+    if kind is None:
+        raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
+    raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
+
+
+def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened:
+    if kind_of(directory) != "store":
+        if pin is not None:
+            raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
+        rlinf = RLinfSource.open(directory, strict is True)
+        if rlinf.missing:
+            rlinf.tell_missing()
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), len(rlinf.missing))
+    if strict is not False:
+        catalog = Catalog.open(directory)
+        index, state = _state_of(catalog, pin)
+        return _Opened(StoreSource(catalog), index, state)  # only what a rank takes needs to be there
+    catalog, warnings = open_leniently(directory)
+    index, state = _state_of(catalog, pin)
+    source = StoreSource(catalog)
+    lost = source.lost(index)
+    if lost is None:
+        return _Opened(source, index, state, len(catalog.left_out), tuple(warnings))
+    first = index.first
+    index = index.slice(0, len(index))
+    index.drop(lost.positions - first)
+    skipped = len(lost.ids) + len(catalog.left_out)
+    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; they are left out"))
+
+
+def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:
+    values = catalog.metadata()
+    index = catalog.index
+    if pin is not None:
+        index = catalog.pinned_index(pin)
+        values |= catalog.pins.state(pin)
+    return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
+
+
+def _check_present(parts: Sequence[tuple[Source, TrajectoryIndex]], path: str | Path) -> None:
+    """Refuse a share of stores some of whose files are absent or cut."""
+    errors = []
+    for source, part in parts:
+        lost = source.lost(part) if isinstance(source, StoreSource) else None
+        if lost is not None:
+            errors.append(
+                IncompleteCheckpointError(
+                    f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
+                    "trajectories out"
+                )
+            )
+    if errors:
+        raise _all_of(errors, path)
+
+
+def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:
+    """Choose the entries of each source: all, or one rank's share of the union; nothing twice, no id twice."""
+    alone = len(found) == 1 and share is None
+    distinct = [index if alone else _distinct(_readable(index), loaded.seen) for _, index in found]
+    total = sum(len(index) for index in distinct)
+    start, stop = (0, total) if share is None else share_of(total, *share)
+    ids = np.concatenate([index["trajectory_id"] for index in distinct])
+    renumber = len(found) > 1 and len(np.unique(ids)) < len(ids)
+    loaded.next_id = total if renumber else int(ids.max(initial=-1)) + 1
+    before = 0
+    for (source, _), index in zip(found, distinct, strict=True):
+        low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
+        part = index.slice(low, high)
+        if renumber:
+            part.arrays["trajectory_id"] = np.arange(before + low, before + high, dtype=np.int64)
+        loaded.parts.append((source, part))  # also without an entry: a later commit may change that
+        loaded.counter = max(loaded.counter, int(part["trajectory_id"].max(initial=-1)) + 1)
+        before += len(index)
+
+
+def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
+    """Return the entries that have a shard: what RLinf counts but never wrote is not shared out."""
+    lost = np.flatnonzero(index["shard"] < 0)
+    if len(lost):
+        index = index.slice(0, len(index))
+        index.drop(index.first + lost)
+    return index
+
+
+def _distinct(index: TrajectoryIndex, seen: set[bytes]) -> TrajectoryIndex:
+    """Return the entries whose UUIDs were not seen in an earlier source."""
+    fresh = []
+    for at, raw in enumerate(index["uuid"].tolist()):
+        if raw not in seen:
+            seen.add(raw)
+            fresh.append(at)
+    if len(fresh) == len(index):
+        return index
+    part = index.slice(0, len(index))
+    part.replace(index.take(index.first + np.array(fresh, np.intp)))
+    return part

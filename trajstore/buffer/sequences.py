@@ -1,0 +1,275 @@
+"""Batches of more than single steps: sequences, n-step transitions, hindsight goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from trajstore.buffer.choices import Batch
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.columns.fields import join_name, nest, walk
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+from trajstore.sampling.base import Drawn, IntArray, Sampler, uniform
+from trajstore.sampling.spans import Mask, discounts, last_of, rows_after, within_episode
+
+_IN_VAIN = 1000
+"""Starts drawn in a row, none with a whole sequence after it, before that is an error."""
+
+Ends = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Rows of spans, and which of them count, ``[n, length]``; ``first`` are the rows from which they begin."""
+
+    first: Drawn
+    rows: IntArray
+    mask: Mask
+
+
+def sample_sequences(
+    buffer: TrajectoryReplayBuffer,
+    count: int,
+    length: int,
+    *,
+    pad: bool = False,
+    sampler: Sampler | None = None,
+    columns: Sequence[str] | None = None,
+    ends: Ends = ("dones",),
+) -> Batch:
+    """Draw runs of steps of one environment that never go beyond the end of an episode or of a trajectory.
+
+    Args:
+        buffer: where from.
+        count: how many sequences.
+        length: steps of each.
+        pad: also draw starts less than ``length`` steps before an end: the rest repeats the last step and is marked
+            in ``mask``. Without it every start has the same chance among those from which a whole sequence follows.
+        sampler: chooses the starts instead of a uniform draw.
+        columns: dotted names of the columns wanted; None = all.
+        ends: columns of which a true value says that an episode ends with this step.
+
+    Returns:
+        A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for steps that
+        count. Padded, it has no more sequences than the window has steps.
+        An episode never continues in another trajectory: nothing in the data says which trajectory that would be.
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from, or hardly a start with ``length`` steps after it.
+        SchemaMismatchError: a column of ``ends`` is absent.
+        ConfigurationError: an argument is out of range.
+    """
+    if count < 1 or length < 1:
+        raise ConfigurationError(f"count {count} and length {length} must be at least 1")
+    spans = _spans(buffer, count, length, sampler, ends) if pad else _whole(buffer, count, length, sampler, ends)
+    values = _read(buffer, spans.first, spans.rows, columns)
+    return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
+
+
+def sample_n_step(
+    buffer: TrajectoryReplayBuffer,
+    count: int,
+    n: int,
+    gamma: float,
+    *,
+    sampler: Sampler | None = None,
+    columns: Sequence[str] | None = None,
+    ends: Ends = ("dones",),
+    terminations: str = "terminations",
+) -> Batch:
+    """Draw transitions over n steps: the reward is the discounted sum, what comes next is what came n steps later.
+
+    ``R = sum_i gamma^i r_i`` over the steps up to the n-th, or to the end of the episode or the trajectory if that
+    comes first; the target of a value is then ``R + bootstrap * V(next)``. Source: Sutton and Barto, "Reinforcement
+    Learning", second edition, equation 7.1.
+
+    Args:
+        buffer: where from.
+        count: how many transitions.
+        n: steps of each at most.
+        gamma: discount of a step, in ``[0, 1]``.
+        sampler: chooses the first steps instead of a uniform draw.
+        columns: dotted names of the columns wanted, besides rewards; None = all.
+        ends: columns of which a true value says that an episode ends with this step.
+        terminations: column of which a true value says that nothing follows, so that nothing is bootstrapped.
+
+    Returns:
+        The batch of the first steps, in which ``rewards`` ``[count, ...]`` are the sums, and columns below ``next_obs``
+        those of the last step; besides, ``"bootstrap"`` float32 ``[count]`` (``gamma^k`` after k steps, 0 where the
+        last step terminated) and ``"steps"`` int64 ``[count]`` (k).
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from.
+        SchemaMismatchError: a column is absent.
+        ConfigurationError: an argument is out of range.
+    """
+    if count < 1 or n < 1 or not 0 <= gamma <= 1:
+        raise ConfigurationError(f"count {count} and n {n} must be at least 1, gamma {gamma} in [0, 1]")
+    spans = _spans(buffer, count, n, sampler, ends)
+    last = last_of(spans.mask)
+    end = spans.rows[np.arange(len(last)), last]
+    values = _flat(buffer.read(spans.first, columns=columns))
+    after = [name for name in values if name.startswith("next_obs.")]
+    if after:
+        values |= _flat(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
+    rewards = _read(buffer, spans.first, spans.rows, ["rewards"])["rewards"]
+    factors = torch.from_numpy(np.where(spans.mask, discounts(n, gamma), 0.0)).to(
+        torch.promote_types(rewards.dtype, torch.float32)
+    )
+    shape = (*factors.shape, *[1] * (rewards.dim() - 2))
+    values["rewards"] = (rewards * factors.reshape(shape)).sum(1)
+    terminated = _any(buffer, spans.first, end[:, None], [terminations])[:, 0]
+    bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
+    more = {"bootstrap": torch.from_numpy(bootstrap), "steps": torch.from_numpy(last + 1)}
+    return Batch({**nest(values), **more}, spans.first)
+
+
+def sample_hindsight(
+    buffer: TrajectoryReplayBuffer,
+    count: int,
+    *,
+    goal: str,
+    achieved: str,
+    reward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    share: float = 0.8,
+    strategy: Literal["future", "final"] = "future",
+    horizon: int = 1000,
+    sampler: Sampler | None = None,
+    columns: Sequence[str] | None = None,
+    ends: Ends = ("dones",),
+) -> Batch:
+    """Draw transitions, some of them as if the goal had been what was achieved later in their episode.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 3.3.
+
+    Args:
+        buffer: where from.
+        count: how many transitions.
+        goal: dotted name of the column of goals below ``curr_obs``; the one of the same name below ``next_obs`` is
+            relabelled too, where there is one.
+        achieved: dotted name of the column of what each step achieved, usually below ``next_obs``.
+        reward: given achieved and goal, both ``[k, ...]``, returns the rewards of k relabelled transitions, in the
+            shape of the column ``rewards`` ``[k, ...]``.
+        share: part of the transitions that are relabelled, each by chance.
+        strategy: the new goal is of this or a later step of the same episode, each as likely, or of its last step.
+        horizon: how many steps ahead are looked at; more of them are an error, as goals beyond would not be drawn.
+        sampler: chooses the transitions instead of a uniform draw.
+        columns: dotted names of the columns wanted, among them those above; None = all.
+        ends: columns of which a true value says that an episode ends with this step.
+
+    Returns:
+        A nested dict of tensors ``[count, ...]``, and ``"relabelled"`` ``[count]``, true where the goal is another one.
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from.
+        SchemaMismatchError: a column is absent.
+        ConfigurationError: an argument is out of range, or ``reward`` returns another shape.
+    """
+    if count < 1 or not 0 <= share <= 1 or strategy not in ("future", "final"):
+        raise ConfigurationError(f"count {count} must be at least 1, share {share} in [0, 1], strategy {strategy!r}")
+    first = buffer.draw(count, sampler=sampler)
+    values = _flat(buffer.read(first, columns=columns))
+    for name in (goal, achieved, "rewards"):
+        if name not in values:
+            raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
+    chance = uniform(2 * len(first), buffer.generator)
+    chosen = np.flatnonzero(chance[: len(first)] < share)
+    relabelled = torch.zeros(len(first), dtype=torch.bool)
+    if len(chosen):
+        some = Drawn(first.ids[chosen], first.samples[chosen])
+        steps, batch = buffer.extents(some.ids)
+        longest = int((steps - some.samples // batch).max())
+        if longest > horizon:
+            raise ConfigurationError(f"horizon: {horizon}, but {longest} steps follow a drawn one; allow as many")
+        spans = _mask(buffer, some, longest, ends)
+        last = last_of(spans.mask)
+        later = chance[len(first) :][chosen] * (last + 1)
+        pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
+        rows = spans.rows[np.arange(len(pick)), pick]
+        goals = _flat(buffer.read(Drawn(some.ids, rows), columns=[achieved]))[achieved]
+        where = torch.from_numpy(chosen)
+        if goals.shape[1:] != values[goal].shape[1:]:
+            raise ConfigurationError(
+                f"goal {goal} is {list(values[goal].shape[1:])}, achieved {achieved} {list(goals.shape[1:])}: "
+                "both must have one shape"
+            )
+        for name in (goal, goal.replace("curr_obs.", "next_obs.", 1)):
+            if name in values:
+                values[name][where] = goals.to(values[name].dtype)
+        rewards = reward(values[achieved][where], goals)
+        if rewards.shape != values["rewards"][where].shape:
+            raise ConfigurationError(
+                f"reward returned {list(rewards.shape)}, must be {list(values['rewards'][where].shape)}"
+            )
+        values["rewards"][where] = rewards.to(values["rewards"].dtype)
+        relabelled[where] = True
+    return Batch({**nest(values), "relabelled": relabelled}, first)
+
+
+# -- spans -------------------------------------------------------------------------------------------
+
+
+def _spans(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
+    return _mask(buffer, buffer.draw(count, sampler=sampler), length, ends)
+
+
+def _mask(buffer: TrajectoryReplayBuffer, first: Drawn, length: int, ends: Ends) -> _Spans:
+    steps, batch = buffer.extents(first.ids)
+    rows, inside = rows_after(first.samples, steps, batch, length)
+    return _Spans(first, rows, within_episode(inside, _any(buffer, first, rows, ends)))
+
+
+def _whole(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
+    """Draw starts until enough of them have ``length`` steps after them: uniform among these, as draws are."""
+    kept: list[_Spans] = []
+    missing = count
+    in_vain = 0
+    while missing:
+        spans = _spans(buffer, count, length, sampler, ends)
+        good = np.flatnonzero(spans.mask.all(axis=1))[:missing]
+        kept.append(_Spans(_rows_of(spans.first, good), spans.rows[good], spans.mask[good]))
+        missing -= len(good)
+        in_vain = 0 if len(good) else in_vain + len(spans.first)
+        if in_vain >= max(_IN_VAIN, count):
+            raise EmptyBufferError(
+                f"of {in_vain} drawn steps, none has {length - 1} more of its episode after it; "
+                "ask for shorter sequences, or pad=True"
+            )
+    weights = [one.first.weights for one in kept]
+    known = [one for one in weights if one is not None]
+    first = Drawn(
+        np.concatenate([one.first.ids for one in kept]),
+        np.concatenate([one.first.samples for one in kept]),
+        np.concatenate(known) if len(known) == len(weights) else None,
+    )
+    return _Spans(first, np.concatenate([one.rows for one in kept]), np.concatenate([one.mask for one in kept]))
+
+
+def _rows_of(drawn: Drawn, at: IntArray) -> Drawn:
+    return Drawn(drawn.ids[at], drawn.samples[at], None if drawn.weights is None else drawn.weights[at])
+
+
+def _any(buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:
+    """Return, for rows ``[n, k]``, whether any value of any of some columns is true."""
+    read = _read(buffer, first, rows, names)
+    found = np.zeros(rows.shape, np.bool_)
+    for tensor in read.values():
+        found |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()
+    return found
+
+
+def _read(
+    buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, columns: Sequence[str] | None
+) -> dict[str, torch.Tensor]:
+    """Return columns of rows ``[n, k]`` as tensors ``[n, k, ...]``."""
+    drawn = Drawn(np.repeat(first.ids, rows.shape[1]), rows.reshape(-1))
+    values = _flat(buffer.read(drawn, columns=columns))
+    return {name: tensor.reshape(*rows.shape, *tensor.shape[1:]) for name, tensor in values.items()}
+
+
+def _flat(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {join_name(path): tensor for path, tensor in walk(values)}

@@ -1,0 +1,272 @@
+"""What a buffer shows: contents that a load replaces as a whole, and the announcements that keep their files."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from trajstore.buffer.loading import Loaded, load_sources
+from trajstore.buffer.retention import Retention
+from trajstore.files.base import Directory, ReaderLease
+from trajstore.reading.cache import TrajectoryCache
+from trajstore.reading.contents import Contents
+from trajstore.reading.sources import Source, StoreSource
+from trajstore.store.catalog import Catalog
+from trajstore.store.moves import Moved
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAP_LIMIT = 16384
+
+OWN_SOURCE = 0
+"""Number of the buffer's own store among the sources of the contents: it is attached first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What ``load_checkpoint`` was asked for, so that ``refresh`` can ask again.
+
+    Attributes:
+        directory: what to load; held, so that it is found again wherever it or the process moves.
+        share: (local_rank, world_size), or None to load everything.
+        strict: refuse an index that names absent files; None = unless it is RLinf's.
+        pin: name of a checkpoint inside the store.
+    """
+
+    directory: Directory
+    share: tuple[int, int] | None
+    strict: bool | None
+    pin: str | None
+
+    @property
+    def stride(self) -> int:
+        """By how much the ids of one rank's additions grow, so that they stay unique over ranks."""
+        return 1 if self.share is None else self.share[1]
+
+    def first_id(self, next_id: int) -> int:
+        """Return the lowest id of this rank that is at least ``next_id``."""
+        return next_id if self.share is None else next_id + (self.share[0] - next_id) % self.share[1]
+
+
+class View:
+    """The contents of a buffer, from its own store and from what was loaded.
+
+    Args:
+        cache_bounds: most trajectories and most bytes that the cache keeps; None = no cache.
+        retention: limits; what lies beyond them is to leave.
+        verify_shards: compare the checksums of each shard when it is read for the first time.
+    """
+
+    def __init__(
+        self,
+        cache_bounds: tuple[int | None, int | None] | None,
+        retention: Retention,
+        verify_shards: bool,
+    ) -> None:
+        self.retention = retention
+        self.own_first = 0
+        """Ids from here on are those of the buffer's own store; lower ones were loaded. 0 without a store."""
+        self._cache_bounds = cache_bounds
+        self._verify_shards = verify_shards
+        self._own: Catalog | None = None
+        self._leases: list[ReaderLease] = []
+        self._request: LoadRequest | None = None
+        self._told: set[str] = set()
+        self.steady = threading.Lock()
+        """Held while what was loaded is replaced, followed or saved: files that are to be linked stay."""
+        self.contents = self._empty()
+
+    def _empty(self) -> Contents:
+        cache = None if self._cache_bounds is None else TrajectoryCache(*self._cache_bounds)
+        contents = Contents(cache, _MAP_LIMIT)
+        if self._own is not None:
+            contents.attach(StoreSource(self._own, self._verify_shards))
+        return contents
+
+    @property
+    def request(self) -> LoadRequest | None:
+        """What was loaded; None if nothing was."""
+        return self._request
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """Most bytes that the cache keeps; None for no bound."""
+        return None if self._cache_bounds is None else self._cache_bounds[1]
+
+    @property
+    def verify_shards(self) -> bool:
+        """Whether checksums of a shard are compared when it is read for the first time."""
+        return self._verify_shards
+
+    def locked(self, call: Callable[[Contents], T]) -> T:
+        """Return what ``call`` makes of the contents, whose lock is held meanwhile.
+
+        Contents that were replaced while their lock was waited for may lack files by now. (A context manager written
+        in Python would keep the lock if Ctrl-C came while it returns.)
+        """
+        while True:
+            contents = self.contents
+            with contents.lock:
+                if contents is self.contents:
+                    return call(contents)
+
+    def show_own(self, catalog: Catalog) -> None:
+        """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
+        self._own = catalog
+        source = StoreSource(catalog, self._verify_shards)
+        index = catalog.index.slice(0, len(catalog.index))
+        lost = source.lost(index)
+        if lost is not None:
+            self._tell(f"{catalog.directory.url}: {lost}; they are not shown. Copy the files back and open it again")
+            index.drop(lost.positions)
+        with self.contents.lock:
+            self.contents.attach(source)
+            self.contents.show(OWN_SOURCE, index)
+
+    def _tell(self, warning: str) -> None:
+        """Log a warning, once: a follower opens the same directory again and again."""
+        if warning not in self._told:
+            self._told.add(warning)
+            logger.warning("%s", warning)
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def open(self, request: LoadRequest) -> tuple[Contents, Loaded]:
+        """Return the contents that a request asks for; they are not shown yet.
+
+        Raises:
+            StoreNotFoundError: there is nothing that can be loaded.
+            IncompleteCheckpointError: files are absent (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
+        """
+        loaded = load_sources(
+            request.directory,
+            share=request.share,
+            strict=request.strict,
+            pin=request.pin,
+            verify_shards=self._verify_shards,
+        )
+        for text in loaded.warnings:
+            self._tell(text)
+        contents = self._empty()
+        for source, part in loaded.parts:
+            contents.show(contents.attach(source), part)
+        return contents, loaded
+
+    def tell_hidden(self) -> None:
+        """Warn of what the buffer's own store has and what is shown no longer, once the contents were replaced."""
+        hidden = 0 if self._own is None else int(np.count_nonzero(self._own.index["trajectory_id"] < self.own_first))
+        if self._own is not None and hidden:
+            self._tell(
+                f"load_checkpoint: {hidden} trajectories of this buffer's own store {self._own.directory.url} stay on "
+                "disk and are not shown beside what was loaded; to see them, load that path in another buffer"
+            )
+
+    def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:
+        """Show these contents instead of the present ones, while nothing is being added."""
+        with self.contents.lock:
+            self.contents = contents
+            old, self._leases = self._leases, loaded.leases
+        self._request = request
+        for lease in old:
+            lease.release()
+
+    def loaded(self) -> list[Source]:
+        """Return the sources of what was loaded; none before that."""
+        return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self._request is not None else []
+
+    def request_if_changed(self) -> LoadRequest | None:
+        """Return what to load again; None if nothing was loaded, or no writer has committed to it since."""
+        return self._request if any(source.changed() for source in self.loaded()) else None
+
+    def follow(self) -> int | None:
+        """Show what was committed since to what was loaded, without opening it again; None where that cannot be.
+
+        It is for one store that is shown whole and alone, from the log that its writer still keeps. The time it takes
+        is that of what is new; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
+
+        Returns:
+            One more than the highest id that the store has given.
+        """
+        contents, request, loaded = self.contents, self._request, self.loaded()
+        source = loaded[0] if len(loaded) == 1 else None
+        if request is None or request.share is not None or request.pin is not None or contents.added:
+            return None
+        if not isinstance(source, StoreSource):
+            return None
+        catalog = source.catalog
+        for lease in self._leases:
+            lease.look()
+        try:
+            catalog.load_pins()
+            news = catalog.news()
+            if news is None:
+                return None
+            changes, number = catalog.changes(news), contents.sources.index(source)
+            while True:
+                with contents.lock:  # for one commit at a time: whoever samples waits no longer than that
+                    change = next(changes, None)
+                    if change is None:
+                        return catalog.next_id
+                    contents.follow(number, change, catalog.index.weights)
+        finally:
+            for lease in self._leases:
+                lease.settle(catalog.generation)
+
+    @property
+    def generations(self) -> list[int]:
+        """Number of commits that are seen, of each directory."""
+        return [source.generation for source in self.contents.sources]
+
+    def release(self) -> None:
+        """Announce no reader any more; files of loaded directories may go."""
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+
+    def moved(self, moved: Moved) -> None:
+        """Let trajectories of the buffer's own store be read from the shard where they are now."""
+        self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Show these trajectories no longer; unknown ids are passed over."""
+        if not len(ids):
+            return
+
+        def drop(contents: Contents) -> None:
+            found = [contents.index.find(number) for number in ids]
+            contents.drop(np.array([position for position in found if position is not None], np.intp))
+
+        self.locked(drop)
+
+    def expire(self, newest: int) -> list[int]:
+        """Return what retention wants gone, oldest first; of a store's buffer, what was loaded is only forgotten.
+
+        Args:
+            newest: id of the newest trajectory that counts. With a store it is the newest committed one: a crash
+                must not take those after it and find the older ones gone already.
+        """
+        if self.retention == Retention():
+            return []
+
+        def to_evict(contents: Contents) -> list[int]:
+            index = contents.index
+            durable = max(newest, self.own_first - 1)  # what was loaded is on disk elsewhere
+            safe = int(np.searchsorted(index["trajectory_id"], durable, side="right"))
+            positions = index.first + self.retention.to_evict(index.slice(0, safe))
+            ids = index.arrays["trajectory_id"][positions].tolist()
+            loaded = [number for number in ids if number < self.own_first]
+            if loaded:
+                self.forget(loaded)
+            return [number for number in ids if number >= self.own_first and not contents.is_pending(number)]
+
+        return self.locked(to_evict)

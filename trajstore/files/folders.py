@@ -1,0 +1,119 @@
+"""Folders that appear whole: made under another name, put in their place at one stroke."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trajstore.files.descriptors import Descriptor
+from trajstore.files.held import HeldFolder
+from trajstore.files.local import LocalDirectory
+
+_EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+
+
+@contextmanager
+def publish_folder(path: Path) -> Iterator[LocalDirectory]:
+    """Yield an empty directory that stands at ``path``, durably, once the block has ended without an error.
+
+    What stood there before is exchanged for it at one stroke, and is gone then. Nobody sees a part of it, whenever the
+    process is killed; what it was making is removed by the next one that publishes to the same path.
+
+    Args:
+        path: of the folder; if it is a symbolic link, the folder behind it is replaced.
+
+    Raises:
+        OSError: something could not be written; what was at ``path`` before is still there.
+    """
+    where = Path(os.path.realpath(path))
+    parent = HeldFolder(where.parent)
+    parent.make()
+    _remove_abandoned(parent, where.name)
+    temporary = f".{where.name}.{uuid.uuid4().hex}.tmp"
+    parent.make_folder(temporary)
+    staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary))
+    try:
+        # Held while it is being made: another process that publishes to the same path leaves it alone.
+        with _held(parent, temporary):
+            staged.create()
+            yield staged
+            _swap_in(parent, temporary, where.name)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True, dir_fd=parent.number)
+
+
+def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
+    """Put a finished folder in its place, at one stroke; an earlier one is then where it came from.
+
+    Where two folders cannot be exchanged, the earlier one steps aside for the moment between two renames.
+    """
+    aside = None
+    if parent.has_folder(name) and exchange(parent, temporary, name):
+        try:
+            parent.sync()
+        except OSError:
+            exchange(parent, temporary, name)
+            raise
+        return
+    try:
+        parent.rename(temporary, name)  # to nowhere, or onto an empty folder
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        aside = f".{name}.{uuid.uuid4().hex}.old"
+        parent.rename(name, aside)
+        try:
+            parent.rename(temporary, name)
+        except OSError:
+            parent.rename(aside, name)
+            raise
+    parent.sync()
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True, dir_fd=parent.number)
+
+
+def exchange(parent: HeldFolder, one: str, other: str) -> bool:
+    """Exchange two names in a folder at one stroke; return False where there is no such pair or no such call."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    return bool(rename(parent.number, os.fsencode(one), parent.number, os.fsencode(other), _EXCHANGE) == 0)
+
+
+@contextmanager
+def _held(parent: HeldFolder, name: str) -> Iterator[None]:
+    descriptor = Descriptor(parent.open_folder(name), of_process=True)
+    try:
+        with contextlib.suppress(OSError):  # file systems that lock no folders
+            fcntl.flock(descriptor.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        descriptor.close()
+
+
+def _remove_abandoned(parent: HeldFolder, name: str) -> None:
+    """Remove what processes that were killed were making for this name."""
+    with os.scandir(parent.number) as entries:
+        left = [entry.name for entry in entries if entry.name.startswith(f".{name}.") and entry.name.endswith(".tmp")]
+    for one in left:
+        try:
+            descriptor = parent.open_folder(one)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # somebody is making it
+        except OSError:
+            pass  # file systems that lock no folders: as it always was, the last one to come has it
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(one, ignore_errors=True, dir_fd=parent.number)

@@ -1,0 +1,28 @@
+"""Which directory lies behind a path or URL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from trajstore.files.base import Directory
+from trajstore.files.local import LocalDirectory
+
+
+def open_directory(url: str | Path, **options: Any) -> Directory:
+    """Return the directory at a local path or an fsspec URL (``memory://``, ``s3://``, ...).
+
+    Args:
+        url: path or URL. A scheme of two or more characters followed by ``://`` makes it a URL.
+        options: passed on to the fsspec file system (credentials, endpoint, ...).
+
+    Raises:
+        MissingDependencyError: the file system's package is not installed.
+    """
+    text = str(url)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) and not text.startswith("file://"):
+        from trajstore.files.remote import RemoteDirectory  # loads fsspec, needed only here
+
+        return RemoteDirectory(text, **options)
+    return LocalDirectory(Path(text.removeprefix("file://")))

@@ -1,0 +1,144 @@
+"""Copies of stores: of a live one as it is now, and of a damaged one as far as it can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
+from trajstore.files.opening import open_directory
+from trajstore.inspection.verify import verify
+from trajstore.reading.places import Place, find_place
+from trajstore.store.log_records import ids_in_words
+
+Progress = Callable[[int, int], None]
+"""Told (done, total) shards."""
+
+
+@dataclass
+class Copied:
+    """What was copied.
+
+    Attributes:
+        source: what was copied.
+        target: where to.
+        trajectories: how many are in the copy.
+        nbytes: bytes of the copy; files that are hard links to the source's take no space of their own.
+        lost: ids of the trajectories that could not be copied, ascending.
+        problems: a sentence on each piece of damage of the source.
+        parts: of a run, one each.
+    """
+
+    source: str
+    target: str
+    trajectories: int = 0
+    nbytes: int = 0
+    lost: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    parts: list[Copied] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        values = {name: getattr(self, name) for name in ("source", "target", "trajectories", "problems", "lost")}
+        parts = {"parts": [part.to_json() for part in self.parts]} if self.parts else {}
+        return {**values, "bytes": self.nbytes, **parts}
+
+
+def copy_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:
+    """Copy a store or checkpoint, or a run of several, as it is at this moment; a writer may go on meanwhile.
+
+    The copy is a checkpoint: it holds every committed trajectory with its id and UUID, without the pins. Files are
+    hard-linked where both sides are on one file system that can, else copied. It is verified before this returns.
+
+    Args:
+        source: path or URL.
+        target: path or URL; must be absent or empty.
+        progress: told (done, total) shards that were verified.
+
+    Raises:
+        StoreNotFoundError: there is no store.
+        ConfigurationError: the source is no store, or the target is not empty.
+        CorruptStoreError: the source, or the copy, is damaged. ``repair_store`` copies what is whole.
+        StoreWriteError: it could not be written.
+    """
+    return _each(find_place(source), str(target), lambda place, to: _copy(place.url, to, [], progress), lenient=False)
+
+
+def repair_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:
+    """Copy what is whole of a damaged store, or of a run of several; nothing of the source is changed.
+
+    Every checksum is compared. What lies in a damaged shard is left out, for nothing tells which of its rows are
+    right; damaged metadata and indexes are worked out again where they can be. The rest keeps its ids and UUIDs.
+
+    Args:
+        source: path or URL.
+        target: path or URL; must be absent or empty.
+        progress: told (done, total) shards that were verified.
+
+    Raises:
+        StoreNotFoundError: there is no store.
+        ConfigurationError: the source is no store, or the target is not empty.
+        CorruptStoreError: neither index nor log can be read.
+        StoreWriteError: it could not be written.
+    """
+
+    def repair(place: Place, to: str) -> Copied:
+        found = verify(place.url, progress)
+        lost = sorted(
+            {number for problem in found.problems for low, high in problem.lost for number in range(low, high + 1)}
+        )
+        copied = _copy(place.url, to, lost, progress, strict=False)
+        copied.problems = [f"{problem.file}: {problem.message}" for problem in found.problems]
+        return copied
+
+    return _each(find_place(source), str(target), repair, lenient=True)
+
+
+def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:
+    """Copy a store, or every store of a run into a folder of the same name; ``lenient`` passes over what it cannot."""
+    if place.kind not in ("store", "run"):
+        raise ConfigurationError(f"{place.url}: is no store of trajstore; copy its files, nobody else writes them")
+    directory = open_directory(target)
+    if directory.exists() and directory.names():
+        raise ConfigurationError(f"{target}: is not empty; give the copy a directory of its own")
+    if place.kind == "store":
+        return copy(place, target)
+    result = Copied(place.url, target, problems=list(place.lacking))
+    for part in place.parts:
+        to = f"{target}/{'own' if part.url == place.url else part.name}"
+        try:
+            copied = _each(part, to, copy, lenient=lenient)
+        except StoreError as error:
+            if not lenient:
+                raise
+            result.problems.append(f"{part.name}: is left out: {error}")
+            continue
+        result.parts.append(copied)
+        result.trajectories += copied.trajectories
+        result.nbytes += copied.nbytes
+    return result
+
+
+def _copy(source: str, target: str, lost: list[int], progress: Progress | None, *, strict: bool = True) -> Copied:
+    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
+        before = reader.load_checkpoint(source, strict=strict)
+        shown = set(reader.trajectory_ids.tolist())
+        reader.evict([number for number in lost if number in shown])
+        reader.save_checkpoint(target)
+        kept = len(reader)
+    found = verify(target, progress)
+    if not found.sound:
+        told = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
+        raise CorruptStoreError(f"{target}: the copy of {source} is damaged: {told}")
+    copied = Copied(source, target, kept, found.nbytes, lost)
+    if before and not lost:
+        copied.problems.append(f"{before:,} trajectories were left out")
+    return copied
+
+
+def lost_in_words(copied: Copied) -> str:
+    """Return what was lost, in words; empty if nothing was."""
+    return f"{len(copied.lost):,} trajectories, ids {ids_in_words(copied.lost)}" if copied.lost else ""

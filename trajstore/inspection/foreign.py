@@ -1,0 +1,157 @@
+"""Looking into directories that other programs wrote: RLinf's replay buffers and experience pools."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.columns.record import Record
+from trajstore.errors import CorruptStoreError, UnsafeContentError
+from trajstore.files.base import Directory
+from trajstore.inspection.measure import row_keys, seam_names, turns_of
+from trajstore.inspection.statistics import RewardStatistics, Seam, id_gaps, policy_report, range_of
+from trajstore.reading.rlinf_source import RLinfSource
+
+Report = dict[str, Any]
+Progress = Callable[[int, int], None]
+
+
+def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None) -> Report:
+    """Return the report of :func:`trajstore.inspection.inspect.inspect` on a directory that RLinf wrote."""
+    found = RLinfSource.open(directory, strict=False)
+    readable, missing = found.entries, found.missing
+    entries = sorted([*readable, *missing], key=lambda entry: entry.trajectory_id)
+    present = directory.sizes()
+    count = len(readable) if measure == 0 else min(measure, len(readable))
+    ids = np.array([entry.trajectory_id for entry in entries], np.int64)
+    gaps = id_gaps(ids)
+    steps, batch = (np.array([entry.shape[axis] for entry in entries if len(entry.shape) > 1]) for axis in (0, 1))
+    report: Report = {
+        "kind": "rlinf",
+        "path": directory.url,
+        "trajectories": len(entries),
+        "samples": sum(entry.num_samples for entry in entries),
+        "files": len(present),
+        "size_on_disk": sum(present.values()),
+        "format": found.metadata.get("trajectory_format"),
+        "next_id": found.metadata.get("trajectory_counter"),
+        "steps": range_of(steps),
+        "batch": range_of(batch),
+        "max_episode_length": range_of([e.max_episode_length for e in entries if e.max_episode_length > 0]),
+        "ids": None
+        if not entries
+        else {
+            "first": int(ids.min()),
+            "last": int(ids.max()),
+            "missing": sum(last - first + 1 for first, last in gaps),
+            "gaps": gaps[:20],
+        },
+        "integrity": {"problems": [f"{e.file_name(found.suffix)}: named by the index, but missing" for e in missing]},
+    }
+    return report | _measure_rlinf(found, range(len(readable) - count, len(readable)), progress)
+
+
+def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -> Report:
+    """Read trajectories whole: RLinf's files have no columns to pick from."""
+    rewards = RewardStatistics()
+    lows: list[int] = []
+    highs: list[int] = []
+    columns: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    for done, row in enumerate(rows):
+        record = found.record(row)
+        tensors = dict(zip((column.name for column in record.schema.columns), record.tensors, strict=True))
+        for column, tensor in zip(record.schema.columns, record.tensors, strict=True):
+            key = (column.name, column.dtype, column.row_shape)
+            columns[key] = columns.get(key, 0) + tensor.nbytes
+        if "rewards" in tensors:
+            blocks = {name: _block(tensors[name], record) for name in ("rewards", "dones") if name in tensors}
+            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(record, tensors, rows.start == 0))
+        if record.versions is not None:
+            lows.append(record.versions[0])
+            highs.append(record.versions[1])
+        if progress is not None:
+            progress(done + 1, len(rows))
+    return {
+        "measured": len(rows),
+        "columns": [
+            {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
+            for (name, dtype, shape), nbytes in columns.items()
+        ],
+        "rewards": rewards.rewards_report(),
+        "episodes": rewards.episodes_report(),
+        "policy": policy_report(lows, highs, (e.model_weights_id for e in found.entries), len(rows) - len(lows)),
+    }
+
+
+def _block(rows: torch.Tensor, record: Record) -> torch.Tensor:
+    """Return the rows ``[(T + E) * B, C]`` of a column as ``[T + E, B, C]``."""
+    return rows.reshape(rows.shape[0] // record.extent.batch, record.extent.batch, -1)
+
+
+def _seam(record: Record, tensors: dict[str, torch.Tensor], whole: bool) -> Seam | None:
+    names = seam_names(record.schema)
+    if not names:
+        return None
+    shape = (record.extent.steps, record.extent.batch, -1)
+    firsts, lasts = (
+        [tensors[f"{field}.{name}"].reshape(shape)[at] for name in names]
+        for field, at in (("curr_obs", 0), ("next_obs", -1))
+    )
+    return Seam(row_keys([*firsts]), row_keys([*lasts]), whole)
+
+
+def inspect_pool(directory: Directory) -> Report:
+    """Return the report of :func:`trajstore.inspection.inspect.inspect` on the three files of an experience pool."""
+    from trajstore.experience.entry import token_refusal
+    from trajstore.experience.persistence import read_pool
+
+    contents = read_pool(Path(directory.url))
+    refused: Counter[str] = Counter()
+    trajectories = [item for items in contents.task2trajectories.values() for item in items]
+    sizes = directory.sizes()
+    for item in trajectories:
+        refusal = token_refusal(item)
+        if refusal is not None:
+            refused[refusal.value] += 1
+    versions = [item.policy_version for item in trajectories if item.policy_version is not None]
+    lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
+    outcomes = [
+        item.reward.outcome for item in trajectories if item.reward is not None and item.reward.outcome is not None
+    ]
+    return {
+        "kind": "experience_pool",
+        "path": directory.url,
+        "trajectories": len(trajectories),
+        "samples": len(trajectories),
+        "files": len(sizes),
+        "size_on_disk": sum(sizes.values()),
+        "measured": len(trajectories),
+        "tokens": range_of(lengths),
+        "replayable": len(trajectories) - refused.total(),
+        "refused": dict(refused),
+        "agents": {
+            "rollouts": len(trajectories),
+            "tasks": len(contents.task2trajectories),
+            "outcomes": range_of(outcomes),
+            "turns": range_of([turns for item in trajectories if (turns := turns_of(item)) is not None]),
+            "with_messages": sum(bool(item.messages) for item in trajectories),
+        },
+        "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
+        "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
+        "skipped_tasks": len(contents.skip_uid_set),
+    }
+
+
+def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, Record | CorruptStoreError | UnsafeContentError]]:
+    """Yield every file that is there with its trajectory, or with what is wrong with it."""
+    for row, entry in enumerate(found.entries):
+        name = entry.file_name(found.suffix)
+        try:
+            yield name, found.record(row)
+        except (CorruptStoreError, UnsafeContentError) as error:
+            yield name, error

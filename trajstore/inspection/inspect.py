@@ -1,0 +1,233 @@
+"""Looking into a directory: totals, columns, rewards, policy versions, gaps, integrity at a glance.
+
+Nothing is written, and no writer is needed. All reports are JSON values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.errors import StoreError
+from trajstore.files.base import Directory
+from trajstore.inspection.measure import measure as measure_trajectories
+from trajstore.inspection.statistics import (
+    id_gaps,
+    merge_agents,
+    merge_episodes,
+    merge_policies,
+    merge_ranges,
+    merge_rewards,
+    policy_report,
+    range_of,
+)
+from trajstore.reading.places import Place, find_place, mixed_sentence
+from trajstore.store.catalog import Catalog
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.log_records import SHARDS_FOLDER
+from trajstore.store.salvage import open_leniently
+
+Report = dict[str, Any]
+Progress = Callable[[int, int], None]
+"""Told (done, total)."""
+
+MEASURED_AT_MOST = 2_000
+"""Rewards and episodes are read from this many of the newest trajectories unless said otherwise."""
+
+_SHOWN_GAPS = 20
+
+
+def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
+    """Return a report on a store, a checkpoint, a directory of RLinf, an experience pool, or a folder of these.
+
+    Args:
+        path: local path or URL.
+        measure: rewards and episodes are read from this many of the newest trajectories; 0 = all.
+        progress: told how many of these have been read.
+
+    Returns:
+        ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they
+        are known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or
+        not), ``readers`` (who shows which generation now), ``format``,
+        ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
+        of agent trajectories, ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not
+        known is None or absent, never 0. A folder has ``parts``, a report each, and what they add up to; a part of
+        the kind ``"unreadable"`` has only its files counted.
+
+    Raises:
+        StoreNotFoundError: nothing there.
+        CorruptStoreError: damaged beyond a report; ``trajstore.inspection.verify`` says more.
+        UnsafeContentError: a name leaves the directory, or a pickle would run code; nothing of it was run.
+        UnsupportedVersionError: written by a newer trajstore.
+    """
+    return _inspect_place(find_place(path), measure, progress)
+
+
+def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Report:
+    if place.kind == "store":
+        return _inspect_store(place.directory, measure, progress)
+    if place.kind == "rlinf":
+        from trajstore.inspection.foreign import inspect_rlinf  # other programs' directories, seldom looked into
+
+        return inspect_rlinf(place.directory, measure, progress)
+    if place.kind == "experience_pool":
+        from trajstore.inspection.foreign import inspect_pool
+
+        return inspect_pool(place.directory)
+    return _inspect_run(place, measure, progress)
+
+
+def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Report:
+    parts = [_inspect_part(part, measure, progress) for part in place.parts]
+    problems = [f"{place.url}: {text}" for text in place.lacking]
+    if place.mixed:
+        problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
+    for part, report in zip(place.parts, parts, strict=True):
+        problems += [f"{part.name}: {text}" for text in report.get("integrity", {}).get("problems", ())]
+    totals = {key: sum(part[key] for part in parts) for key in ("trajectories", "samples", "files", "size_on_disk")}
+    ranges = {
+        "steps": "trajectories",
+        "batch": "trajectories",
+        "tokens": "trajectories",
+        "response_tokens": "trajectories",
+        "max_episode_length": "trajectories",
+    }
+    merged = {key: merge_ranges([(part.get(key), part[weight]) for part in parts]) for key, weight in ranges.items()}
+    formats = {part["format"] for part in parts if part.get("format")}
+    return {
+        "kind": "run",
+        "path": place.url,
+        **totals,
+        "format": ", ".join(sorted(formats)) or None,
+        **merged,
+        "measured": sum(part.get("measured", 0) for part in parts),
+        "rewards": merge_rewards([part.get("rewards") for part in parts]),
+        "episodes": merge_episodes([part.get("episodes") for part in parts]),
+        "agents": merge_agents([part.get("agents") for part in parts]),
+        "policy": merge_policies([part.get("policy") for part in parts]),
+        "integrity": {"problems": problems},
+        "parts": parts,
+    }
+
+
+def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Report:
+    """Return the report on a part of a run; one that cannot be read does not hide the others."""
+    try:
+        return _inspect_place(place, measure, progress)
+    except (StoreError, OSError) as error:
+        return {
+            "kind": "unreadable",
+            "path": place.url,
+            **dict.fromkeys(("trajectories", "samples"), 0),
+            "files": len(sizes := place.directory.sizes()),
+            "size_on_disk": sum(sizes.values()),
+            "integrity": {"problems": [f"cannot be read: {error}"]},
+        }
+
+
+def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> Report:
+    catalog, damage = open_leniently(directory)
+    index = catalog.index
+    metadata = catalog.metadata()
+    sizes = directory.sizes()
+    of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
+    integrity = _integrity(catalog, sizes)
+    integrity["problems"][:0] = [text.removeprefix(f"{directory.url}/") for text in damage]
+    report: Report = {
+        "kind": "store",
+        "path": directory.url,
+        "trajectories": len(index),
+        "samples": index.total_samples,
+        "files": len(sizes),
+        "size_on_disk": sum(sizes.values()),
+        "live_bytes": int(index["nbytes"].sum()),
+        "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
+        "readers": [{"holder": reader.holder, "generation": reader.generation} for reader in directory.readers()],
+        "format": metadata.get("trajectory_format"),
+        "layout_version": metadata["layout_version"],
+        "generation": catalog.generation,
+        "shards": int(catalog.needed_shards().sum()),
+        "pinned": len(catalog.pinned),
+        "next_id": catalog.next_id,
+        "columns": _columns(catalog),
+        "steps": range_of(index["steps"][of_steps]),
+        "batch": range_of(index["batch"][of_steps]),
+        "tokens": range_of(index["steps"][~of_steps]),
+        "response_tokens": range_of(index["extra"][~of_steps]),
+        "max_episode_length": range_of(index["max_episode_length"][index["max_episode_length"] > 0]),
+        "ids": _ids(index["trajectory_id"]),
+        "policy": _policy(index),
+        "integrity": integrity,
+    }
+    return report | measure_trajectories(catalog, measure, progress)
+
+
+def _columns(catalog: Catalog) -> list[Report]:
+    """Return the columns of the live trajectories with the bytes of their rows; one entry per name and type."""
+    index = catalog.index
+    rows_on = _rows_by_axis(index)
+    schema_of = catalog.shards.schema_numbers()[index["shard"]] if len(index) else np.zeros(0, np.int32)
+    totals: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    for number in np.unique(schema_of).tolist():
+        of_schema = schema_of == number
+        for column in catalog.shards.schemas[number].columns:
+            key = (column.name, column.dtype, column.row_shape)
+            nbytes = int(rows_on[column.axis][of_schema].sum()) * column.row_nbytes
+            totals[key] = totals.get(key, 0) + nbytes
+    return [
+        {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
+        for (name, dtype, shape), nbytes in totals.items()
+    ]
+
+
+def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
+    steps, batch, extra = (index[name].astype(np.int64) for name in ("steps", "batch", "extra"))
+    with_extra = (steps + extra) * batch
+    return {
+        Axis.SAMPLES: steps * batch,
+        Axis.FIRST_EXTRA: with_extra,
+        Axis.LAST_EXTRA: with_extra,
+        Axis.RESPONSE: extra,
+        Axis.DOCUMENT: index["document"].astype(np.int64),
+    }
+
+
+def _ids(ids: npt.NDArray[np.int64]) -> Report | None:
+    if not len(ids):
+        return None
+    gaps = id_gaps(ids)
+    return {
+        "first": int(ids.min()),
+        "last": int(ids.max()),
+        "missing": sum(last - first + 1 for first, last in gaps),
+        "gaps": gaps[:_SHOWN_GAPS],
+    }
+
+
+def _policy(index: TrajectoryIndex) -> Report:
+    known = index["version_low"] != UNKNOWN_VERSION
+    lows, highs = index["version_low"][known], index["version_high"][known]
+    weights = [index.weights[number] for number in np.unique(index["weights"]).tolist()]
+    return policy_report(lows, highs, weights, unknown=int((~known).sum()))
+
+
+def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
+    """Return what names and sizes tell; checksums are left to ``verify``."""
+    problems: list[str] = []
+    needed = np.flatnonzero(catalog.needed_shards())
+    expected: set[str] = set()
+    for _, names, wanted in catalog.shards.file_sizes(needed):
+        expected.update(names)
+        for name, size in zip(names, wanted.tolist(), strict=True):
+            if name not in sizes:
+                problems.append(f"{name}: missing")
+            elif sizes[name] != size:
+                problems.append(f"{name}: has {sizes[name]:,} bytes, must have {size:,}")
+    unnamed = [name for name in sizes if name.startswith(SHARDS_FOLDER + "/") and name not in expected]
+    return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}

@@ -1,0 +1,603 @@
+"""What a buffer holds: its index over all sources, and where each trajectory's rows are now.
+
+A trajectory's rows are in its shard on disk (its *home*) or in memory: pending (not committed yet), or
+cached. The ``shard`` column of the index is the slot to read from. Changes happen under ``lock``; copies
+run outside it, on addresses that stay valid until they end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.owned import OwnedRecord
+from trajstore.columns.record import Record, parse_document, trajectory_of
+from trajstore.columns.schema import ColumnSpec, Extent, Schema
+from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError, listed
+from trajstore.reading.agreement import Agreement, agree
+from trajstore.reading.cache import TrajectoryCache
+from trajstore.reading.gather import Located, allocate, gather, locate
+from trajstore.reading.residency import MappedShard, Reading, Residency
+from trajstore.reading.sources import Source
+from trajstore.store.catalog import Change, Evicted
+from trajstore.store.index import TrajectoryIndex, columns_of
+from trajstore.store.moves import STARTS, Moved
+from trajstore.store.packing import StringTable
+from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+GONE = -1
+"""Slot of a trajectory that was kept in memory only and has left it."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A trajectory in memory. ``home`` is its (slot, starts...) on disk, once it is there."""
+
+    slot: int
+    nbytes: int
+    home: tuple[int, int, int, int] | None
+    pending: bool
+    record: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a batch whose trajectories have the same columns, and the numbers of these."""
+
+    rows: npt.NDArray[np.intp]
+    numbers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch that only has to be copied."""
+
+    located: Located
+    numbers: npt.NDArray[np.int64]
+    specs: list[ColumnSpec]
+    addresses: npt.NDArray[np.int64]
+    axes: npt.NDArray[np.int8]
+    parts: list[tuple[Part, list[ColumnSpec]]]
+    """Where dtypes differ: rows of one kind each, with their own columns in the order of ``specs``."""
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A consistent picture of the contents, for a checkpoint.
+
+    Attributes:
+        index: the entries that can be saved; ``shard`` is meaningless.
+        places: per entry, (source, row) on disk, or None where ``records`` has it.
+        records: by place in ``index``, trajectories that are in memory only.
+        sources: the sources that ``places`` refers to.
+    """
+
+    index: TrajectoryIndex
+    places: list[tuple[int, int] | None]
+    records: dict[int, Record]
+    sources: list[Source]
+
+
+def start_of(axis: Axis) -> str:
+    """Return the index column that says where a trajectory's rows on an axis begin."""
+    if axis is Axis.SAMPLES:
+        return "start_samples"
+    return "start_document" if axis is Axis.DOCUMENT else "start_extra"
+
+
+_living: weakref.WeakSet[Contents] = weakref.WeakSet()
+_stopped: list[Contents] = []
+
+
+def _before_fork() -> None:
+    """Stand still: a lock that another thread holds now would stay locked in the child for ever."""
+    _stopped.extend(_living)
+    for contents in _stopped:
+        contents.lock.acquire()
+        contents.residency.stop()
+
+
+def _after_fork(*, in_child: bool = False) -> None:
+    while _stopped:
+        contents = _stopped.pop()
+        contents.residency.go_on(in_child=in_child)
+        contents.lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=partial(_after_fork, in_child=True)
+)
+
+
+class Contents:
+    """Trajectories of a buffer, oldest first, and their memory.
+
+    Args:
+        cache: which trajectories stay in memory; None keeps only those that are not on disk.
+        map_limit: most shards mapped at a time.
+    """
+
+    def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
+        from trajstore import _kernels  # noqa: F401  # here, so that no first add or sample waits for numba
+
+        self.lock = threading.RLock()
+        self.index = TrajectoryIndex()
+        self.sources: list[Source] = []
+        self.cache = cache
+        self.residency = Residency(map_limit)
+        self.gone = range(0)
+        """Positions of those that were kept in memory only and have left it: one run, as they leave in order."""
+        self.start = 0
+        """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
+        self.added = 0
+        """Trajectories that were added here, which no source had."""
+        self._held: dict[int, _Held] = {}
+        self._decoded: list[int] = []
+        self._undecoded: tuple[int, int | None] = (GONE, None)
+        self._told: set[tuple[int, int]] = set()
+        _living.add(self)
+
+    # -- taking in --------------------------------------------------------------------------------
+
+    def attach(self, source: Source) -> int:
+        """Take in a source without its trajectories; return its number."""
+        self.sources.append(source)
+        return self.residency.add_source(source)
+
+    def show(self, number: int, part: TrajectoryIndex) -> None:
+        """Append entries of a source's index; their homes are found for all at once."""
+        rows = part["shard"]
+        entries = np.bincount(rows[rows != GONE], minlength=self.sources[number].shards)
+        needed = np.flatnonzero(entries)
+        slots = np.full(len(entries) + 1, GONE, np.int32)  # the last one stands for GONE
+        slots[needed] = self.residency.add_shards(number, needed, entries[needed])
+        if len(self.index) == 0:
+            self.index = part  # arrays are shared, not copied
+            self.index.own(*STARTS, "extra", "document")
+            self.index.arrays["shard"] = slots[part.arrays["shard"]]
+            self.index.weights = part.weights.copy()
+        else:
+            columns = part.take(np.arange(part.first, part.end))
+            columns["shard"] = slots[columns["shard"]]
+            columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
+            self._append(columns)
+        self._note_listed()
+
+    def follow(self, number: int, change: Change, weights: StringTable) -> None:
+        """Show what a commit to a source has changed; with ``lock`` held.
+
+        Args:
+            number: of the source.
+            change: what the commit did.
+            weights: the table that the change's ``weights`` refer to.
+        """
+        if isinstance(change, Evicted):
+            self.drop(self.index.positions_in(change.ranges))
+            return
+        if isinstance(change, Moved):
+            self.moved(number, change, 0)
+            return
+        columns = dict(change.columns)
+        rows, which, counts = np.unique(columns["shard"], return_inverse=True, return_counts=True)
+        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
+        slots = np.array([self.residency.add_shard(number, row, count) for row, count in pairs], np.int32)
+        columns["shard"] = slots[which]
+        columns["weights"] = self.index.weights.extend(weights, columns["weights"].tolist())
+        self._append(columns)
+
+    def moved(self, source: int, moved: Moved, first_id: int) -> None:
+        """Let trajectories of a source be read from another of its shards; ids below ``first_id`` are of others."""
+        with self.lock:
+            positions = self.index.find_many(moved.ids.tolist())
+            known = (positions >= 0) & (moved.ids >= first_id)
+            positions, ids = positions[known], moved.ids[known].tolist()
+            if not ids:
+                return
+            slot = self.residency.add_shard(source, moved.row, len(ids))
+            homes = np.stack([np.full(len(ids), slot), *(moved.starts[name][known] for name in STARTS)], axis=1)
+            before = self.index.arrays["shard"][positions]
+            on_disk = np.ones(len(ids), np.bool_)
+            for at, number in enumerate(ids):
+                held = self._held.get(number)
+                if held is not None and held.home is not None:
+                    before[at], on_disk[at] = held.home[0], False
+                    held.home = (slot, int(homes[at, 1]), int(homes[at, 2]), int(homes[at, 3]))
+            self._point(positions[on_disk], homes[on_disk])
+            self.residency.leave(before)
+
+    def _append(self, columns: Mapping[str, Any]) -> None:
+        """Append entries; positions that are kept here move along if those of all entries do."""
+        first = self.index.first
+        self.index.append(columns)
+        lower = first - self.index.first
+        if lower:
+            self.start -= lower
+            self.gone = range(self.gone.start - lower, self.gone.stop - lower) if self.gone else self.gone
+
+    def _note_listed(self) -> None:
+        """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
+        self.start = self.index.first + int(np.count_nonzero(self.index["shard"] == GONE))
+
+    def add(self, owned: Sequence[OwnedRecord], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
+        """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
+
+        All of them are shown at once. If this raises, call :meth:`retract`.
+        """
+        records = [item.record for item in owned]
+        with self.lock:
+            columns = columns_of(records, ids, uuids, self.index.weights, GONE)
+            columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
+            for at in range(len(records)):
+                item = owned[at]
+                slot = self.residency.add_memory(item)
+                self._held[ids[at]] = _Held(slot, item.nbytes, None, pending, item.record)
+                if self.cache is not None:
+                    self.cache.put(ids[at], item.nbytes)
+            columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
+            self._append(columns)
+            self.added += len(ids)
+            self._trim()
+
+    def retract(self, ids: Sequence[int]) -> None:
+        """Forget trajectories, however far :meth:`add` came with them."""
+        with self.lock:
+            found = self.index.find_many(ids)
+            self.drop(found[found >= 0])
+            for number in ids:  # what the index does not have yet
+                held = self._held.pop(number, None)
+                if self.cache is not None:
+                    self.cache.discard(number)
+                if held is not None:
+                    self.residency.release(held.slot)
+
+    def committed(self, source: int, row: int, ids: Sequence[int], columns: Mapping[str, Any]) -> None:
+        """Note that pending trajectories are on disk now, in this row of a source."""
+        with self.lock:
+            held_here = [number for number in ids if number in self._held]
+            if not held_here:
+                return
+            slot = self.residency.add_shard(source, row, len(held_here))
+            starts = [columns[name].tolist() for name in STARTS]
+            going = []
+            for at, number in enumerate(ids):
+                held = self._held.get(number)
+                if held is None:
+                    continue
+                held.home = (slot, starts[0][at], starts[1][at], starts[2][at])
+                held.pending = False
+                if self.cache is None or number not in self.cache:
+                    going.append(number)
+            self._send_home(going)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def _trim(self) -> None:
+        if self.cache is not None:
+            self._send_home(self.cache.overflow())
+
+    def _send_home(self, ids: Sequence[int]) -> None:
+        """Let trajectories be read from disk again; those that are not there yet stay, or are gone for good."""
+        going = [number for number in ids if number in self._held and not self._held[number].pending]
+        if not going:
+            return
+        positions = self.index.find_many(going)
+        homes = np.array([self._held[number].home or (GONE, 0, 0, 0) for number in going], np.int64)
+        known = positions >= 0
+        lost = positions[known & (homes[:, 0] == GONE)]
+        if len(lost):
+            self.gone = range(self.gone.start if self.gone else int(lost[0]), int(lost[-1]) + 1)
+        self._point(positions[known], homes[known])
+        for number in going:
+            self.residency.release(self._held.pop(number).slot)
+
+    def _point(self, positions: npt.NDArray[np.int64], homes: npt.NDArray[np.int64]) -> None:
+        """Let entries be read from elsewhere: ``homes`` has slot and first rows, ``[positions, 4]``.
+
+        At one stroke: an entry with the slot of one place and the rows of another would be read out of bounds.
+        """
+        from trajstore._kernels import set_homes
+
+        slots, samples, extra, document = (self.index.arrays[name] for name in ("shard", *STARTS))
+        set_homes(slots, samples, extra, document, positions, homes)
+
+    def clear_cache(self) -> None:
+        """Drop what is cached. What is nowhere else stays."""
+        with self.lock:
+            if self.cache is None:
+                return
+            for number in self.cache.clear():
+                held = self._held.get(number)
+                if held is not None and held.home is None:
+                    self.cache.put(number, held.nbytes)
+                else:
+                    self._send_home([number])
+
+    def drop(self, positions: npt.NDArray[np.intp]) -> None:
+        """Forget trajectories."""
+        with self.lock:
+            homes = self.index.arrays["shard"][positions]
+            for at, number in enumerate(self.index.arrays["trajectory_id"][positions].tolist()):
+                held = self._held.pop(number, None)
+                if self.cache is not None:
+                    self.cache.discard(number)
+                if held is not None:
+                    homes[at] = GONE if held.home is None else held.home[0]
+                    self.residency.release(held.slot)
+            listed = max(self.start - self.index.first, 0)
+            listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
+            self.index.drop(positions)
+            self.start = self.index.first + listed
+            if self.gone:
+                lost = self.start + np.flatnonzero(self.index["shard"][listed:] == GONE)
+                self.gone = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
+            self.residency.leave(homes[homes != GONE])
+
+    def is_pending(self, trajectory_id: int) -> bool:
+        """Return whether a trajectory is not committed yet."""
+        held = self._held.get(trajectory_id)
+        return held is not None and held.pending
+
+    def cut(self) -> Cut:
+        """Return a picture of everything that can be saved; with ``lock`` held, and quickly."""
+        index = self.index
+        positions = np.arange(index.first, index.end)
+        columns = index.take(positions)
+        places: list[tuple[int, int] | None] = []
+        records: dict[int, Record] = {}
+        kept = np.ones(len(positions), np.bool_)
+        slots = columns["shard"].tolist()
+        for at, number in enumerate(columns["trajectory_id"].tolist()):
+            slot = slots[at]
+            held = self._held.get(number)
+            if held is not None and held.home is not None:
+                slot = held.home[0]
+                for name, start in zip(STARTS, held.home[1:], strict=True):
+                    columns[name][at] = start
+            elif held is not None and held.record is not None:
+                records[len(places)] = held.record
+                places.append(None)
+                continue
+            elif slot == GONE:
+                kept[at] = False
+                continue
+            places.append(self.residency.place(slot))
+        picture = TrajectoryIndex()
+        picture.weights = index.weights.copy()
+        picture.append({name: array[kept] for name, array in columns.items()})
+        return Cut(picture, places, records, list(self.sources))
+
+    def in_memory(self, trajectory_id: int) -> bool:
+        """Return whether a trajectory's rows are in memory."""
+        return trajectory_id in self._held
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> Prepared:
+        """Find the rows of samples, counted from the first sample of the window ``[first, end)``.
+
+        With ``lock`` held. What it returns must be given to :meth:`read`.
+
+        Raises:
+            SchemaMismatchError: the samples' trajectories differ in their columns.
+            TrajectoryUnavailableError: a trajectory is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        located = self._locate(samples, first, end)
+        numbers, parts = self._columns_for(located, first, columns)
+        reading = self.residency.begin_reading()
+        prepared = Prepared(
+            located,
+            np.array(numbers, np.int64),
+            [self.residency.specs[number] for number in numbers],
+            self.residency.addresses,
+            self.residency.axes,
+            [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
+            reading,
+        )
+        # What was decoded for this batch and is not to be cached goes when the copy has ended.
+        self._trim()
+        self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
+        self._decoded.clear()
+        return prepared
+
+    def read(self, prepared: Prepared, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Return the rows found by :meth:`prepare`, by dotted column name; without ``lock``.
+
+        Raises:
+            ConfigurationError: a tensor of ``out`` does not fit.
+        """
+        try:
+            targets = allocate(prepared.specs, len(prepared.located.slot), out)
+            if not prepared.parts:
+                gather(prepared.located, prepared.addresses, prepared.axes, prepared.numbers, prepared.specs, targets)
+            for part, specs in prepared.parts:
+                own = allocate(specs, len(part.rows), None)
+                numbers = np.array(part.numbers, np.int64)
+                gather(prepared.located.of(part.rows), prepared.addresses, prepared.axes, numbers, specs, own)
+                for target, tensor in zip(targets, own, strict=True):
+                    target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
+        finally:
+            self.residency.end_reading(prepared.reading)
+        return {spec.name: target for spec, target in zip(prepared.specs, targets, strict=True)}
+
+    def _locate(self, samples: npt.NDArray[np.int64], first: int, end: int) -> Located:
+        located = locate(samples, self.index, first, end)
+        while len(located.slot):
+            if located.slot.min() < 0:
+                missing = int(self.index.arrays["trajectory_id"][located.position[located.slot.argmin()]])
+                raise TrajectoryUnavailableError(
+                    f"trajectory {missing} was kept in memory only and has left it; use auto_save=True to keep all"
+                )
+            if self.residency.signature[located.slot].min() >= 0:
+                break
+            undecoded = self.residency.ensure(located.slot, self._set_extent)
+            if undecoded:
+                self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
+            located = locate(samples, self.index, first, end)
+        return located
+
+    def _set_extent(self, slot: int, extent: Extent) -> None:
+        """Note a trajectory's extra rows and document, which foreign indexes do not tell."""
+        here = self.index.arrays["shard"][: self.index.end] == slot
+        self.index.arrays["extra"][: self.index.end][here] = extent.extra
+        self.index.arrays["document"][: self.index.end][here] = extent.document
+
+    def _decode(self, positions: npt.NDArray[np.int64]) -> None:
+        """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
+        order = np.argsort(self.index.arrays["shard"][positions], kind="stable")
+        for position in positions[order].tolist():
+            schema, tensors = self._rows_of(position)
+            slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors))
+            number = int(self.index.arrays["trajectory_id"][position])
+            home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *STARTS))
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            self._held[number] = _Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
+            self._point(np.array([position], np.int64), np.array([[slot, 0, 0, 0]], np.int64))
+            if self.cache is not None:
+                self.cache.put(number, nbytes)
+            self._decoded.append(number)
+
+    def _columns_for(self, located: Located, first: int, names: Sequence[str] | None) -> tuple[list[int], list[Part]]:
+        """Return the columns of the batch, and which rows have them otherwise; no parts if none has."""
+        of_each = self.residency.signature[located.slot]
+        signatures = np.unique(of_each).tolist()
+        if any(self.residency.kind(signature) == "agent" for signature in signatures):
+            raise SchemaMismatchError(
+                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
+                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
+            )
+        kinds = [self.residency.columns(signature) for signature in signatures]
+        oldest = self._signature_of(first, located.slot)
+        if names is None and len(kinds) == 1 and oldest in (None, signatures[0]):
+            return list(kinds[0]), []
+        like = () if oldest is None else self.residency.columns(oldest)
+
+        def who(at: Sequence[int]) -> str:
+            theirs = np.isin(of_each, [signatures[number] for number in at])
+            ids = np.unique(self.index.arrays["trajectory_id"][located.position[theirs]]).tolist()
+            return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
+
+        agreed = agree(kinds, like, names, self.residency.specs, who)
+        if all(found == agreed.wanted for found in agreed.found):
+            return agreed.wanted, []
+        self._tell_casts(agreed)
+        parts = [
+            Part(np.flatnonzero(of_each == signature), found)
+            for signature, found in zip(signatures, agreed.found, strict=True)
+        ]
+        return agreed.wanted, parts
+
+    def _signature_of(self, position: int, needed: npt.NDArray[np.int64]) -> int | None:
+        """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
+        if not self.index.first <= position < self.index.end:
+            return None
+        slot = int(self.index.arrays["shard"][position])
+        if slot == GONE:
+            return None
+        known = int(self.residency.signature[slot])
+        if known >= 0 or self._undecoded[0] == slot:
+            return known if known >= 0 else self._undecoded[1]
+        if self.residency.ensure(np.append(needed, slot), self._set_extent):
+            source, row = self.residency.place(slot)
+            schema = self.sources[source].manifest(row).schema
+            self._undecoded = slot, self.residency.signature_of(schema)
+            return self._undecoded[1]
+        return int(self.residency.signature[slot])
+
+    def _tell_casts(self, agreed: Agreement) -> None:
+        specs = self.residency.specs
+        for found in agreed.found:
+            for number, wanted in zip(found, agreed.wanted, strict=True):
+                if number != wanted and (number, wanted) not in self._told:
+                    self._told.add((number, wanted))
+                    logger.warning(
+                        "column %s: %s rows are cast to %s, the dtype of the window's oldest trajectory",
+                        specs[number].name,
+                        specs[number].dtype,
+                        specs[wanted].dtype,
+                    )
+
+    def get(self, position: int) -> AnyTrajectory:
+        """Return the trajectory at a position, its tensors copied.
+
+        Raises:
+            TrajectoryUnavailableError: it is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        with self.lock:
+            schema, tensors = self._rows_of(position)
+            entry = self.index.entry(position)
+            return trajectory_of(
+                schema,
+                entry.extent,
+                [tensor.clone() for tensor in tensors],
+                max_episode_length=entry.max_episode_length,
+                model_weights_id=entry.model_weights_id,
+            )
+
+    def task_of(self, position: int) -> str:
+        """Return the task of the trajectory at a position; an empty text for one that names none."""
+        with self.lock:
+            schema, tensors = self._rows_of(position)
+            if schema.kind == "step":
+                return ""
+            for column, tensor in zip(schema.columns, tensors, strict=True):
+                if column.axis is Axis.DOCUMENT:
+                    return str(parse_document(tensor).get("task_id") or "")
+            return ""
+
+    def rows_of(self, position: int) -> tuple[Schema, Extent, list[torch.Tensor]]:
+        """Return the columns of the trajectory at a position; they may alias the buffer's memory."""
+        with self.lock:
+            schema, tensors = self._rows_of(position)
+            return schema, self.index.entry(position).extent, tensors
+
+    def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
+        slot = int(self.index.arrays["shard"][position])
+        if slot == GONE:
+            number = int(self.index.arrays["trajectory_id"][position])
+            if position < self.start:
+                raise TrajectoryUnavailableError(
+                    f"trajectory {number} is listed and counted, but its file is not there"
+                )
+            raise TrajectoryUnavailableError(f"trajectory {number} was kept in memory only and has left it")
+        undecoded = self.residency.ensure(np.array([slot], np.int64), self._set_extent)
+        extent = self.index.entry(position).extent
+        starts = {axis: int(self.index.arrays[start_of(axis)][position]) for axis in Axis}
+        if undecoded:
+            source, row = self.residency.place(slot)
+            schema = self.sources[source].manifest(row).schema
+            told = self.sources[source].extent(row)
+            if told is not None:
+                extent = told
+                self.index.arrays["extra"][position] = told.extra
+                self.index.arrays["document"][position] = told.document
+            reader = self.sources[source].reader(row)
+            return schema, [
+                reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))
+                for number, column in enumerate(schema.columns)
+            ]
+        schema = self.residency.schema(slot)
+        tensors = []
+        for column, base in zip(schema.columns, self.residency.addresses_of(slot), strict=True):
+            rows, width = extent.rows(column.axis), column.row_nbytes
+            tensor = torch.empty((rows, *column.row_shape), dtype=column.torch_dtype)
+            if tensor.nbytes:
+                ctypes.memmove(tensor.data_ptr(), base + starts[column.axis] * width, tensor.nbytes)
+            tensors.append(tensor)
+        return schema, tensors

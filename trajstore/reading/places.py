@@ -1,0 +1,188 @@
+"""What lies at a path: a store, a directory of RLinf, an experience pool, or a folder of these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
+from trajstore.files.base import Directory
+from trajstore.files.opening import open_directory
+from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog
+from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
+from trajstore.store.rlinf_layout import INDEX_NAMES
+from trajstore.store.sealed import begins_sealed
+
+PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
+
+POOL_FILES = ("task2trajectories.pkl", "difficulty2task_dict.json", "skip_uid_set.json")
+
+_RLINF_FILE = re.compile(r"trajectory_\d+_.*\.(pt|pkl)$")
+_RANK = re.compile(r"rank_(\d+)")
+
+_MAX_DEPTH = 3  # a run directory holds e.g. replay_buffer/rank_3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something that can be looked into.
+
+    Attributes:
+        kind: ``"run"`` is a folder whose ``parts`` are the places below it, and the store in it if it has one too.
+        directory: its files.
+        parts: of a run, in the order of their names (``rank_2`` before ``rank_10``).
+        lacking: of a run, a sentence on each rank that should be there and is not.
+        mixed: whether a store lies in the run directory itself, beside its ranks.
+    """
+
+    kind: PlaceKind
+    directory: Directory
+    parts: tuple[Place, ...] = ()
+    lacking: tuple[str, ...] = ()
+    mixed: bool = False
+
+    @property
+    def url(self) -> str:
+        """Path or URL, as it is shown to people."""
+        return self.directory.url
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.url.rstrip("/").rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ``rank_*`` folders of a run directory.
+
+    Attributes:
+        directories: those that hold a store or a directory of RLinf, by rank.
+        lacking: a sentence on each rank below the highest whose folder is absent, or holds neither.
+    """
+
+    directories: tuple[Directory, ...]
+    lacking: tuple[str, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the folders that hold something."""
+        return [directory.url.rstrip("/").rsplit("/", 1)[-1] for directory in self.directories]
+
+
+def find_place(path: str | Path) -> Place:
+    """Return what lies at a local path or URL.
+
+    Raises:
+        StoreNotFoundError: nothing that trajstore knows.
+    """
+    directory = open_directory(path)
+    place = _place_at(directory, _MAX_DEPTH)
+    if place is not None:
+        return place
+    raise nothing_at(path, directory)
+
+
+def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
+    """Return the error that says what is at a path in place of a store."""
+    if directory.exists():
+        return StoreNotFoundError(
+            f"{path}: no trajectory store, RLinf directory or experience pool here or in its folders "
+            f"(none has {METADATA_NAME}, {INDEX_NAME} or {POOL_FILES[0]})"
+        )
+    if "://" not in str(path) and Path(path).is_file():
+        return StoreNotFoundError(f"{path}: is a file; give the directory that the store is in")
+    return StoreNotFoundError(f"{path}: no such directory")
+
+
+def kind_of(directory: Directory) -> PlaceKind | None:
+    """Return what a directory is itself, whatever lies in its other folders; also if its JSON files are damaged."""
+    files, folders = directory.listing()
+    return _kind_of(directory, files, folders)
+
+
+def _kind_of(directory: Directory, files: Collection[str], folders: Collection[str]) -> PlaceKind | None:
+    if METADATA_NAME in files and Catalog.exists(directory):
+        return "store"
+    # What lost its metadata.json, or has another's, is still looked at: a run must not pass for whole without it.
+    if INDEX_NAME in files and begins_sealed("snapshot", directory.read(INDEX_NAME)):
+        return "store"
+    if LOG_FOLDER in folders or SHARDS_FOLDER in folders:
+        names = [*directory.names(LOG_FOLDER), *directory.names(SHARDS_FOLDER)]
+        if any(re.match(rf"{LOG_FOLDER}/\d{{16}}\.log|{SHARDS_FOLDER}/shard_", name) for name in names):
+            return "store"
+    if any(name in (METADATA_NAME, *INDEX_NAMES) or _RLINF_FILE.match(name) for name in files):
+        return "rlinf"
+    return "experience_pool" if POOL_FILES[0] in files else None
+
+
+def ranks_of(directory: Directory) -> Ranks:
+    """Return the ``rank_*`` folders of a directory."""
+    return _ranks_among(directory, directory.listing()[1])
+
+
+def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
+    numbers = {name: int(match[1]) for name in folders if (match := _RANK.fullmatch(name))}
+    found = []
+    lacking = [
+        f"rank_{rank} is absent" for rank in range(max(numbers.values(), default=0)) if rank not in numbers.values()
+    ]
+    for name in sorted(numbers, key=natural):
+        directory = run.inner(name)
+        if kind_of(directory) in ("store", "rlinf"):
+            found.append(directory)
+        else:
+            lacking.append(f"{name} holds no store")
+    return Ranks(tuple(found), tuple(lacking) if found else ())
+
+
+def check_no_ranks(directory: Directory) -> None:
+    """Refuse to write a store into a run directory: it would hide the ranks.
+
+    Raises:
+        ConfigurationError: there are ``rank_*`` folders with trajectories.
+    """
+    ranks = ranks_of(directory).names
+    if ranks:
+        raise ConfigurationError(
+            f"auto_save_path {directory.url}: is a run directory with the stores {listed(ranks)}, which a store in it "
+            f"would hide; continue one of them (auto_save_path={directory.url}/{ranks[0]}), or write elsewhere and "
+            "read all of them with load_checkpoint"
+        )
+
+
+def mixed_sentence(url: str, ranks: Collection[str]) -> str:
+    """Return what is said of a directory that holds both a store and ranks."""
+    return (
+        f"{url}: holds a store of its own beside {listed(ranks)}; load one of them by its path, or move the store's "
+        f"files ({METADATA_NAME}, {INDEX_NAME}, {LOG_FOLDER}, {SHARDS_FOLDER}, pins) to a folder of their own"
+    )
+
+
+def _place_at(directory: Directory, depth: int) -> Place | None:
+    files, folders = directory.listing()
+    kind = _kind_of(directory, files, folders)
+    if kind == "store":
+        folders = [name for name in folders if _RANK.fullmatch(name)]
+    elif kind is not None:
+        return Place(kind, directory)
+    if not depth:
+        return Place(kind, directory) if kind else None
+    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(folders, key=natural))
+    parts = tuple(place for place in below if place is not None)
+    if kind == "store":
+        return (
+            Place("run", directory, (Place("store", directory), *parts), mixed=True)
+            if parts
+            else Place(kind, directory)
+        )
+    return Place("run", directory, parts, _ranks_among(directory, folders).lacking) if parts else None
+
+
+def natural(name: str) -> tuple[str, int, str]:
+    """Return a key that sorts ``rank_2`` before ``rank_10``."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or -1), name

@@ -1,0 +1,421 @@
+"""Reading RLinf's directories in place, and writing directories that RLinf reads."""
+
+from __future__ import annotations
+
+import io
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.columns.record import Record, acting_rows, version_range
+from trajstore.columns.schema import DOCUMENT, Extent
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    InvalidTrajectoryError,
+    StoreNotFoundError,
+    UnsafeContentError,
+    listed,
+)
+from trajstore.files.base import Directory, EncodedFile
+from trajstore.files.parallel import in_order
+from trajstore.formats.base import ShardManifest, ShardReader, StoredFile
+from trajstore.formats.pickles.safe_pickle import legacy_loads, safe_loads
+from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_zip, locate
+from trajstore.reading.residency import MappedShard
+from trajstore.reading.sources import Source
+from trajstore.store.index import TrajectoryEntry, TrajectoryIndex
+from trajstore.store.rlinf_layout import (
+    INDEX_NAMES,
+    METADATA_NAME,
+    TRAJECTORY_CLASSES,
+    RLinfEntry,
+    columns_of_file,
+    encode_trajectory,
+    fields_of_file,
+    index_json,
+    metadata_json,
+    parse_index,
+    parse_metadata,
+)
+
+logger = logging.getLogger(__name__)
+
+_OPEN_FILES = 8
+
+_GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
+"""How much is written at a time."""
+
+NO_SHARD = -1
+
+
+class _File:
+    """One trajectory file: its columns, mapped (``places``) or decoded."""
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        self.source = f"{directory.url}/{name}"
+        self.map = directory.map(name)
+        content = self._content(name)
+        self.said = fields_of_file(content)
+        self.content = columns_of_file(content, self.source, self._read)
+
+    def _content(self, name: str) -> Any:
+        if name.endswith(".pkl"):
+            return safe_loads(self.map.view, classes=TRAJECTORY_CLASSES, source=self.source)
+        placed = locate(self.map.view, source=self.source)
+        if placed is None or any(isinstance(v, TensorPlace) and not v.is_contiguous for v in _values(placed)):
+            return self._loaded()
+        return placed
+
+    def _loaded(self) -> Any:
+        content = self.map.view
+        if not is_torch_zip(content):
+            return legacy_loads(content, source=self.source)
+        try:
+            return torch.load(io.BytesIO(bytes(content)), weights_only=True, map_location="cpu")
+        except Exception as error:  # torch.load raises nearly anything on damaged files
+            raise CorruptStoreError(
+                f"{self.source}: damaged, or cannot be loaded without running code: {error}"
+            ) from error
+
+    def _read(self, place: TensorPlace) -> torch.Tensor:
+        return self.bytes_at(place.offset, prod(place.shape) * place.dtype.itemsize, place.dtype).reshape(place.shape)
+
+    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a part of the file as a flat tensor, copied."""
+        data = bytearray(self.map.view[offset : offset + nbytes])
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+
+    def unrepresented(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that are not sampled or not kept, and why."""
+        yield from ((name, f"is left out: {reason}") for name, reason in self.content.left_out.items())
+        yield from ((name, f"is kept, but never sampled: {reason}") for name, reason in self.content.kept.items())
+
+    def mapped(self) -> MappedShard | None:
+        base = self.map.address
+        addresses = []
+        for column, leaf in zip(self.content.schema.columns, self.content.leaves, strict=True):
+            if isinstance(leaf, TensorPlace):
+                addresses.append(base + leaf.offset)
+            elif column.name == DOCUMENT:
+                addresses.append(leaf.data_ptr())
+            else:
+                return None
+        keep = (self.map, self.content.leaves)
+        return MappedShard(self.content.schema, tuple(addresses), keep, extent=self.content.extent)
+
+
+class _FileReader(ShardReader):
+    def __init__(self, file: _File) -> None:
+        self._file = file
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        content = self._file.content
+        leaf, spec = content.leaves[column], content.schema.columns[column]
+        if isinstance(leaf, TensorPlace):
+            width = spec.row_nbytes
+            flat = self._file.bytes_at(leaf.offset + start * width, (stop - start) * width, leaf.dtype)
+            return flat.reshape(stop - start, *spec.row_shape)
+        return leaf.reshape(content.extent.rows(spec.axis), *spec.row_shape)[start:stop].contiguous()
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested dicts with keys of any kind."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _values(item)
+    else:
+        yield value
+
+
+class RLinfSource(Source):
+    """A directory that RLinf wrote; each trajectory is a shard of its own.
+
+    Attributes:
+        metadata: RLinf's ``metadata.json``.
+        entries: trajectories whose files are there, by row.
+        missing: trajectories that the index names, but whose files are absent.
+        before: those of them that are older than all that are there; ``index`` has them too, without a shard.
+    """
+
+    linkable = False
+
+    def __init__(
+        self,
+        directory: Directory,
+        metadata: Mapping[str, Any],
+        entries: list[RLinfEntry],
+        missing: list[RLinfEntry],
+        before: list[RLinfEntry],
+    ) -> None:
+        self.directory = directory
+        self.metadata = metadata
+        self.entries = entries
+        self.missing = missing
+        self.before = before
+        self.suffix = str(metadata.get("trajectory_format") or "pt")
+        self.index = _index_of(directory, before, entries)
+        self._files: OrderedDict[int, _File] = OrderedDict()
+        self._sound: set[int] = set()
+        self._told: set[str] = set()
+
+    @staticmethod
+    def exists(directory: Directory) -> bool:
+        """Return whether RLinf's files are in a directory."""
+        for name in (METADATA_NAME, *INDEX_NAMES):
+            try:
+                directory.size(name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            return True
+        return False
+
+    @classmethod
+    def open(cls, directory: Directory, strict: bool) -> RLinfSource:
+        """Read metadata and index, and see which files are there.
+
+        Raises:
+            StoreNotFoundError: metadata or index is absent.
+            IncompleteCheckpointError: the index names absent files (``strict``); lists them.
+            CorruptStoreError: metadata or index are not RLinf's, or torn.
+            UnsafeContentError: a file name leaves the directory.
+        """
+        try:
+            data = directory.read(METADATA_NAME)
+        except FileNotFoundError as error:
+            raise StoreNotFoundError(f"Metadata not found at {directory.url}/{METADATA_NAME}") from error
+        metadata = parse_metadata(data, f"{directory.url}/{METADATA_NAME}")
+        entries = cls._read_index(directory)
+        suffix = str(metadata.get("trajectory_format") or "pt")
+        try:
+            names = [entry.file_name(suffix) for entry in entries]
+        except UnsafeContentError as error:
+            raise UnsafeContentError(f"{directory.url}: {error}") from error
+        present = {name for name in directory.names() if "/" not in name}
+        missing = [name for name in names if name not in present]
+        if missing and strict:
+            raise IncompleteCheckpointError(
+                f"{len(missing)} of {len(names)} trajectories of {directory.url} are not there: {listed(missing)}; "
+                "copy the files there, or load with strict=False to do without them"
+            )
+        there: list[RLinfEntry] = []
+        absent: list[RLinfEntry] = []
+        before: list[RLinfEntry] = []
+        for entry, name in zip(entries, names, strict=True):
+            (there if name in present else absent).append(entry)
+            if not there:
+                before.append(entry)
+        return cls(directory, metadata, there, absent, before)
+
+    def tell_missing(self) -> None:
+        """Warn of the trajectories that the index names and that are not there.
+
+        Raises:
+            IncompleteCheckpointError: none is there.
+        """
+        names = listed(entry.file_name(self.suffix) for entry in self.missing)
+        if not self.entries:
+            raise IncompleteCheckpointError(
+                f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: {names}; "
+                "copy the files there"
+            )
+        logger.warning(
+            "%s: %d of %d trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory; "
+            "they are never drawn: %s (strict=True refuses such a directory)",
+            self.directory.url,
+            len(self.missing),
+            len(self.missing) + len(self.entries),
+            names,
+        )
+
+    @staticmethod
+    def _read_index(directory: Directory) -> list[RLinfEntry]:
+        for name in INDEX_NAMES:
+            try:
+                data = directory.read(name)
+            except FileNotFoundError:
+                continue
+            return parse_index(data, f"{directory.url}/{name}")
+        raise StoreNotFoundError(f"Trajectory index not found at {directory.url}/{INDEX_NAMES[0]}")
+
+    @property
+    def shards(self) -> int:
+        return len(self.entries)
+
+    def file(self, row: int) -> _File:
+        """Return a trajectory's file, opened; the last few are kept."""
+        found = self._files.get(row)
+        if found is None:
+            name = self.entries[row].file_name(self.suffix)
+            found = _File(self.directory, name)
+            extent = found.content.extent
+            if (extent.steps, extent.batch) != self.entries[row].shape[:2]:
+                raise CorruptStoreError(
+                    f"{found.source}: is {[extent.steps, extent.batch]} steps x environments, "
+                    f"the index says {list(self.entries[row].shape[:2])}"
+                )
+            self._tell(found)
+            self._files[row] = found  # only what fits: its rows are read by the index's numbers
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+            if self.checked and row not in self._sound:
+                damage = self.damage(row)
+                if damage:
+                    del self._files[row]
+                    raise CorruptStoreError(f"{found.source}: {'; '.join(damage)}; restore it from a copy")
+                self._sound.add(row)
+        return found
+
+    def _tell(self, file: _File) -> None:
+        """Say once for each field what of it is not sampled or not kept."""
+        for fields, outcome in ((file.content.left_out, "left out"), (file.content.kept, "kept, but never sampled")):
+            for name, reason in fields.items():
+                if name not in self._told:
+                    self._told.add(name)
+                    logger.warning(
+                        "%s: field %s is %s: %s (said once for this field)", file.source, name, outcome, reason
+                    )
+
+    def unrepresented(self, row: int) -> list[str]:
+        """Return what of a trajectory's file is not sampled or not kept, and why."""
+        return [f"field {name} {message}" for name, message in self.file(row).unrepresented()]
+
+    def extent(self, row: int) -> Extent | None:
+        return self.file(row).content.extent
+
+    def manifest(self, row: int) -> ShardManifest:
+        file = self.file(row)
+        name = self.entries[row].file_name(self.suffix)
+        columns = file.content.schema.columns
+        return ShardManifest(
+            name=name,
+            format="rlinf",
+            schema=file.content.schema,
+            files=(StoredFile(name, len(file.map), 0),),
+            places=(None,) * len(columns),
+            column_crc32=(None,) * len(columns),
+            rows=tuple(file.content.extent.rows(column.axis) for column in columns),
+        )
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        return self.file(row).mapped()
+
+    def reader(self, row: int) -> ShardReader:
+        return _FileReader(self.file(row))
+
+    def damage(self, row: int) -> list[str]:
+        """Return what is wrong with a trajectory's file that can be read; its pickles have no checksums."""
+        file, entry = self.file(row), self.entries[row]
+        told = {"model_weights_id": entry.model_weights_id, "max_episode_length": entry.max_episode_length}
+        return [
+            *(
+                f"{name}: checksum does not fit the content"
+                for name in damaged_records(file.map.view, source=file.source)
+            ),
+            *(
+                f"{name} is {file.said[name]!r}, the index says {value!r}"
+                for name, value in told.items()
+                if file.said.get(name, value) != value
+            ),
+        ]
+
+    def record(self, row: int) -> Record:
+        """Return a trajectory as columns."""
+        file, entry = self.file(row), self.entries[row]
+        content, reader = file.content, _FileReader(file)
+        tensors = {
+            column.name: reader.rows(number, 0, content.extent.rows(column.axis))
+            for number, column in enumerate(content.schema.columns)
+        }
+        told = tensors.get("versions")
+        if told is not None:
+            told = told.reshape(-1, content.extent.batch, *told.shape[1:])
+        try:
+            versions = version_range(acting_rows(told, content.extent.steps))
+        except InvalidTrajectoryError:  # RLinf takes NaN; the rest of the trajectory is as good as ever
+            versions = None
+        return Record(
+            content.schema,
+            content.extent,
+            tuple(tensors.values()),
+            entry.num_samples,
+            entry.max_episode_length,
+            entry.model_weights_id,
+            versions,
+        )
+
+
+def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfEntry]) -> TrajectoryIndex:
+    """Return the entries as an index, those before without a shard; extra rows are told when a file is opened."""
+    index = TrajectoryIndex()
+    entries = before + there
+    count = len(entries)
+    if not count:
+        return index
+    uuids = b"".join(uuid.uuid5(uuid.NAMESPACE_URL, f"{directory.url}/{e.trajectory_id}").bytes for e in entries)
+    zeros = np.zeros(count, np.int64)
+    index.append(
+        {
+            "trajectory_id": np.array([e.trajectory_id for e in entries], np.int64),
+            "num_samples": np.array([e.num_samples for e in entries], np.int64),
+            "steps": np.array([e.shape[0] for e in entries], np.int32),
+            "batch": np.array([e.shape[1] for e in entries], np.int32),
+            "extra": zeros,
+            "document": zeros,
+            "nbytes": zeros,
+            "max_episode_length": np.array([e.max_episode_length for e in entries], np.int64),
+            "version_low": np.full(count, UNKNOWN_VERSION),
+            "version_high": np.full(count, UNKNOWN_VERSION),
+            "weights": np.array([index.weights.add(e.model_weights_id) for e in entries], np.int32),
+            "uuid": np.frombuffer(uuids, "V16"),
+            "shard": np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD),
+            "start_samples": zeros,
+            "start_extra": zeros,
+            "start_document": zeros,
+        }
+    )
+    return index
+
+
+def write_rlinf(
+    target: Directory,
+    trajectories: Iterable[tuple[TrajectoryEntry, Record]],
+    trajectory_counter: int,
+    seed: int | None,
+    trajectory_format: str,
+) -> None:
+    """Write a directory that RLinf reads; formats that RLinf does not know are written as ``pt``.
+
+    Raises:
+        ConfigurationError: an agent trajectory is among them.
+    """
+    suffix = "pkl" if trajectory_format == "pkl" else "pt"
+
+    def write(group: list[tuple[TrajectoryEntry, Record]]) -> list[RLinfEntry]:
+        encoded = [encode_trajectory(record, known.trajectory_id, suffix) for known, record in group]
+        target.publish([file for _, file in encoded])  # the folder is synced once for all of them
+        return [entry for entry, _ in encoded]
+
+    entries = [entry for group in in_order(write, _groups(trajectories)) for entry in group]
+    target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
+    target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
+
+
+def _groups(trajectories: Iterable[tuple[TrajectoryEntry, Record]]) -> Iterator[list[tuple[TrajectoryEntry, Record]]]:
+    group: list[tuple[TrajectoryEntry, Record]] = []
+    nbytes = 0
+    for item in trajectories:
+        group.append(item)
+        nbytes += item[1].nbytes
+        if nbytes >= _GROUP_BYTES or len(group) == _GROUP_FILES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group

@@ -1,0 +1,173 @@
+"""Directories that a buffer reads: each opens its shards by row, mapped where it can be."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.schema import Extent
+from trajstore.errors import CorruptStoreError, listed
+from trajstore.files.base import Directory
+from trajstore.formats import open_shard
+from trajstore.formats.base import ShardManifest, ShardReader
+from trajstore.formats.checksums import check_file
+from trajstore.reading.residency import MappedShard
+from trajstore.reading.shard_access import fetch_file
+from trajstore.store.catalog import Catalog
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.log_records import ids_in_words
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Entries of an index whose files are absent or have another size than they were written with.
+
+    Attributes:
+        positions: of the entries.
+        ids: their trajectory ids.
+        files: a sentence on each file.
+    """
+
+    positions: npt.NDArray[np.intp]
+    ids: npt.NDArray[np.int64]
+    files: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{len(self.ids):,} trajectories (ids {ids_in_words(self.ids)}) are lost: {listed(self.files)}"
+
+
+class Source(ABC):
+    """A directory with trajectories; ``index`` says which, its ``shard`` column in which row."""
+
+    directory: Directory
+    index: TrajectoryIndex
+    checked: bool = False
+    """Whether the checksums of a shard are compared when it is read for the first time."""
+    linkable: ClassVar[bool]
+    """Whether a shard's files can serve in another directory as they are."""
+
+    @property
+    def generation(self) -> int:
+        """Number of commits that are seen."""
+        return 0
+
+    def changed(self) -> bool:
+        """Look for new commits; return whether there were any."""
+        return False
+
+    def extent(self, row: int) -> Extent | None:
+        """Return the extent of the one trajectory in a shard, where the index does not tell it."""
+        return None
+
+    @property
+    @abstractmethod
+    def shards(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def map_shard(self, row: int) -> MappedShard | None:
+        """Return a shard with its columns mapped; None where they cannot be read in place.
+
+        Raises:
+            CorruptStoreError: a file is missing, damaged, or has another size than the index says.
+        """
+
+    @abstractmethod
+    def manifest(self, row: int) -> ShardManifest:
+        """Return what is known of a shard."""
+
+    @abstractmethod
+    def reader(self, row: int) -> ShardReader:
+        """Return a reader that decodes a shard."""
+
+
+class StoreSource(Source):
+    """A directory that trajstore wrote."""
+
+    linkable = True
+
+    def __init__(self, catalog: Catalog, checked: bool = False) -> None:
+        self.checked = checked
+        self._sound: set[str] = set()
+        self.catalog = catalog
+        self.directory = catalog.directory
+        self._reader: tuple[int, ShardReader] | None = None  # the next trajectory is often in the same shard
+
+    @property
+    def index(self) -> TrajectoryIndex:  # type: ignore[override]
+        return self.catalog.index
+
+    @property
+    def generation(self) -> int:
+        return self.catalog.generation
+
+    def changed(self) -> bool:
+        return self.catalog.behind()
+
+    def lost(self, index: TrajectoryIndex) -> Lost | None:
+        """Return the entries whose shard lacks a file, or has one of another size; None if all are there.
+
+        One pass over the folder, whatever is in it: contents are not read.
+        """
+        found = self.directory.sizes("shards")
+        needed = np.zeros(self.shards, np.bool_)
+        needed[index["shard"]] = True
+        wrong: dict[int, str] = {}
+        for rows, names, sizes in self.catalog.shards.file_sizes(np.flatnonzero(needed)):
+            there = np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
+            for at in np.flatnonzero(there != sizes).tolist():
+                what = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
+                wrong[int(rows[at])] = f"{names[at]} {what}"
+        if not wrong:
+            return None
+        at_fault = np.isin(index["shard"], list(wrong))
+        return Lost(index.first + np.flatnonzero(at_fault), index["trajectory_id"][at_fault], tuple(wrong.values()))
+
+    @property
+    def shards(self) -> int:
+        return len(self.catalog.shards)
+
+    def manifest(self, row: int) -> ShardManifest:
+        return self.catalog.shards.manifest(row)
+
+    def _check(self, row: int, manifest: ShardManifest) -> None:
+        """Compare the checksums of a shard with its bytes, the first time that it is read.
+
+        Raises:
+            CorruptStoreError: they do not fit; names files, columns and trajectories.
+        """
+        if not self.checked or manifest.name in self._sound:
+            return
+        damage: list[str] = []
+        for number, file in enumerate(manifest.files):
+            damage += check_file(self.directory.map(file.name, file.size, sequential=True).view, manifest, number)
+        if damage:
+            ids = self.index["trajectory_id"][self.index["shard"] == row]
+            raise CorruptStoreError(
+                f"{self.directory.url}/{'; '.join(damage)}; trajectories {ids_in_words(ids)} are in it; "
+                "restore it from a copy, or evict them"
+            )
+        self._sound.add(manifest.name)
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        manifest = self.manifest(row)
+        self._check(row, manifest)
+        if any(place is None for place in manifest.places):
+            return None
+        maps = [self.directory.map(file.name, file.size) for file in manifest.files]
+        bases = [mapped.address for mapped in maps]
+        addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
+        return MappedShard(manifest.schema, addresses, maps, maps=len(maps))
+
+    def reader(self, row: int) -> ShardReader:
+        if self._reader is None or self._reader[0] != row:
+            self._reader = None  # what it decoded goes before more is decoded
+            manifest = self.manifest(row)
+            self._check(row, manifest)
+            self._reader = (row, open_shard(partial(fetch_file, self.directory, manifest), manifest))
+        return self._reader[1]

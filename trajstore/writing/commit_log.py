@@ -1,0 +1,469 @@
+"""The durable account of a store: every change to its log, index, pins and files passes through here.
+
+Only for the holder of the writer's lock. What a crash leaves at each point is written in docs/design/store.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import orjson
+
+from trajstore.columns.record import Record
+from trajstore.columns.schema import Extent
+from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
+from trajstore.files.base import FULL, Directory
+from trajstore.formats.base import ShardManifest
+from trajstore.store.catalog import Catalog
+from trajstore.store.index import columns_of, starts_of
+from trajstore.store.log_records import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
+from trajstore.store.moves import Moved, move_to_json
+from trajstore.store.saved_points import pin_file, pin_name
+from trajstore.store.sealed import LAYOUT_VERSION
+from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
+
+logger = logging.getLogger(__name__)
+
+_RENEWAL = 1.0
+"""Seconds between two renewals of ``metadata.json``."""
+
+
+_MAX_RECORDS = 20_000
+"""Records of the log after which the index is written whole, or a sixteenth of the entries if that is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewShard:
+    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
+
+    ``entries`` is what the log says of the trajectories, as JSON.
+    """
+
+    number: int
+    manifest: ShardManifest
+    records: Sequence[Record]
+    ids: Sequence[int]
+    uuids: bytes
+    entries: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One committed shard, as told to the listener."""
+
+    ids: tuple[int, ...]
+    row: int
+    columns: Mapping[str, Any]
+
+
+class CommitListener(Protocol):
+    """What a writer tells; called with the log's lock held, so it must not call the writer back.
+
+    What it is told is durable: an error that it raises is logged and changes nothing.
+    """
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Return what else ``metadata.json`` shall say (seed, ...)."""
+
+    def committed(self, commits: Sequence[Commit]) -> None:
+        """These shards are durable."""
+
+    def rejected(self, ids: Sequence[int]) -> None:
+        """These trajectories cannot be written, for their own sake, and will never be durable."""
+
+    def to_evict(self) -> Sequence[int]:
+        """Return the ids that retention wants gone now."""
+
+    def evicted(self, ids: Sequence[int]) -> None:
+        """These trajectories are durably out of the store."""
+
+    def moved(self, moved: Moved) -> None:
+        """These trajectories are durably in another shard."""
+
+
+class CommitLog:
+    """Appends commits and evictions to the log, and writes the index whole now and then.
+
+    Args:
+        directory: where; created if absent, continued if it holds a store.
+        format_name: what ``metadata.json`` says of the format of new shards.
+        snapshot_bytes: a snapshot is due when the log has grown by this, or by twice the last snapshot if that is more.
+        listener: told of each commit and eviction.
+
+    Raises:
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: what is there cannot be continued.
+    """
+
+    def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
+        self.directory = directory
+        self.lock = threading.Lock()
+        """Held for every change; :meth:`record` and :meth:`keep_house` leave it to the caller, the rest take it."""
+        self.unsettled = False
+        """Whether half a record may stand in the log, or housekeeping failed."""
+        self._format_name = format_name
+        self._snapshot_bytes = snapshot_bytes
+        self._listener = listener
+        self.evicted_bytes = 0
+        """Bytes of all trajectories that were evicted through this log or let go by a pin."""
+        self._holds = 0
+        self._out_of_step: Exception | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._renewed = -1
+        self._renew_at = 0.0
+        self._segment = ""
+        self.catalog = self._open()
+        self._segment = self._segment or segment_name(self.catalog.generation + 1)
+        self._told_schemas = set(range(len(self.catalog.shards.schemas)))
+
+    def _open(self) -> Catalog:
+        directory = self.directory
+        if not Catalog.exists(directory):
+            directory.create()
+            check_unused(directory)
+            directory.create(STORE_FOLDERS)
+            catalog = Catalog.create(directory)
+            self.garbage = Garbage(directory, catalog)
+            self._write_snapshot(catalog)
+            return catalog
+        catalog = Catalog.open(directory)
+        directory.create(STORE_FOLDERS)
+        self.garbage = Garbage(directory, catalog)
+        older = catalog.metadata()["layout_version"] < LAYOUT_VERSION
+        if older or catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+            # Start on a clean segment: a torn last record is left behind with its segment.
+            segments = directory.names(LOG_FOLDER)
+            try:
+                self._write_snapshot(catalog)
+            except StoreWriteError as error:
+                cause = error.__cause__
+                if older or catalog.segment_torn or not (isinstance(cause, OSError) and cause.errno in FULL):
+                    raise
+                # So that a full disk can be opened, and something be evicted.
+                logger.warning("%s; the log that is there is continued", error)
+                self._segment = catalog.segment
+            else:
+                directory.remove(segments)
+        else:
+            self._renewed = catalog.generation
+        return catalog
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock for a change that the writer's user asked for."""
+        check_process(self._pid, self.directory.url)  # first: in a forked child the lock may never come free
+        with self.lock:
+            self.check_open()
+            yield
+
+    def check_open(self) -> None:
+        """Refuse a closed writer; the caller holds the lock.
+
+        Raises:
+            StoreClosedError: it was closed.
+        """
+        if self._closed:
+            raise StoreClosedError(f"{self.directory.url}: the writer was closed")
+
+    def close(self) -> None:
+        """Refuse every further change from outside."""
+        with self.lock:
+            self._closed = True
+
+    # -- commits ----------------------------------------------------------------------------------
+
+    def record(self, shards: Sequence[NewShard]) -> None:
+        """Append shards to the log in one go, take them into the catalog, and tell the listener.
+
+        Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing of it happened.
+        """
+        if not shards:
+            return
+        self._check_in_step()
+        catalog = self.catalog
+        lines = []
+        commits = []
+        told: set[int] = set()
+        for offset, shard in enumerate(shards):
+            schema = catalog.shards.number_of_schema(shard.manifest.schema)
+            new = [] if schema in self._told_schemas or schema in told else [shard.manifest.schema.to_json()]
+            told.add(schema)
+            lines.append(
+                encode_line(
+                    {
+                        "generation": catalog.generation + 1 + offset,
+                        "operation": "add",
+                        "number": shard.number,
+                        "schemas": new,
+                        "shard": manifest_to_json(shard.manifest, schema),
+                        "entries": orjson.Fragment(shard.entries),
+                    }
+                )
+            )
+            records, row = shard.records, len(catalog.shards) + offset
+            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
+            columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
+            commits.append(Commit(tuple(shard.ids), row, columns))
+        catalog.index.reserve(sum([len(shard.ids) for shard in shards]))
+        self._append(b"".join(lines))
+        with self._durable():
+            self._told_schemas |= told
+            for shard, commit in zip(shards, commits, strict=True):
+                catalog.add(shard.number, shard.manifest, commit.columns)
+                catalog.generation += 1
+        self._tell(lambda: self._listener.committed(commits))
+
+    @contextmanager
+    def _durable(self) -> Iterator[None]:
+        """Take what is in the log into the catalog. If that fails, nothing more may be written on top of it."""
+        try:
+            yield
+        except Exception as error:  # a bug, or no memory left; the disk is right and stays so
+            logger.exception("%s: what was committed could not be taken in", self.directory.url)
+            self._out_of_step = error
+
+    def _check_in_step(self) -> None:
+        if self._out_of_step is not None:
+            raise StoreWriteError(
+                f"{self.directory.url}: holds more than this writer knows ({self._out_of_step!r}); open it again"
+            ) from self._out_of_step
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # what it was told is durable all the same
+            logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
+
+    def keep_house(self) -> None:
+        """Evict what retention wants gone, and write the index if the log has grown much.
+
+        Raises:
+            StoreWriteError: it could not be written; nothing of it happened.
+        """
+        self.unsettled = True
+        try:
+            self.directory.settle()
+        except OSError as error:
+            raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
+        self._evict(self._listener.to_evict())
+        catalog = self.catalog
+        records = catalog.generation - catalog.snapshot_generation
+        long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
+        if long or catalog.log_bytes > max(self._snapshot_bytes, 2 * catalog.snapshot_bytes):
+            self._begin_segment()
+        self.unsettled = False
+
+    def _append(self, data: bytes) -> None:
+        try:
+            self.directory.append(self._segment, data)
+        except OSError as error:
+            self.unsettled = True
+            raise StoreWriteError(
+                f"{error}: the commit log could not be written; free space and flush() again"
+            ) from error
+        self.catalog.log_bytes += len(data)
+        if not self.directory.can_append:
+            self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
+
+    # -- eviction and pins ------------------------------------------------------------------------
+
+    def evict(self, ids: Sequence[int]) -> None:
+        """Take committed trajectories out of the store, durably; their files go when nobody needs them.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was evicted.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            self._evict(ids)
+
+    def _evict(self, ids: Sequence[int]) -> None:
+        if not ids:
+            return
+        self._check_in_step()
+        catalog = self.catalog
+        ranges = ranges_of(sorted(ids))
+        self._append(encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges}))
+        with self._durable():
+            self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
+            catalog.generation += 1
+        self._tell(lambda: self._listener.evicted(ids))
+        self._collect_garbage(catalog)
+
+    def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
+        """Record a shard, whose files are durable, that holds trajectories of others; these are read from it now.
+
+        Args:
+            number: of the shard.
+            manifest: of the shard.
+            ids: of its trajectories, ascending; some may have been evicted since they were copied.
+            extents: of each.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was moved.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            self._check_in_step()
+            catalog = self.catalog
+            schema = catalog.shards.number_of_schema(manifest.schema)
+            record = {
+                "generation": catalog.generation + 1,
+                "operation": "rewrite",
+                "number": number,
+                "schemas": [] if schema in self._told_schemas else [manifest.schema.to_json()],
+                "shard": manifest_to_json(manifest, schema),
+                **move_to_json(ids, extents),
+            }
+            self._append(encode_line(record))
+            with self._durable():
+                self._told_schemas.add(schema)
+                moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
+                catalog.generation += 1
+                self._tell(lambda: self._listener.moved(moved))
+
+    def space(self) -> tuple[int, int]:
+        """Return bytes of the live trajectories, and bytes of the files that they and the pins need."""
+        with self.lock:
+            catalog = self.catalog
+            return int(catalog.index["nbytes"].sum()), int(catalog.shards.nbytes()[catalog.needed_shards()].sum())
+
+    def collect_garbage(self) -> None:
+        """Delete what nobody needs any more."""
+        with self.lock:
+            self._collect_garbage(self.catalog)
+
+    def pin(self, name: str, **state: Any) -> int:
+        """Keep what is committed now readable under a name, and return its generation.
+
+        Raises:
+            StoreWriteError: it could not be written.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            try:
+                self.directory.publish(
+                    [pin_file(name, self.catalog.index["trajectory_id"], self.catalog.generation, **state)]
+                )
+            except OSError as error:
+                raise StoreWriteError(f"{error}: nothing was pinned") from error
+            self.catalog.load_pins()
+            return self.catalog.generation
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin; evicted trajectories that only it named are deleted.
+
+        Raises:
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._changing():
+            # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
+            self.directory.remove([pin_name(name)], durable=True)
+            before = int(self.catalog.pinned["nbytes"].sum())
+            self.catalog.load_pins()
+            self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
+            self._collect_garbage(self.catalog)
+
+    @contextmanager
+    def keeping_files(self) -> Iterator[None]:
+        """Delete no shard meanwhile, whatever is evicted; the next eviction or snapshot makes up for it."""
+        with self.lock:
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._holds -= 1
+
+    def _collect_garbage(self, catalog: Catalog) -> None:
+        if not self._holds:
+            self.garbage.collect(catalog)
+
+    # -- metadata ---------------------------------------------------------------------------------
+
+    @property
+    def renewal_due(self) -> bool:
+        """Whether ``metadata.json`` should be renewed."""
+        return self._renewed != self.catalog.generation and time.monotonic() >= self._renew_at
+
+    def renew_metadata(self) -> None:
+        """Let ``metadata.json`` tell of what is committed by now, at most once a second; it is for people and tools.
+
+        Its generation stays that of the snapshot, which readers rely on. Not part of the durable order: what is missed
+        now comes later.
+        """
+        if not self.renewal_due or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._closed or self._out_of_step is not None:
+                return
+            self._renew_at = time.monotonic() + _RENEWAL
+            catalog = self.catalog
+            values = {**self._listener.metadata(), "generation": catalog.snapshot_generation}
+            self.directory.publish([catalog.metadata_file(trajectory_format=self._format_name, **values)])
+            self._renewed = catalog.generation
+        except (OSError, StoreLockedError) as error:
+            logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
+        finally:
+            self.lock.release()
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def snapshot(self) -> None:
+        """Write the index whole and begin a new log segment, if anything was committed since the last time.
+
+        Raises:
+            StoreWriteError: it could not be written; the log still has everything.
+        """
+        with self.lock:
+            if self.catalog.generation > self.catalog.snapshot_generation:
+                self._write_snapshot(self.catalog)
+                self._segment = segment_name(self.catalog.generation + 1)
+
+    def _begin_segment(self) -> None:
+        """Write the index whole, and keep the segment before the new one: a reader that follows is often in it."""
+        earlier = self.catalog.snapshot_generation if self.directory.can_append else None
+        self._write_snapshot(self.catalog, earlier)
+        self._segment = segment_name(self.catalog.generation + 1)
+        if self.directory.can_append:
+            with suppress(
+                OSError
+            ):  # then it comes with the next commit; whoever opens reads the earlier one until then
+                self.directory.append(self._segment, b"")
+
+    def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
+        self._check_in_step()
+        try:
+            index = catalog.snapshot_file()
+            self.directory.publish([index])
+            metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
+            self.directory.publish([metadata])
+        except OSError as error:
+            raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
+        catalog.snapshot_generation = self._renewed = catalog.generation
+        catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
+        catalog.log_bytes = 0
+        self._collect_garbage(catalog)
+        remove_segments(self.directory, catalog.generation if keep_after is None else keep_after)
+
+
+def check_process(pid: int, url: str) -> None:
+    """Refuse to go on in a forked child.
+
+    Raises:
+        StoreClosedError: this is not the process ``pid``.
+    """
+    if os.getpid() != pid:
+        raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")

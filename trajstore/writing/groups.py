@@ -1,0 +1,137 @@
+"""What is written together: trajectories cut out of the queue into groups, a group into shards."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trajstore.columns.owned import OwnedRecord
+from trajstore.errors import StoreWriteError
+from trajstore.formats.base import ShardManifest
+from trajstore.writing.commit_log import NewShard
+
+
+class Batch:
+    """What one call adds, from ``start`` on.
+
+    Attributes:
+        nbytes: bytes of all of it.
+        owned: the trajectories; empty until they are queued.
+        ids: their ids.
+        uuids: 16 bytes for each.
+        since: when it was queued, by ``time.monotonic``.
+        start: how many have been taken out of it.
+        taken: whether any has been taken.
+    """
+
+    __slots__ = ("__weakref__", "ids", "nbytes", "owned", "since", "start", "taken", "uuids")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.owned: Sequence[OwnedRecord] = ()
+        self.ids: Sequence[int] = ()
+        self.uuids = b""
+        self.since = 0.0
+        self.start = 0
+        self.taken = False
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes of what has not been taken out of it."""
+        return sum([item.nbytes for item in self.owned[self.start :]]) if self.start else self.nbytes
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Trajectories of one schema that become one shard.
+
+    Attributes:
+        shard: the shard's number.
+        manifest: set when its files are durable.
+        entries: what the log says of the trajectories, as JSON; set with the manifest.
+    """
+
+    shard: int
+    owned: list[OwnedRecord] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    uuids: bytes = b""
+    manifest: ShardManifest | None = None
+    entries: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its trajectories take in memory."""
+        return sum([item.nbytes for item in self.owned])
+
+    def split(self, other: int) -> list[Part]:
+        """Return two halves; the second one is the shard ``other``."""
+        at = len(self.ids) // 2
+        return [
+            Part(self.shard, self.owned[:at], self.ids[:at], self.uuids[: 16 * at]),
+            Part(other, self.owned[at:], self.ids[at:], self.uuids[16 * at :]),
+        ]
+
+    def new_shard(self) -> NewShard:
+        """Return what is to be recorded of this part once it is published."""
+        if self.manifest is None:
+            raise StoreWriteError(f"shard {self.shard} was not written")  # a bug if ever
+        return NewShard(
+            self.shard, self.manifest, [item.record for item in self.owned], self.ids, self.uuids, self.entries
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Trajectories that are committed together.
+
+    Attributes:
+        ticket: groups are committed in this order, without gaps.
+        flushes: calls of ``flush`` when this attempt began.
+        nbytes: bytes of all its trajectories.
+        last: highest of its ids.
+        failures: attempts that failed.
+    """
+
+    ticket: int
+    flushes: int
+    parts: list[Part] = field(default_factory=list)
+    nbytes: int = 0
+    last: int = -1
+    failures: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of all trajectories that are to be written."""
+        return [number for part in self.parts for number in part.ids]
+
+
+def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
+    """Move trajectories from the queue into a group: of one schema, as many as a shard takes.
+
+    Nothing is moved if this fails.
+    """
+    schema = waiting[0].owned[waiting[0].start].record.schema
+    taken: list[tuple[Batch, int]] = []
+    nbytes = 0
+    for batch in waiting:
+        stop = batch.start
+        for item in batch.owned[stop:] if stop else batch.owned:
+            if (nbytes + item.nbytes > limit and nbytes > 0) or item.record.schema is not schema:
+                break
+            nbytes += item.nbytes
+            stop += 1
+        taken.append((batch, stop))
+        if stop < len(batch.owned):
+            break
+    part = Part(
+        shard,
+        [item for batch, stop in taken for item in batch.owned[batch.start : stop]],
+        [number for batch, stop in taken for number in batch.ids[batch.start : stop]],
+        b"".join([batch.uuids[16 * batch.start : 16 * stop] for batch, stop in taken]),
+    )
+    group.parts, group.nbytes, group.last = [part], nbytes, part.ids[-1]
+    for batch, stop in taken:
+        batch.taken, batch.start = True, stop
+        if stop == len(batch.owned):
+            waiting.popleft()

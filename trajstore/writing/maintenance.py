@@ -1,0 +1,143 @@
+"""Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import CorruptStoreError
+from trajstore.files.base import Directory, Reader
+from trajstore.files.local import TEMPORARY_SUFFIX
+from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog
+from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, segment_generation
+from trajstore.store.saved_points import PINS_FOLDER
+from trajstore.store.shard_table import shard_number
+
+logger = logging.getLogger(__name__)
+
+
+STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
+"""Made when a writer opens a store; one that disappears later is not made anew."""
+
+
+def check_unused(directory: Directory) -> None:
+    """Refuse to begin a store where files of a damaged store, or of somebody else, would be overwritten.
+
+    The snapshot is the first file of a new store: one without entries is what an interrupted beginning left.
+
+    Raises:
+        CorruptStoreError: there are such files.
+    """
+    names = directory.names()
+    if INDEX_NAME in names and Catalog.has_begun(directory):
+        names.remove(INDEX_NAME)
+    for name in names:
+        if name in (METADATA_NAME, INDEX_NAME) or name.split("/")[0] in (SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER):
+            raise CorruptStoreError(
+                f"{directory.url}: holds {name}, but no {METADATA_NAME} of trajstore; "
+                "restore that file, or write elsewhere"
+            )
+
+
+class Garbage:
+    """Deletes shards that neither live nor pinned trajectories nor readers need. Only for the writer.
+
+    Args:
+        directory: the writer's.
+        catalog: its state when the writer opened it.
+    """
+
+    def __init__(self, directory: Directory, catalog: Catalog) -> None:
+        self.held_bytes = 0
+        """Bytes of the shards that only readers need, when this was last looked at."""
+        self._directory = directory
+        self._opened = catalog.generation
+        self._told: set[str] = set()
+        self._leftovers = self._find_leftovers(catalog)
+        catalog.unneeded()  # what nobody needs by now is unneeded from this generation on
+
+    def _find_leftovers(self, catalog: Catalog) -> list[str]:
+        """Delete what an interrupted writer left and nobody can read; return the files that readers may still see."""
+        rows = np.arange(len(catalog.shards), dtype=np.int64)
+        known = {name for _, names, _ in catalog.shards.file_sizes(rows) for name in names}
+        unknown = [name for name in self._directory.names(SHARDS_FOLDER) if name not in known]
+        earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
+        names = [name for name in unknown if name not in set(earlier)]  # no commit ever named them
+        names += [name for name in self._directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
+        if names:
+            logger.info("removing %d files that an interrupted writer left in %s", len(names), self._directory.url)
+            _remove(self._directory, names)
+        return earlier
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are files that only readers need."""
+        return bool(self.held_bytes or self._leftovers)
+
+    def collect(self, catalog: Catalog) -> None:
+        """Delete what can go now.
+
+        A file that cannot be deleted is tried again by the next writer that opens the directory.
+        """
+        rows = catalog.unneeded()
+        self.held_bytes = 0
+        if not len(rows) and not self._leftovers:
+            return
+        try:
+            readers = self._directory.readers(tidy=True)
+        except OSError as error:  # somebody may be reading; what called this has been done all the same
+            logger.warning("could not see who reads %s, nothing is deleted: %s", self._directory.url, error)
+            return
+        if self._leftovers and all(reader.generation >= self._opened for reader in readers):
+            _remove(self._directory, self._leftovers)
+            self._leftovers = []
+        held = np.zeros(len(rows), np.bool_)
+        holding: list[Reader] = []
+        for reader in readers:
+            by_reader = catalog.lifetimes.held(rows, reader)
+            if by_reader.any():
+                held |= by_reader
+                holding.append(reader)
+        going = rows[~held]
+        if len(going):
+            _remove(self._directory, catalog.shards.files(going.tolist()))
+            catalog.lifetimes.remove(going)
+        if holding:
+            self.held_bytes = int(catalog.shards.nbytes()[rows[held]].sum())
+            self._tell(catalog, holding)
+
+    def _tell(self, catalog: Catalog, holding: Sequence[Reader]) -> None:
+        """Warn, once for each reader, when readers hold more than the store itself."""
+        live = int(catalog.index["nbytes"].sum())
+        fresh = [reader for reader in holding if reader.name not in self._told]
+        if self.held_bytes <= live or not fresh:
+            return
+        self._told.update(reader.name for reader in fresh)
+        logger.warning(
+            "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
+            "a reader lets go of them when it calls refresh() or close()",
+            self._directory.url,
+            self.held_bytes,
+            live,
+            "; ".join(reader.holder for reader in fresh),
+        )
+
+
+def remove_segments(directory: Directory, up_to: int) -> None:
+    """Delete the log segments whose first record is of this generation or an earlier one."""
+    old = [
+        name
+        for name in directory.names(LOG_FOLDER)
+        if (first := segment_generation(name)) is not None and first <= up_to
+    ]
+    _remove(directory, old)
+
+
+def _remove(directory: Directory, names: list[Any]) -> None:
+    try:
+        directory.remove(names)
+    except OSError as error:
+        logger.warning("could not delete files of %s: %s", directory.url, error)

@@ -1,0 +1,285 @@
+"""Giving back the disk space of evicted trajectories whose shards are partly alive.
+
+The live trajectories of several such shards are copied into one new shard, which one log record commits; the old
+shards are then needed by nobody. What a crash leaves at each point is written in docs/design/store.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.record import raw_bytes
+from trajstore.columns.schema import Extent
+from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
+from trajstore.files.base import Buffer, Directory
+from trajstore.formats import open_shard
+from trajstore.formats.base import ShardContent, ShardManifest, TrajectoryFormat
+from trajstore.formats.checksums import check_file, manifest_of
+from trajstore.reading.shard_access import fetch_file
+from trajstore.store.catalog import Catalog
+from trajstore.store.moves import STARTS
+from trajstore.store.shard_table import shard_name
+from trajstore.writing.commit_log import CommitLog
+
+logger = logging.getLogger(__name__)
+
+SLACK_BYTES = 1 << 20
+"""Shards may hold this much besides twice the live bytes before any is rewritten: a small store is left alone."""
+
+_LEASES_SECONDS = 1.0
+"""How often it is seen whether readers have let go of files that only they need, when nothing is added or evicted."""
+
+_START_OF = {
+    Axis.SAMPLES: STARTS[0],
+    Axis.FIRST_EXTRA: STARTS[1],
+    Axis.LAST_EXTRA: STARTS[1],
+    Axis.RESPONSE: STARTS[1],
+    Axis.DOCUMENT: STARTS[2],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How full the shards are that the store needs.
+
+    Attributes:
+        total: bytes of all rows, per shard (row of the shard table); 0 where nobody needs it.
+        live: bytes of live and pinned trajectories, per shard.
+    """
+
+    total: npt.NDArray[np.int64]
+    live: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(catalog: Catalog) -> Usage:
+        """Return how full the shards of a catalog are."""
+        count = len(catalog.shards)
+        live = np.zeros(count, np.int64)
+        for index in (catalog.index, catalog.pinned):
+            np.add.at(live, index["shard"], index["nbytes"])
+        return Usage(np.where(catalog.needed_shards(), catalog.shards.row_bytes(), 0), live)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether more is dead than live."""
+        return int(self.total.sum()) > 2 * int(self.live.sum()) + SLACK_BYTES
+
+
+def choose(
+    usage: Usage, schemas: npt.NDArray[np.int32], limit: int, excluded: set[int], *, everything: bool
+) -> list[int]:
+    """Return the shards to be made into one, rows of the shard table; none if nothing is to be gained.
+
+    Args:
+        usage: how full they are.
+        schemas: number of the schema of each.
+        limit: most live bytes to be copied, but at least one shard is.
+        excluded: shards to be left alone.
+        everything: also choose those in which little is dead; without any, small ones, to make one of several.
+    """
+    needed = usage.total > 0
+    needed[list(excluded)] = False
+    dead = usage.total - usage.live
+    if everything:
+        candidates = np.flatnonzero(needed & (dead > 0))
+        if not len(candidates):
+            candidates = np.flatnonzero(needed & (2 * usage.live <= limit))
+    elif usage.is_due:
+        candidates = np.flatnonzero(needed & (2 * usage.live <= usage.total))
+    else:
+        return []
+    candidates = candidates[np.argsort(usage.live[candidates] / usage.total[candidates], kind="stable")]
+    best: list[int] = []
+    for schema in np.unique(schemas[candidates]).tolist():
+        rows = candidates[schemas[candidates] == schema]
+        fitting = max(1, int(np.searchsorted(np.cumsum(usage.live[rows]), limit, side="right")))
+        rows = rows[:fitting]
+        gained = int(dead[rows].sum())
+        if (gained or len(rows) > 1) and (not best or gained > int(dead[best].sum())):
+            best = rows.tolist()
+    return best
+
+
+class Rewriter:
+    """Rewrites shards of the writer's store, one new shard at a time, in a thread that calls :meth:`run`.
+
+    Commits wait for it only while it chooses and while it records, never while it copies.
+
+    Args:
+        directory: the store's.
+        log: the store's.
+        trajectory_format: how new shards are written.
+        shard_bytes: most bytes of trajectories in a new shard.
+        new_shard: returns the number of one more shard.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        log: CommitLog,
+        trajectory_format: TrajectoryFormat,
+        shard_bytes: int,
+        new_shard: Callable[[], int],
+    ) -> None:
+        self._directory = directory
+        self._log = log
+        self._format = trajectory_format
+        self._shard_bytes = shard_bytes
+        self._new_shard = new_shard
+        self._one = threading.Lock()
+        self._damaged: set[int] = set()
+        self._wake = threading.Event()
+        self._closing = False
+
+    def note(self) -> None:
+        """Let :meth:`run` see whether something is to be done."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Let :meth:`run` return; a shard that is being written is finished first."""
+        self._closing = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Rewrite what is worth it, now and whenever enough was evicted, until :meth:`stop`."""
+        looked_at = -SLACK_BYTES  # bytes evicted when the shards were looked at last; once in the beginning
+        pause = 0
+        while not self._closing:
+            if self._log.evicted_bytes - looked_at <= pause:
+                held = self._log.garbage.is_waiting
+                self._wake.wait(_LEASES_SECONDS if held else None)
+                self._wake.clear()
+                if held:
+                    self._log.collect_garbage()
+                continue
+            looked_at = self._log.evicted_bytes
+            try:
+                while not self._closing and self.step():
+                    pass
+            except StoreClosedError:
+                return
+            except (TrajstoreError, OSError, MemoryError) as error:  # nothing is lost; tried again after more evictions
+                logger.warning("%s: shards could not be rewritten: %s", self._directory.url, error)
+            except Exception:  # a bug; the store goes on without rewriting, which costs disk space only
+                logger.exception("%s: shards could not be rewritten", self._directory.url)
+            with self._log.lock:  # an eighth of what is live can be evicted until it is worth another look
+                pause = max(SLACK_BYTES, int(self._log.catalog.index["nbytes"].sum()) // 8)
+
+    def step(self, *, everything: bool = False) -> bool:
+        """Make one new shard out of several, if that is worth it; return whether it was.
+
+        Args:
+            everything: see :func:`choose`.
+
+        Raises:
+            StoreClosedError: the writer was closed.
+            StoreWriteError: the log could not be written; nothing was moved.
+            OSError: the new shard could not be written; nothing was moved.
+        """
+        with self._one:
+            with self._log.keeping_files():  # what is read here stays, also if it is evicted meanwhile
+                with self._log.lock:
+                    self._log.check_open()
+                    catalog = self._log.catalog
+                    usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
+                    rows = choose(usage, schemas, self._shard_bytes, self._damaged, everything=everything)
+                    if not rows:
+                        return False
+                    manifests = {row: catalog.shards.manifest(row) for row in rows}
+                    entries = _entries_in(catalog, rows)
+                sources = {row: self._open(row, manifest) for row, manifest in manifests.items()}
+                readable = {row: source for row, source in sources.items() if source is not None}
+                if len(readable) < len(sources):
+                    return True  # choose again, without those that are damaged
+                self._rewrite(entries, readable)
+            self._log.collect_garbage()
+            return True
+
+    def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
+        """Return a shard that is sound; None for one that is damaged: a copy would carry a new, fitting checksum."""
+        try:
+            problems = [
+                problem
+                for number, file in enumerate(manifest.files)
+                for problem in check_file(fetch_file(self._directory, manifest, file.name), manifest, number)
+            ]
+        except CorruptStoreError as error:
+            problems = [str(error)]
+        if not problems:
+            return _OpenShard(self._directory, manifest)
+        self._damaged.add(row)
+        logger.warning(
+            "%s: a shard is damaged and stays as it is: %s; run  trajstore verify", self._directory.url, problems[0]
+        )
+        return None
+
+    def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> None:
+        number = self._new_shard()
+        name = shard_name(number)
+        schema = sources[entries[0].row].manifest.schema
+        pieces: list[list[Buffer]] = [[] for _ in schema.columns]
+        for entry in entries:
+            for column, piece in enumerate(sources[entry.row].columns(entry)):
+                pieces[column].append(piece)
+        extents = [entry.extent for entry in entries]
+        content = ShardContent(schema, extents, pieces)
+        encoded = self._format.encode(name, content)
+        self._directory.publish(encoded.files)
+        manifest = manifest_of(encoded, self._format.name, name, content)
+        try:
+            self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
+        except TrajstoreError:
+            if not self._log.unsettled:  # else half a record may stand in the log, and name them
+                self._directory.remove([file.name for file in manifest.files])
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A live or pinned trajectory and where it is: shard, and first row by column of the index."""
+
+    trajectory_id: int
+    row: int
+    extent: Extent
+    starts: dict[str, int]
+
+
+def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
+    """Return what is live or pinned in some shards, by ascending id."""
+    chosen = np.zeros(len(catalog.shards), np.bool_)
+    chosen[rows] = True
+    names = ("trajectory_id", "shard", "steps", "batch", "extra", "document", *STARTS)
+    found = []
+    for index in (catalog.index, catalog.pinned):
+        inside = chosen[index["shard"]]
+        for number, row, steps, batch, extra, document, *starts in zip(
+            *(index[name][inside].tolist() for name in names), strict=True
+        ):
+            extent = Extent(steps, batch, extra, document)
+            found.append(_Entry(number, row, extent, dict(zip(STARTS, starts, strict=True))))
+    return sorted(found, key=lambda entry: entry.trajectory_id)
+
+
+class _OpenShard:
+    """A shard whose trajectories are copied."""
+
+    def __init__(self, directory: Directory, manifest: ShardManifest) -> None:
+        self.manifest = manifest
+        self._reader = open_shard(partial(fetch_file, directory, manifest), manifest)
+
+    def columns(self, entry: _Entry) -> list[memoryview]:
+        """Return the rows of a trajectory, column by column."""
+        columns = []
+        for number, column in enumerate(self.manifest.schema.columns):
+            start = entry.starts[_START_OF[column.axis]]
+            rows = self._reader.rows(number, start, start + entry.extent.rows(column.axis))
+            columns.append(raw_bytes(rows.contiguous()))
+        return columns
