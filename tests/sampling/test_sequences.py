@@ -84,7 +84,7 @@ def test_sequences_longer_than_any_episode_are_an_error_that_counts() -> None:
     world = World([(4, 2)], seed=0)
     with pytest.raises(EmptyBufferError, match="of 1000 drawn steps, none has 8 more"):
         sample_sequences(world.buffer, 8, 9)
-    with pytest.raises(SchemaMismatchError, match="column ended"):
+    with pytest.raises(SchemaMismatchError, match="ended"):
         sample_sequences(world.buffer, 8, 2, ends=["ended"])
 
 
