@@ -17,6 +17,8 @@ from pathlib import Path
 
 from tools.bench import (
     rlinf,
+    samplers,
+    space,
     t01_sample,
     t03_torchrl,
     t04_cold,
@@ -25,10 +27,11 @@ from tools.bench import (
     t07_latency,
     t08_open,
     t09_checkpoint,
+    t10_loader,
     t14_memory,
     t15_start,
     t16_verl,
-    t17_space,
+    t17_priorities,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -54,12 +57,15 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t7": t07_latency.figures,
     "t8": t08_open.figures,
     "t9": t09_checkpoint.figures,
+    "t10": t10_loader.figures,
     "t11": partial(script, "t11_batch"),
     "t12": partial(script, "t12_loss"),
     "t14": t14_memory.figures,
     "t15": t15_start.figures,
     "t16": t16_verl.figures,
-    "t17": t17_space.figures,
+    "t17": t17_priorities.figures,
+    "samplers": samplers.figures,
+    "space": space.figures,
     "rlinf": rlinf.figures,
 }
 

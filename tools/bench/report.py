@@ -37,7 +37,7 @@ class Figure:
     """One measured number.
 
     Attributes:
-        id: the goal, ``T1`` ... ``T17``; ``T16`` has none.
+        id: the goal, ``T1`` ... ``T17``, or the name of the benchmark.
         name: what was measured.
         value: the number, in ``unit``.
         target: what is wanted: at most this, or at least this where ``at_least``; None where nothing is promised.

@@ -14,21 +14,13 @@ _Array = np.ndarray[Any, Any]
 
 
 @numba.njit(nogil=True, cache=True)
-def set_leaves(sums: _Array, least: _Array, offsets: _Array, leaves: _Array, values: _Array) -> None:
+def set_leaves(sums: _Array, offsets: _Array, leaves: _Array, values: _Array) -> None:
     """Set leaves and bring every node above them up to date.
 
-    ``sums[offsets[k] : offsets[k + 1]]`` is level k, the leaves at 0; ``least`` has the smallest positive leaf below
-    each node, infinity where there is none.
+    ``sums[offsets[k] : offsets[k + 1]]`` is level k, the leaves at 0.
     """
     for i in range(len(leaves)):
-        value = values[i]
-        sums[leaves[i]] = value
-        least[leaves[i]] = value if value > 0 else np.inf
-    _update_above(sums, least, offsets, leaves)
-
-
-@numba.njit(nogil=True, cache=True)
-def _update_above(sums: _Array, least: _Array, offsets: _Array, leaves: _Array) -> None:
+        sums[leaves[i]] = values[i]
     width = FANOUT
     for level in range(1, len(offsets) - 1):
         below, here = offsets[level - 1], offsets[level]
@@ -41,31 +33,23 @@ def _update_above(sums: _Array, least: _Array, offsets: _Array, leaves: _Array) 
             last = node
             start = node * FANOUT
             total = 0.0
-            smallest = np.inf
             for child in range(below + start, below + min(start + FANOUT, size_below)):
                 total += sums[child]
-                smallest = min(smallest, least[child])
             sums[here + node] = total
-            least[here + node] = smallest
         width *= FANOUT
 
 
 @numba.njit(nogil=True, cache=True)
-def rebuild(sums: _Array, least: _Array, offsets: _Array) -> None:
-    """Work out every node above the leaves anew, and ``least`` of the leaves."""
-    for leaf in range(offsets[1]):
-        least[leaf] = sums[leaf] if sums[leaf] > 0 else np.inf
+def rebuild(sums: _Array, offsets: _Array) -> None:
+    """Work out every node above the leaves anew."""
     for level in range(1, len(offsets) - 1):
         below, here = offsets[level - 1], offsets[level]
         size_below = here - below
         for node in range(offsets[level + 1] - here):
             total = 0.0
-            smallest = np.inf
             for child in range(node * FANOUT, min((node + 1) * FANOUT, size_below)):
                 total += sums[below + child]
-                smallest = min(smallest, least[below + child])
             sums[here + node] = total
-            least[here + node] = smallest
 
 
 @numba.njit(nogil=True, cache=True)
@@ -80,25 +64,6 @@ def total_before(sums: _Array, offsets: _Array, leaf: int) -> float:
             total += sums[offsets[level] + sibling]
         node //= FANOUT
     return total
-
-
-@numba.njit(nogil=True, cache=True)
-def least_between(least: _Array, offsets: _Array, low: int, high: int) -> float:
-    """Return the smallest positive leaf in ``[low, high)``, infinity if there is none."""
-    smallest = np.inf
-    level = 0
-    while low < high:
-        base = offsets[level]
-        while low < high and low % FANOUT:
-            smallest = min(smallest, least[base + low])
-            low += 1
-        while low < high and high % FANOUT:
-            high -= 1
-            smallest = min(smallest, least[base + high])
-        low //= FANOUT
-        high //= FANOUT
-        level += 1
-    return smallest
 
 
 @numba.njit(nogil=True, cache=True)

@@ -45,7 +45,7 @@ class Drawn:
     Attributes:
         ids: trajectory id of each row, ``[n]``.
         samples: place of the row within its trajectory (``t * B + b``), ``[n]``; zeros where trajectories are drawn.
-        weights: importance weight of each row, float32 ``[n]``, the largest possible one is 1; None where every row
+        weights: importance weight of each row, float32 ``[n]``, the largest of the batch is 1; None where every row
             stands for itself.
     """
 

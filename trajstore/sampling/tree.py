@@ -29,7 +29,6 @@ class SumTree:
     def __init__(self, capacity: int) -> None:
         self._offsets = _offsets(capacity)
         self._sums = np.zeros(int(self._offsets[-1]), np.float64)
-        self._least = np.full(int(self._offsets[-1]), np.inf)
 
     @property
     def capacity(self) -> int:
@@ -58,7 +57,7 @@ class SumTree:
             bad = weights[~((weights >= 0) & (weights < np.inf))][0]
             raise ConfigurationError(f"weight {bad}: must be a finite number, at least 0")
         if len(leaves):
-            _tree_kernels.set_leaves(self._sums, self._least, self._offsets, leaves, weights)
+            _tree_kernels.set_leaves(self._sums, self._offsets, leaves, weights)
 
     def total_before(self, leaf: int) -> float:
         """Return the sum of the weights of all leaves before one (or of all, for ``capacity``)."""
@@ -67,12 +66,6 @@ class SumTree:
         if leaf >= self.capacity:
             return self.total
         return float(_tree_kernels.total_before(self._sums, self._offsets, leaf))
-
-    def least(self, low: int, high: int) -> float:
-        """Return the smallest positive weight of the leaves ``[low, high)``, infinity if there is none."""
-        from trajstore.sampling import _tree_kernels
-
-        return float(_tree_kernels.least_between(self._least, self._offsets, low, min(high, self.capacity)))
 
     def find(self, targets: FloatArray) -> IntArray:
         """Return, for each target in ``[0, total)``, the leaf at which the running total first exceeds it.
@@ -92,7 +85,7 @@ class SumTree:
 
         self.__init__(capacity)  # type: ignore[misc]
         self._sums[: len(weights)] = weights
-        _tree_kernels.rebuild(self._sums, self._least, self._offsets)
+        _tree_kernels.rebuild(self._sums, self._offsets)
 
 
 def _offsets(capacity: int) -> IntArray:

@@ -24,8 +24,8 @@ class Priorities:
     """How priorities become chances and weights.
 
     A row of priority p is drawn with a chance in proportion to ``(p + eps) ** alpha``; its importance weight is
-    ``(least / own) ** beta``, ``least`` being the smallest chance in the window (of transitions with priorities per
-    trajectory: in the batch), so that the largest weight is 1. New rows get the largest priority seen so far.
+    ``(least / own) ** beta``, ``least`` being the smallest chance in the batch, so that the largest weight is 1. New
+    rows get the largest priority seen so far.
     Source: Schaul et al., "Prioritized Experience Replay", 2016, equations 1 and 2.
 
     Attributes:
@@ -158,11 +158,12 @@ class WeightedSampler(Sampler):
             samples = np.minimum((uniform(len(entries), generator) * sizes).astype(np.int64), sizes - 1)
         else:
             samples = np.zeros(len(entries), np.int64)
-        drawn = Drawn(self._roster.ids[entries], samples, self._importance(leaves, low))
-        different = np.unique(entries)
-        changed = [factor.drawn(different) for factor in self.factors]
-        if any(len(some) for some in changed):
-            self._weigh(changed)
+        drawn = Drawn(self._roster.ids[entries], samples, self._importance(leaves))
+        if self.factors:
+            different = np.unique(entries)
+            changed = [factor.drawn(different) for factor in self.factors]
+            if any(len(some) for some in changed):
+                self._weigh(changed)
         return drawn
 
     def _leaves(self, count: int, generator: torch.Generator, low: int) -> IntArray:
@@ -199,16 +200,13 @@ class WeightedSampler(Sampler):
             raise self._empty(low)
         return np.concatenate(found)
 
-    def _importance(self, leaves: IntArray, low: int) -> npt.NDArray[np.float32] | None:
+    def _importance(self, leaves: IntArray) -> npt.NDArray[np.float32] | None:
         if self.priorities is None:
             return None
         chances = self._tree.leaves[leaves]
-        if self._by_sample or self.unit == "trajectory":
-            least = self._tree.least(low, self._roster.leaves)
-        else:  # one leaf stands for all rows of a trajectory
+        if self.unit == "sample" and not self._by_sample:  # one leaf stands for all rows of a trajectory
             chances = chances / self._samples.values[self._roster.entry_of(leaves)]
-            least = float(chances.min())
-        weights: npt.NDArray[np.float32] = ((least / chances) ** self.priorities.beta).astype(np.float32)
+        weights: npt.NDArray[np.float32] = ((chances.min() / chances) ** self.priorities.beta).astype(np.float32)
         return weights
 
     def _empty(self, low: int) -> EmptyBufferError:

@@ -1,4 +1,4 @@
-"""T17: bytes of shard files over live bytes, after 99 of 100 trajectories were evicted at random.
+"""Space: bytes of shard files over live bytes, after 99 of 100 trajectories were evicted at random.
 
 Trajectories of 8 KB. First as the writer leaves it by itself, then after ``compact()``.
 """
@@ -39,10 +39,10 @@ def figures(options: Options) -> Iterator[Figure]:
             time.sleep(0.05)
         details = {"full_bytes": full, "waited_s": time.monotonic() - began}
         yield Figure(
-            "T17", "shard bytes over live bytes, 99 % evicted at random", _over(buffer), TARGET, details=details
+            "SPACE", "shard bytes over live bytes, 99 % evicted at random", _over(buffer), TARGET, details=details
         )
         buffer.compact()
-        yield Figure("T17", "the same after compact()", _over(buffer), COMPACT_TARGET)
+        yield Figure("SPACE", "the same after compact()", _over(buffer), COMPACT_TARGET)
 
 
 def _over(buffer: TrajectoryReplayBuffer) -> float:

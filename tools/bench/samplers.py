@@ -1,0 +1,64 @@
+"""What a draw of 1,024 rows costs with each sampler, from 10^4 to 10^8 rows of the index alone.
+
+The figure is the time at the most rows over that at the fewest; a binary logarithm grows by 2 between them, memory
+that no cache holds costs besides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+
+from tools.bench.report import Figure, Options
+from tools.bench.timing import alternate
+from trajstore.sampling import (
+    Additions,
+    EpochSampler,
+    FreshestSampler,
+    Priorities,
+    Recency,
+    Sampler,
+    Staleness,
+    UseLimit,
+    WeightedSampler,
+)
+
+BATCH = 1024
+SAMPLES = 1000
+TRAJECTORIES = (10, 1_000, 100_000)
+
+SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
+    "uniform by tree": WeightedSampler,
+    "recency": lambda: WeightedSampler([Recency(1000)]),
+    "staleness": lambda: WeightedSampler([Staleness(5)]),
+    "uses with a pause": lambda: WeightedSampler([UseLimit(cooldown=1)]),
+    "priorities per trajectory": lambda: WeightedSampler(priorities=Priorities(per="trajectory")),
+    "priorities per transition": lambda: WeightedSampler(priorities=Priorities()),
+    "epochs": EpochSampler,
+    "freshest": FreshestSampler,
+}
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield a figure for each sampler."""
+    counts = [options.count(count, 10) for count in TRAJECTORIES]
+    for name, make in SAMPLERS.items():
+        samplers = [_filled(make(), count) for count in counts]
+        generator = torch.Generator().manual_seed(0)
+        count = 1 if name in ("freshest", "uses with a pause") else BATCH  # few trajectories: few uses
+        works = [partial(sampler.draw, count, generator) for sampler in samplers]
+        times = [statistics.median(kept) for kept in alternate(works, max(20, options.repeats))]
+        details = {f"us_{rows * SAMPLES:.0e}": 1e6 * time for rows, time in zip(counts, times, strict=True)}
+        yield Figure(
+            "SAMPLERS", f"{name}, draw of {count}: most rows ÷ fewest", times[-1] / times[0], None, details=details
+        )
+
+
+def _filled(sampler: Sampler, trajectories: int) -> Sampler:
+    ids = np.arange(trajectories)
+    sampler.added(Additions(ids, np.full(trajectories, SAMPLES), ids * 10 // trajectories))
+    return sampler
