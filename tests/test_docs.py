@@ -44,10 +44,10 @@ def test_every_option_of_every_command_is_documented(
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["README.md", "docs/tutorial.md", "docs/howto/rlinf.md", pytest.param("docs/howto/dataproto.md", marks=needs_verl)],
-)
+PAGES = ["README.md", "docs/tutorial.md", "docs/howto/rlinf.md", "docs/howto/samplers.md", "docs/howto/feeding.md"]
+
+
+@pytest.mark.parametrize("name", [*PAGES, pytest.param("docs/howto/dataproto.md", marks=needs_verl)])
 def test_code_runs(name: str, project_root: Path, tmp_path: Path) -> None:
     code = "\n".join(blocks(project_root / name, "python"))
     script = tmp_path / "example.py"
