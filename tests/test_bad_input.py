@@ -23,6 +23,7 @@ from trajstore.store.catalog import INDEX_NAME, METADATA_NAME
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
 from trajstore.store.sealed import metadata_json, seal, unseal
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
 FORMATS = ("pt", "zarr", "pkl")
@@ -41,7 +42,7 @@ def build(path: Path, fmt: str, *, clean: bool = False) -> Path:
             buffer.pin("kept")
             buffer.close()
         else:
-            shutil.copytree(path, path.with_name("open"))
+            copy_live(path, path.with_name("open"))
             buffer.close()
             shutil.rmtree(path)
             path.with_name("open").rename(path)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
 
@@ -343,6 +344,6 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
         buffer.evict([0, 1])
     with make("store", "pt", path) as buffer:
         buffer.unpin("only")
-        shutil.copytree(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
+        copy_live(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
     assert list((tmp_path / "crashed" / "shards").iterdir()) == []
     assert verify(tmp_path / "crashed").sound

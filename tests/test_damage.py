@@ -18,6 +18,7 @@ from trajstore.inspection.verify import verify
 from trajstore.reading import sources
 from trajstore.store.log_records import encode_line
 from trajstore.store.sealed import seal, unseal
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
 
 
@@ -138,7 +139,7 @@ def test_an_index_is_worked_out_again_from_the_log(tmp_path: Path, caplog: pytes
             buffer.add_trajectories([witness(key)])
             buffer.flush()
         buffer.evict([1])
-        shutil.copytree(tmp_path / "live", tmp_path / "crashed")  # what a crash would leave
+        copy_live(tmp_path / "live", tmp_path / "crashed")  # what a crash would leave
     cut(tmp_path / "crashed" / "trajectory_index.json")
     with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
         load(tmp_path / "crashed")
@@ -171,7 +172,7 @@ def crashed(tmp_path: Path) -> Path:
         for key in range(4):
             buffer.add_trajectories([witness(key)])
             buffer.flush()
-        shutil.copytree(tmp_path / "live", tmp_path / "crashed")
+        copy_live(tmp_path / "live", tmp_path / "crashed")
     return tmp_path / "crashed"
 
 
@@ -192,7 +193,7 @@ def test_one_entry_that_makes_no_sense_costs_itself(tmp_path: Path, caplog: pyte
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
         buffer.add_trajectories([witness(key) for key in (0, 0, 0)])
         buffer.flush()
-        shutil.copytree(tmp_path / "live", tmp_path / "crashed")
+        copy_live(tmp_path / "live", tmp_path / "crashed")
 
     def forge(lines: list[bytes]) -> list[bytes]:
         record = json.loads(lines[0][9:])

@@ -22,6 +22,7 @@ from trajstore.store.log_records import encode_line
 from trajstore.store.packing import StringTable, pack
 from trajstore.store.sealed import seal, unseal
 from trajstore.store.shard_table import ShardTable
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
 _CAMPAIGN = """
@@ -132,7 +133,7 @@ def store_with_log(path: Path, form: str = "pt") -> Path:
         buffer.add_trajectories([witness(key) for key in keys])
         buffer.flush()
     crashed = path / "crashed"
-    subprocess.run(["cp", "-r", str(live), str(crashed)], check=True)
+    copy_live(live, crashed)
     buffer.close()
     return crashed
 

@@ -27,6 +27,8 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     UnsafeContentError,
 )
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 
 FOLDERS = ("auto_save_pt", "auto_save_pkl")
 
@@ -286,6 +288,23 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pkl"):
         loaded(path).sample(1)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pkl"])
+@pytest.mark.parametrize("content", [None, 7, "text", [1, 2], {}], ids=str)
+def test_a_file_that_has_no_trajectory_is_refused(tmp_path: Path, suffix: str, content: Any) -> None:
+    path = small(tmp_path / "other")
+    if suffix == "pkl":
+        (path / "trajectory_0_w.pkl").write_bytes(pickle.dumps(content))
+        (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": "pkl", "seed": 1}))
+    else:
+        torch.save(content, path / "trajectory_0_w.pt")
+    for read in (lambda: loaded(path).sample(1), lambda: loaded(path).get(0)):
+        with pytest.raises(CorruptStoreError, match=rf"trajectory_0_w\.{suffix}: not a trajectory"):
+            read()
+    assert "not a trajectory" in str(verify(path).problems)
+    with pytest.raises(CorruptStoreError, match="not a trajectory"):
+        inspect(path)
 
 
 def test_agent_trajectories_cannot_be_written_for_rlinf(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
 
 
@@ -96,7 +96,7 @@ def test_what_the_log_still_tells_is_read_beside_rlinfs_files(tmp_path: Path) ->
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
         buffer.add_trajectories([witness(key) for key in range(4)])
         buffer.flush()
-        store = Path(shutil.copytree(tmp_path / "live", tmp_path / "killed"))  # as SIGKILL would leave it
+        store = copy_live(tmp_path / "live", tmp_path / "killed")  # as SIGKILL would leave it
     rlinf_files(store)
     lenient = TrajectoryReplayBuffer(sample_window_size=0)
     lenient.load_checkpoint(store, strict=False)

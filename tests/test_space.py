@@ -21,6 +21,7 @@ from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptio
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 from trajstore.writing.rewriting import Usage, choose
@@ -298,8 +299,8 @@ def test_a_crash_while_compacting_loses_nothing(tmp_path: Path, step: int) -> No
             source.compact()
         assert [check_trajectory(source.get(number)) for number in (0, 2, 4, 5)] == [0, 2, 4, 5]
         copy = tmp_path / "copy"
-        shutil.copytree(tmp_path / "shards", copy / "shards")
-        shutil.copytree(tmp_path / "log", copy / "log")
+        copy_live(tmp_path / "shards", copy / "shards")
+        copy_live(tmp_path / "log", copy / "log")
         for name in ("metadata.json", "trajectory_index.json"):
             shutil.copy(tmp_path / name, copy / name)
         with writer_to(copy) as again:

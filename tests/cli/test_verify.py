@@ -14,6 +14,7 @@ from tests.cli.stores import Run, make_rollout, write_store
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live
 
 
 @pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
@@ -85,7 +86,7 @@ def test_a_cut_commit_is_no_damage_and_a_changed_one_is(run: Run, tmp_path: Path
         buffer.add_trajectories([make_rollout(0)])
         buffer.flush()
         assert run("verify", live)[0] == 0, "a live writer does not disturb"
-        shutil.copytree(live, store)  # what a crash would leave here
+        copy_live(live, store)  # what a crash would leave here
     log = sorted((store / "log").iterdir())[-1]
     whole = log.read_bytes()
     log.write_bytes(whole + b'0badc0de {"generation":')

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
 KEYS = {0: 1, 1: 5, 2: 3, 3: 4, 4: 11}
@@ -32,7 +32,7 @@ def make(target: Path) -> None:
         second.add_trajectories([witness(KEYS[3]), witness(KEYS[4])])
         second.evict([0])
         second.compact()
-        shutil.copytree(path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
+        copy_live(path, target, "readers", "writer.lock")
         second.close()
     reader = TrajectoryReplayBuffer(seed=5, sample_window_size=0)
     reader.load_checkpoint(target)

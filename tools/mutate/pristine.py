@@ -20,6 +20,7 @@ import torch
 from trajstore import TrajectoryReplayBuffer
 from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.experience.store import BufferStore
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -106,7 +107,7 @@ def _store(path: Path, form: str, **options: object) -> None:
 def _leave_open(path: Path, close: Callable[[], None]) -> None:
     """Leave a directory as a writer that was killed now would: with its log, a lock and a reader's pin."""
     aside = path.with_name(path.name + ".open")
-    shutil.copytree(path, aside)
+    copy_live(path, aside)
     close()
     shutil.rmtree(path)
     aside.rename(path)

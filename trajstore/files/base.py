@@ -157,8 +157,11 @@ class Directory(ABC):
         """
 
     @abstractmethod
-    def listing(self) -> tuple[list[str], list[str]]:
-        """Return the names of the files and of the folders right in the directory, sorted; no folder is entered."""
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the files and of the folders right in a folder, each sorted; no folder is entered.
+
+        Both are empty if the folder is absent.
+        """
 
     @abstractmethod
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:

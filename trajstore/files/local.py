@@ -108,11 +108,12 @@ class LocalDirectory(Directory):
                 continue
         return found
 
-    def listing(self) -> tuple[list[str], list[str]]:
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        above = check_name(below) + "/" if below else ""
         files: list[str] = []
         folders: list[str] = []
-        for entry in self._entries(""):
-            (folders if _is_folder(entry) else files).append(entry.name)
+        for entry in self._entries(above):
+            (folders if _is_folder(entry) else files).append(above + entry.name)
         return sorted(files), sorted(folders)
 
     def _files(self, below: str) -> Iterator[tuple[str, os.DirEntry[str]]]:

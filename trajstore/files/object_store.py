@@ -122,19 +122,20 @@ class ObjectStore:
         chosen = sorted(path for path in found if path.startswith(prefix) and not path.endswith("/"))
         return {path[len(root) :]: int(found[path]["size"]) for path in chosen}
 
-    def listing(self) -> tuple[list[str], list[str]]:
-        """Return the names of the objects and of the folders right below the URL, sorted."""
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the objects and of the folders right below a folder, each sorted."""
         fs, root = self._filesystem()
-        with self._naming(""):
+        prefix = f"{root}{below}/" if below else root
+        with self._naming(below):
             fs.invalidate_cache()
             try:
-                found = fs.ls(root.rstrip("/"), detail=True)
+                found = fs.ls(prefix.rstrip("/"), detail=True)
             except FileNotFoundError:
                 return [], []
         kinds: dict[str, list[str]] = {"file": [], "directory": []}
         for item in found:
             path = item["name"].rstrip("/")
-            if path.startswith(root) and item["type"] in kinds:
+            if path.startswith(prefix) and item["type"] in kinds:
                 kinds[item["type"]].append(path[len(root) :])
         return sorted(kinds["file"]), sorted(kinds["directory"])
 

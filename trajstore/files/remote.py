@@ -104,8 +104,8 @@ class RemoteDirectory(Directory):
     def sizes(self, below: str = "") -> dict[str, int]:
         return self._objects.sizes(check_name(below) if below else "")
 
-    def listing(self) -> tuple[list[str], list[str]]:
-        return self._objects.listing()
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        return self._objects.listing(check_name(below) if below else "")
 
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         url = self._objects.url_of(check_name(name))

@@ -63,8 +63,8 @@ class _File:
         self.source = f"{directory.url}/{name}"
         self.map = directory.map(name)
         content = self._content(name)
+        self.content = columns_of_file(content, self.source, self._read)  # refuses what is no trajectory
         self.said = fields_of_file(content)
-        self.content = columns_of_file(content, self.source, self._read)
 
     def _content(self, name: str) -> Any:
         if name.endswith(".pkl"):

@@ -68,6 +68,15 @@ class Evicted:
 Change = Added | Evicted | Moved
 
 
+def log_segments(directory: Directory) -> list[tuple[int, str]]:
+    """Return first generation and name of each segment of a directory's log, in order.
+
+    What is called so and is no file (a folder) is among them: reading it says what it is.
+    """
+    files, folders = directory.listing(LOG_FOLDER)
+    return sorted((first, name) for name in (*files, *folders) if (first := segment_generation(name)) is not None)
+
+
 class Catalog:
     """Shards and trajectories that are committed in one directory.
 
@@ -167,8 +176,8 @@ class Catalog:
         """Return whether anything has been committed since; changes nothing, so that others may read on."""
         if self.metadata()["generation"] > self.generation:
             return True
-        segments = [name for name in self.directory.names(LOG_FOLDER) if segment_generation(name) is not None]
-        if not segments or segments[-1] == self.segment:
+        segments = log_segments(self.directory)
+        if not segments or segments[-1][1] == self.segment:
             try:
                 return bool(segments) and self.directory.size(self.segment) != self.segment_end + self.segment_torn
             except FileNotFoundError:
@@ -264,17 +273,12 @@ class Catalog:
         return None
 
     def _segment_follows(self) -> bool:
-        starts = (segment_generation(name) for name in self.directory.names(LOG_FOLDER))
-        return any(first is not None and first <= self.generation + 1 for first in starts)
+        return any(first <= self.generation + 1 for first, _ in log_segments(self.directory))
 
     def _following_tails(self) -> list[tuple[str, LogTail]] | None:
         generation = self.generation
         found: list[tuple[str, LogTail]] = []
-        segments = sorted(
-            (first, name)
-            for name in self.directory.names(LOG_FOLDER)
-            if (first := segment_generation(name)) is not None
-        )
+        segments = log_segments(self.directory)
         for place, (first, name) in enumerate(segments):
             last = place == len(segments) - 1
             if not last and segments[place + 1][0] <= generation + 1:

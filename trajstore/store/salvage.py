@@ -16,10 +16,10 @@ from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
 from trajstore.files.base import Directory
-from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog
+from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import LOG_FOLDER, decode_each, natural, segment_generation
+from trajstore.store.log_records import decode_each, natural
 from trajstore.store.sealed import LAYOUT, LAYOUT_VERSION, is_of_rlinf, parse_metadata, unseal
 from trajstore.store.shard_table import ShardTable
 
@@ -99,7 +99,7 @@ class SalvagedCatalog(Catalog):
             value = unseal("snapshot", self.directory.read(INDEX_NAME), source)
             self._take_snapshot(value, source)
         except (FileNotFoundError, *_BAD_VALUES) as error:
-            segments = self._segments()
+            segments = log_segments(self.directory)
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names("shards"):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
             if not segments or segments[0][0] != 1:
@@ -134,17 +134,16 @@ class SalvagedCatalog(Catalog):
 
     # -- the log ----------------------------------------------------------------------------------
 
-    def _segments(self) -> list[tuple[int, str]]:
-        names = self.directory.names(LOG_FOLDER)
-        return sorted((first, name) for name in names if (first := segment_generation(name)) is not None)
-
     def _read_whole_log(self) -> None:
-        segments = self._segments()
+        segments = log_segments(self.directory)
         for place, (_, name) in enumerate(segments):
             source = f"{self.directory.url}/{name}"
             try:
                 data = self.directory.read(name)
             except FileNotFoundError:  # a writer took a snapshot meanwhile, and needs it no longer
+                continue
+            except CorruptStoreError as error:
+                self._warn(f"{error}; what it committed is left out")
                 continue
             bad = 0
             self.segment, self.segment_end, self.segment_torn = name, 0, 0

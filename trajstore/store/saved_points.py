@@ -31,7 +31,8 @@ class Pins:
             CorruptStoreError: one is damaged.
         """
         found: dict[str, npt.NDArray[np.int64]] = {}
-        for name in self._directory.names(PINS_FOLDER):
+        files, folders = self._directory.listing(PINS_FOLDER)
+        for name in sorted([*files, *folders]):  # a folder in place of a file is refused when it is read
             if not name.endswith(".json"):
                 continue
             try:

@@ -97,6 +97,9 @@ class DirectoryConformance:
         assert directory.sizes("shards") == {"shards/deep/x": 3}
         assert directory.sizes("top") == directory.sizes("absent") == {}
         assert directory.listing() == (["top"], ["log", "shards"])
+        assert directory.listing("shards") == ([], ["shards/deep"])
+        assert directory.listing("log") == (["log/1"], [])
+        assert directory.listing("top") == directory.listing("absent") == ([], [])
 
     def test_pieces_of_any_kind(self, directory: Directory) -> None:
         numbers = array("d", [1.0, -2.0])
