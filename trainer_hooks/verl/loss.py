@@ -19,7 +19,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX
+from trainer_hooks.metrics import PREFIX, RATIO_NEAR_ZERO
 from trajstore.errors import ConfigurationError
 
 LOSS_MODE = "het"
@@ -31,8 +31,8 @@ EXP_MASK = "exp_mask"
 FIGURES = "experience_replay/loss/"
 """Begins the names of the sums and extremes that a micro-batch reports; :func:`take_figures` makes metrics of them."""
 
-_SIDE_SUMS = ("tokens", "ratio", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower")
-_SUMS = (*(f"{side}_{name}" for side in ("on", "off") for name in _SIDE_SUMS), "off_ratio_squared")
+_SIDE_SUMS = ("tokens", "ratio", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "kl")
+_SUMS = (*(f"{side}_{name}" for side in ("on", "off") for name in _SIDE_SUMS), "off_ratio_squared", "off_near_zero")
 _EXTREMES = ("on_ratio_max", "off_ratio_max", "on_ratio_min", "off_ratio_min")
 
 
@@ -178,8 +178,11 @@ def take_figures(metrics: dict[str, Any], prefix: str = "actor/") -> dict[str, f
             continue
         for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"):
             result[f"{side}_{name}"] = known[f"{side}_{name}"] / tokens
+        result[f"{side}_ppo_kl"] = known[f"{side}_kl"] / tokens
         result[f"{side}_ratio_mean"] = known[f"{side}_ratio"] / tokens
         result |= {f"{side}_ratio_{end}": known[f"{side}_ratio_{end}"] for end in ("max", "min")}
+    if known["off_tokens"]:
+        result["off_ratio_near_zero_share"] = known["off_near_zero"] / known["off_tokens"]
     if known["off_ratio_squared"]:
         size = known["off_ratio"] ** 2 / (known["off_ratio_squared"] * known["off_tokens"])
         result["off_effective_sample_size"] = size
@@ -193,10 +196,15 @@ def _figures(terms: dict[str, Tensor], valid: Tensor, exp_mask: Tensor) -> dict[
     # A ratio that overflowed stays in range: sums of it are divided by each other afterwards.
     ratio = ratio.clamp(max=torch.finfo(torch.float32).max).double()
     off = valid & exp_mask
-    values = {"off_ratio_squared": torch.where(off, ratio, 0.0).square().sum()}
+    kl = -ratio.clamp(min=torch.finfo(torch.float32).tiny).log()
+    values = {
+        "off_ratio_squared": torch.where(off, ratio, 0.0).square().sum(),
+        "off_near_zero": (off & (ratio < RATIO_NEAR_ZERO)).sum().double(),
+    }
     for side, mask in (("on", valid & ~exp_mask), ("off", off)):
         tokens = mask.sum().double()
         values[f"{side}_tokens"] = tokens
+        values[f"{side}_kl"] = torch.where(mask, kl, 0.0).sum()
         values[f"{side}_ratio"] = torch.where(mask, ratio, 0.0).sum()
         for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"):
             values[f"{side}_{name}"] = terms[f"{side}_{name}"].double() * tokens

@@ -51,13 +51,16 @@ class RolloutRecorder:
         ``recording/lost`` so far, ``recording/seconds`` spent here.
 
         Raises:
-            StoreWriteError: an earlier write failed, and so did another attempt (``on_error="raise"``).
+            StoreError: an earlier write failed, and so did another attempt (``on_error="raise"``).
         """
         start = time.perf_counter()
+        before = self.buffer.trajectory_counter
         try:
             self.buffer.add_trajectories(trajectories)
-        except StoreWriteError as error:
-            self._failed(error, len(trajectories))
+        except StoreError as error:
+            self._failed(error, 0)
+            # An add tells of writes that failed before it, once; the store goes on trying those by itself.
+            self._add_rest(trajectories[self.buffer.trajectory_counter - before :])
         # Ids are given in order, so the newest one and the newest durable one tell how many wait.
         waiting = self.buffer.trajectory_counter - 1 - self.buffer.committed
         return {
@@ -66,6 +69,13 @@ class RolloutRecorder:
             "recording/lost": float(self.lost),
             "recording/seconds": time.perf_counter() - start,
         }
+
+    def _add_rest(self, trajectories: Sequence[AgentTrajectory]) -> None:
+        before = self.buffer.trajectory_counter
+        try:
+            self.buffer.add_trajectories(trajectories)
+        except StoreError as error:
+            self._failed(error, len(trajectories) - (self.buffer.trajectory_counter - before))
 
     def recorded_after(self, newest: int) -> Iterator[AgentTrajectory]:
         """Yield the rollouts with ids above ``newest`` that were in the store when it was opened or came since."""

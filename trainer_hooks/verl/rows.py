@@ -18,16 +18,25 @@ from torch import Tensor
 
 from trainer_hooks.verl.config import OutcomeRule
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience import mean_entropy
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
 """Sessions from here on are replayed rows; verl numbers those it generates from 0 to n - 1."""
 
-NEEDED = ("uid", "index", "data_source", "prompts", "responses", "response_mask", "rm_scores", "old_log_probs")
+NEEDED_UNRATED = ("uid", "index", "data_source", "prompts", "responses", "response_mask")
 """Columns that every row must have to be recorded."""
 
-WELCOME = ("entropy", "rollout_log_probs", "extra_fields")
+NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
+"""Columns that every row of a batch must have that is trained on."""
+
+WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
 """Columns that are recorded where rows have them."""
+
+_KNOWN_EXTRA = frozenset(
+    ("reward_extra_info", "min_global_steps", "max_global_steps", "turn_scores", "tool_rewards", "raw_prompt")
+)
+"""Extra fields of verl's agent loop that are recorded in places of their own."""
 
 _OF_THIS_SAMPLE = ("routed_experts", "teacher_ids", "teacher_logprobs")
 """Columns that say something of each token and are not recorded, so that a row which has one cannot be replayed."""
@@ -63,7 +72,7 @@ def session_of(key: str) -> str:
 
 
 def trajectories_of(
-    rows: Sequence[Row], outcome: OutcomeRule, *, step: int, run: str, fingerprint: str
+    rows: Sequence[Row], outcome: OutcomeRule, *, step: int, run: str, fingerprint: str, trained: bool = True
 ) -> list[AgentTrajectory]:
     """Return the rows that were generated in a step as trajectories.
 
@@ -71,7 +80,10 @@ def trajectories_of(
     weights that sampled (``min_global_steps``, ``max_global_steps``) and ``token_scores``: what the reward gave,
     ``[[position in the response, score], ...]``. Two numbers tell a reader whether it has all of a group, of which a
     crash may have taken a part: ``outputs`` of the session, and ``task_rollouts``, the task's rows of this step that
-    are the only output of their session.
+    are the only output of their session. ``trained`` is false for rows of a group that the sampler dropped; they
+    have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
+    ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt.
+    A rollout whose reward gave no outcome has none: its ``reward.outcome`` is ``None``.
 
     Args:
         rows: all of the step, with the columns of :data:`NEEDED`.
@@ -79,17 +91,17 @@ def trajectories_of(
         step: number of the training step; the policy version of the trajectories.
         run: identifies the process that made them.
         fingerprint: tokenizer and chat template.
+        trained: whether they are trained on.
 
     Raises:
         ConfigurationError: a row's key is none of verl's.
-        InvalidTrajectoryError: the outcome is in none of the reward's extra figures.
     """
     sessions = [session_of(row.key) for row in rows]
     outputs = Counter(sessions)
     made = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in rows]
     alone = Counter(one.task_id for one, session in zip(made, sessions, strict=True) if outputs[session] == 1)
     for one, session in zip(made, sessions, strict=True):
-        one.metadata |= {"outputs": outputs[session], "task_rollouts": alone[one.task_id]}
+        one.metadata |= {"outputs": outputs[session], "task_rollouts": alone[one.task_id], "trained": trained}
     return made
 
 
@@ -125,20 +137,22 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
     columns = row.columns
     prompt, response, response_mask = columns["prompts"], columns["responses"], columns["response_mask"]
     mask = _smallest(response_mask)
-    scores = columns["rm_scores"]
+    scores = columns.get("rm_scores")
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
-    score = float(scores.sum())
-    places = scores.nonzero().flatten().tolist()
+    places = [] if scores is None else scores.nonzero().flatten().tolist()
+    entropys = columns.get("entropy")
     return AgentTrajectory(
+        messages=_messages(columns.get("raw_prompt")),
         input_ids=torch.cat([prompt, response]),
         loss_mask=torch.cat([torch.zeros(prompt.numel(), dtype=mask.dtype), mask]),
         response_start=prompt.numel(),
-        old_log_probs=columns["old_log_probs"],
-        entropys=columns.get("entropy"),
+        old_log_probs=columns.get("old_log_probs"),
+        entropys=entropys,
+        entropy=None if entropys is None else mean_entropy(entropys, mask),
         response_mask=mask,
         rollout_log_probs=columns.get("rollout_log_probs"),
-        reward=Reward(outcome=outcome.of(score, reward_extra), metadata={"score": score, "extra": reward_extra}),
+        reward=None if scores is None else _reward(float(scores.sum()), reward_extra, outcome),
         task_id=task_id_of(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
         rollout_id=row.key,
@@ -150,9 +164,43 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
             "uid": str(columns["uid"]),
             "min_global_steps": row.tag.get("min_global_steps"),
             "max_global_steps": row.tag.get("max_global_steps"),
-            "token_scores": [[place, float(scores[place])] for place in places],
+            "token_scores": [] if scores is None else [[place, plain(scores[place])] for place in places],
+            **_told_by_the_loop(columns, extra),
         },
     )
+
+
+def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward:
+    try:
+        outcome: float | None = rule.of(score, extra)
+    except InvalidTrajectoryError:
+        outcome = None  # one such reward must not end the run; the session tells of it
+    if outcome is not None and not math.isfinite(outcome):
+        outcome = None
+    return Reward(outcome=outcome, metadata={"score": plain(score), "extra": extra})
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    """Return the prompt's messages as JSON; nothing if it is no list of messages."""
+    found = plain(prompt)
+    if not isinstance(found, list) or not all(isinstance(one, dict) and "role" in one for one in found):
+        return []
+    return found
+
+
+def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the data set and the agent loop tell of a rollout beyond its tokens, for ``metadata``."""
+    told: dict[str, Any] = {}
+    truth = columns.get("reward_model")
+    if isinstance(truth, Mapping) and truth.get("ground_truth") is not None:
+        told["ground_truth"] = plain(truth["ground_truth"])
+    if columns.get("num_turns") is not None:
+        told["num_turns"] = plain(columns["num_turns"])
+    for name in ("turn_scores", "tool_rewards"):
+        if extra.get(name) is not None and extra[name] != []:
+            told[name] = plain(extra[name])
+    rest = {name: plain(value) for name, value in extra.items() if name not in _KNOWN_EXTRA and value is not None}
+    return told | ({"extra_fields": rest} if rest else {})
 
 
 def _smallest(mask: Tensor) -> Tensor:
@@ -205,13 +253,10 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         "rm_scores": _scores(trajectory, response.numel()),
         "uid": f"{uid}-replayed-{number}" if own_group else uid,
         "session_id": session,
-        "extra_fields": {
-            **(template.columns.get("extra_fields") or {}),
-            "min_global_steps": oldest,
-            "max_global_steps": newest,
-            "reward_extra_info": (trajectory.reward.metadata if trajectory.reward else {}).get("extra", {}),
-        },
+        "extra_fields": _extra_fields(template.columns.get("extra_fields") or {}, trajectory, oldest, newest),
     }
+    if "num_turns" in template.columns:
+        columns["num_turns"] = trajectory.metadata.get("num_turns", template.columns["num_turns"])
     if "attention_mask" in template.columns:
         columns["attention_mask"] = torch.ones_like(ids)
     if "rollout_log_probs" in template.columns:
@@ -226,6 +271,21 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         "max_global_steps": newest,
     }
     return Row(f"{template.key.split('_')[0]}_{session}_0", tag, columns)
+
+
+def _extra_fields(template: Mapping[str, Any], trajectory: AgentTrajectory, oldest: int, newest: int) -> dict[str, Any]:
+    """Return the extra fields of a replayed row: the trajectory's own. Names that it has none for are ``None``."""
+    own = {**trajectory.metadata.get("extra_fields", {})}
+    own |= {name: trajectory.metadata.get(name, []) for name in ("turn_scores", "tool_rewards") if name in template}
+    if "raw_prompt" in template:  # of the task, which is the template's too
+        own["raw_prompt"] = template["raw_prompt"]
+    return {
+        **dict.fromkeys(template),
+        **own,
+        "min_global_steps": oldest,
+        "max_global_steps": newest,
+        "reward_extra_info": (trajectory.reward.metadata if trajectory.reward else {}).get("extra", {}),
+    }
 
 
 def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor, Tensor]:
@@ -267,5 +327,5 @@ def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:
 def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     scores = torch.zeros(length, dtype=torch.float32)
     for place, score in trajectory.metadata.get("token_scores", ()):
-        scores[place] = torch.nan if score is None else score  # JSON has no NaN
+        scores[place] = torch.nan if score is None else float(score)  # JSON has no NaN: it is the text "nan"
     return scores

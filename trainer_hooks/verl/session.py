@@ -1,7 +1,8 @@
 """``ReplaySession``: what a replay trainer holds beside verl's own parts, and does at the fixed points of its step.
 
 The way of a step: :meth:`plan` chooses tasks and draws histories before prompts go to the rollout engine;
-:meth:`join` puts the histories as rows beside the rollouts that came back; :meth:`scored` records the rollouts,
+:meth:`join` puts the histories as rows beside the rollouts that came back; :meth:`dropped` records the groups that the
+sampler leaves out; :meth:`scored` records the rollouts,
 gives the replayed rows their recorded log-probs, and lets good rollouts enter the pool.
 """
 
@@ -10,11 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
@@ -23,29 +23,30 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
-from trainer_hooks.verl.recorder import RolloutRecorder
+from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
+from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
+    NEEDED_UNRATED,
     WELCOME,
     Row,
     lost_beside,
     recorded_log_probs,
     replayable,
-    replayed_row,
     session_of,
     trajectories_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
-TRAINING = "train"
-"""Partition of the data plane that holds what is trained on."""
+Result = TypeVar("Result")
 
 
 class ReplaySession:
@@ -72,8 +73,10 @@ class ReplaySession:
         self._fingerprint = fingerprint
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
-        self._histories: dict[str, tuple[AgentTrajectory, ...]] = {}
-        self._joined: dict[str, AgentTrajectory] = {}
+        own_group = block.experience_replay.group_offpolicy == "separate"
+        self._histories = Histories(block.n_rollout, own_group=own_group)
+        self._dropped = self._without_outcome = self._failures = 0
+        self._told_outcome = False
         self._recorder: RolloutRecorder | None = None
         recording = block.recording
         if recording.enable:
@@ -121,61 +124,58 @@ class ReplaySession:
         return self._tasks.row(task_id)
 
     def expect(self, histories: Mapping[str, Sequence[AgentTrajectory]]) -> None:
-        """Remember which histories are to join the rollouts of which prompt, by ``uid``.
-
-        To be called before the prompts are under way. Histories of prompts that were dropped since are forgotten.
-        """
-        if self._histories:
-            alive = dataplane.prompts_under_way(TRAINING)
-            self._histories = {uid: held for uid, held in self._histories.items() if uid in alive}
-        self._histories.update({uid: tuple(held) for uid, held in histories.items() if held})
+        """Remember which histories are to join the rollouts of which prompt; see :meth:`Histories.expect`."""
+        self._histories.expect(histories)
 
     # ---- when the rollouts are there ----
 
-    def join(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Return a sampled batch with the replayed rows in it, each beside the rollouts of its prompt.
+    def join_finished(self, uids: set[str], tags: dict[str, dict[str, Any]], metric: str) -> None:
+        """Put histories beside the rollouts of finished prompts; see :meth:`Histories.join_finished`."""
+        if self.replays:
+            self._histories.join_finished(uids, tags, metric)
 
-        Every row gets ``exp_mask``. No prompt has more than n sessions. Prompts that came back without any
-        rollout get no history either. If nothing is replayed, the batch is returned as it is.
+    def join(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """Return a sampled batch with the replayed rows in it; see :meth:`Histories.sampled`.
+
+        If nothing is replayed, the batch is returned as it is.
 
         Raises:
             ConfigurationError: a row's key or columns do not allow it.
         """
-        sessions = Counter(session.rpartition("_")[0] for session in {session_of(key) for key in batch.keys})
-        self._joined = {}
-        if not self.replays:
-            return batch
-        added: list[Row] = []
-        taken = [key for key in batch.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
-        if taken:
-            raise ConfigurationError(
-                f"row {taken[0]!r}: sessions from {FIRST_REPLAYED_SESSION} on are those of replayed rows;"
-                " the sampler or the agent loop must use lower ones"
-            )
-        first: dict[str, int] = {}
+        for key in batch.keys:
+            session_of(key)
+        return self._histories.sampled(batch) if self.replays else batch
+
+    def dropped(self, batch: KVBatchMeta, step: int) -> None:
+        """Record rollouts that will not be trained on: of groups that were filtered, failed, too old, or too many.
+
+        They have no log-probs of the actor, so they are not replayed. What they say of their task counts: a task all
+        of whose rollouts succeed is filtered, and solved. ``metadata["trained"]`` is false.
+
+        Args:
+            batch: the rows, replayed ones included.
+            step: number of the step.
+
+        Raises:
+            ConfigurationError: rows lack a column.
+            StoreWriteError: a store could not write (``on_error: raise``).
+        """
+        groups: dict[str, list[int]] = {}
         for place, key in enumerate(batch.keys):
-            first.setdefault(key.split("_")[0], place)
-        for uid, place in first.items():
-            histories = self._histories.pop(uid, ())[: max(0, self._block.n_rollout - sessions[uid])]
-            if not histories:
-                continue
-            template = dataplane.read_whole_row(batch.keys[place], batch.tags[place], batch.partition_id)
-            own_group = self._block.experience_replay.group_offpolicy == "separate"
-            for number, history in enumerate(histories):
-                row = replayed_row(template, history, number, own_group=own_group)
-                added.append(row)
-                self._joined[row.key] = history
-        dataplane.add_rows(added, batch.partition_id)
-        joined = KVBatchMeta(
-            partition_id=batch.partition_id,
-            keys=[*batch.keys, *(row.key for row in added)],
-            tags=[*batch.tags, *(dict(row.tag) for row in added)],
-            extra_info=batch.extra_info,
-        )
-        masks = [torch.zeros(tag["response_len"], dtype=torch.int64) for tag in batch.tags]
-        masks += [row.columns["response_mask"] for row in added]
-        dataplane.write_column(joined.keys, joined.partition_id, EXP_MASK, masks)
-        return joined
+            groups.setdefault(key.split("_")[0], []).append(place)
+        made: list[AgentTrajectory] = []
+        asked: Counter[str] = Counter()
+        for uid, places in groups.items():
+            wanted = self._histories.take(uid)
+            fresh = [place for place in places if int(batch.keys[place].split("_")[1]) < FIRST_REPLAYED_SESSION]
+            rows = dataplane.read_rows(_part(batch, fresh), NEEDED_UNRATED, (*WELCOME, "rm_scores"))
+            if rows:
+                made += self._trajectories(rows, step, trained=False)
+                asked[made[-1].task_id] += wanted
+        self._dropped += len(made)
+        if self._recorder is not None:
+            self._recorder.record(made)
+        self._judge(made, asked)
 
     # ---- when the policy has rated them ----
 
@@ -192,29 +192,79 @@ class ReplaySession:
         """
         real = _without_padding(batch)
         rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.replays else NEEDED, WELCOME)
-        fresh = [row for row in rows if row.key not in self._joined]
-        made = trajectories_of(fresh, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint)
-        figures = self._recorder.record(made) if self._recorder is not None else {}
+        joined = self._histories.joined
+        fresh = [row for row in rows if row.key not in joined]
+        made = self._trajectories(fresh, step)
+        figures: dict[str, float] = {}
+        if self._recorder is not None:
+            figures |= self._recorder.record(made) | {"recording/dropped": float(self._dropped)}
+        figures["recording/without_outcome"] = float(self._without_outcome)
+        self._dropped = self._without_outcome = 0
         if not self.replays:
             return figures
-        replayed = [row for row in rows if row.key in self._joined]
+        replayed = [row for row in rows if row.key in joined]
         self._replace_log_probs(replayed, batch.partition_id)
-        histories = [self._joined[row.key] for row in replayed]
+        histories = [joined[row.key] for row in replayed]
         everything = [*made, *histories]
-        figures |= self._hook.rollouts_done(
-            replayable(made),
-            [trajectory.task_id for trajectory in everything],
-            [False] * len(made) + [True] * len(histories),
-            [trajectory.policy_version for trajectory in everything],
+        done, task_ids = replayable(made), [trajectory.task_id for trajectory in everything]
+        replays = [False] * len(made) + [True] * len(histories)
+        versions = [trajectory.policy_version for trajectory in everything]
+        task_of_uid = {one.metadata["uid"]: one.task_id for one in made}
+        asked: Counter[str] = Counter()
+        for uid, task in task_of_uid.items():
+            asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
+        taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
+        return figures | (taken or {}) | score_metrics(made, histories)
+
+    def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
+        """Return rollouts; tell, once, of those that have no outcome, and count them."""
+        made = trajectories_of(
+            rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
         )
-        return figures
+        without = [one for one in made if not has_outcome(one)]
+        self._without_outcome += len(without)
+        if without and not self._told_outcome:
+            self._told_outcome = True
+            logger.warning(
+                "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
+                " failures; recording/without_outcome counts them",
+                len(without),
+                len(made),
+                without[0].rollout_id,
+                why_no_outcome(without[0], self._block.outcome),
+            )
+        return made
+
+    def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
+        """Let rollouts without log-probs say what they say of their tasks; none of them enters the pool."""
+        manager, found = self._hook.manager, replayable(made)
+        if manager is None or not found:
+            return
+        self._on_disk(lambda: manager.update_difficulty2task_dict(found, asked))
+        self._on_disk(lambda: manager.update_skip_uid_set_and_filter_trajectories(found, asked=asked))
+
+    def _on_disk(self, action: Callable[[], Result]) -> Result | None:
+        """Call what writes to the pool's store; with ``on_error: warn`` a failing write is told and counted only.
+
+        A change of the pool that could not be recorded is not made either, so the pool stays as it was.
+        """
+        try:
+            return action()
+        except StoreWriteError as error:
+            if self._block.recording.on_error == "raise":
+                raise
+            if self._failures % WARN_EVERY == 0:
+                logger.warning("experience pool: a change was not made, training goes on: %s", error)
+            self._failures += 1
+            return None
 
     def _replace_log_probs(self, rows: Sequence[Row], partition_id: str) -> None:
         if not rows:
             return
         lengths = [row.columns["old_log_probs"].numel() for row in rows]
         recorded = [
-            recorded_log_probs(self._joined[row.key], length) for row, length in zip(rows, lengths, strict=True)
+            recorded_log_probs(self._histories.joined[row.key], length)
+            for row, length in zip(rows, lengths, strict=True)
         ]
         current, exp_mask, response_mask = (
             pad_sequence([row.columns[name] for row in rows], batch_first=True)
@@ -242,9 +292,10 @@ class ReplaySession:
             self._recorder.flush()
             rollouts, rollouts_store = self._recorder.buffer.committed, str(self._recorder.buffer.store_id)
         manager = self._hook.manager
-        pool = None if manager is None else manager.state_dict()
-        expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.items()}
-        write_cut(folder, Cut(step, self._run, rollouts, rollouts_store, pool, expected))
+        pool = None if manager is None else self._on_disk(manager.state_dict)
+        expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.expected.items()}
+        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected)
+        self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
         """Keep in the pool's store what the checkpoints that verl can load now go back to, and nothing else."""
@@ -275,12 +326,13 @@ class ReplaySession:
                 logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
             self._hook.load_state_dict(cut.pool)
             if cut.step == step:
-                self._histories = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
-            logger.info("experience pool: back at step %d with %d trajectories", cut.step, len(manager))
+                self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
         elif folder is not None:
             logger.warning(
                 "%s says nothing of the experience pool; it is used as it is: %d trajectories", folder, len(manager)
             )
+        else:
+            logger.info("experience pool: no checkpoint yet; used as it lies, with %d trajectories", len(manager))
         if self._block.on_resume == "keep":
             self._take_in_since(cut)
 
@@ -294,10 +346,12 @@ class ReplaySession:
         recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
         for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
             found = replayable(made)
-            self._hook.admit([*found, *lost_beside(found)])
+            trained = [one for one in found if one.metadata.get("trained", True)]
+            self._judge([one for one in found if not one.metadata.get("trained", True)], {})
+            self._hook.admit([*trained, *lost_beside(trained)])
             steps += 1
         if steps:
-            logger.info("experience pool: took in %d steps recorded since", steps)
+            logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)
 
     def close(self) -> None:
         """Write what is left, and close the stores. Closing again does nothing.
@@ -314,14 +368,18 @@ class ReplaySession:
                 self._recorder.close()
 
 
+def _part(batch: KVBatchMeta, places: Sequence[int]) -> KVBatchMeta:
+    return KVBatchMeta(
+        partition_id=batch.partition_id,
+        keys=[batch.keys[place] for place in places],
+        tags=[batch.tags[place] for place in places],
+        extra_info=batch.extra_info,
+    )
+
+
 def _without_padding(batch: KVBatchMeta) -> KVBatchMeta:
     """Return the batch without the rows by which verl fills it up."""
     real = [place for place, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
     if len(real) == len(batch.keys):
         return batch
-    return KVBatchMeta(
-        partition_id=batch.partition_id,
-        keys=[batch.keys[place] for place in real],
-        tags=[batch.tags[place] for place in real],
-        extra_info=batch.extra_info,
-    )
+    return _part(batch, real)

@@ -70,7 +70,12 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         )
 
     def _build_replay_buffer(self) -> ReplaySampler:
-        return ReplaySampler(super()._build_replay_buffer(), lambda batch: self._session.join(batch))
+        return ReplaySampler(
+            super()._build_replay_buffer(),
+            join=lambda batch: self._session.join(batch),
+            finished=lambda uids, tags, metric: self._session.join_finished(uids, tags, metric),
+            dropped=lambda batch: self._session.dropped(batch, self.global_steps),
+        )
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()

@@ -18,6 +18,7 @@ pytest.importorskip("transfer_queue", exc_type=ImportError)
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
@@ -120,7 +121,11 @@ def test_what_a_trajectory_says_of_its_row(tmp_path: Path) -> None:
         "token_scores": [[3, 0.75]],
         "outputs": 1,
         "task_rollouts": 1,
+        "trained": True,
+        "ground_truth": "1",
+        "num_turns": 2,
     }
+    assert held.messages == [{"role": "user", "content": "task 17"}]
     assert held.loss_mask is not None
     assert held.loss_mask.tolist() == [0, 0, 0, *row.columns["response_mask"].tolist()]
     assert held.response_mask is not None
@@ -147,7 +152,74 @@ def test_the_rule_of_outcomes_may_name_a_figure_of_the_reward() -> None:
     assert made.reward is not None
     assert made.reward.outcome == 0.25
     with pytest.raises(InvalidTrajectoryError, match=r"outcome\.key.*'f1'.*gave: acc"):
-        recorded(row, OutcomeRule(key="f1"))
+        OutcomeRule(key="f1").of(0.5, {"acc": 0.5})
+
+
+def test_a_reward_without_the_figure_is_an_unknown_outcome_and_ends_nothing() -> None:
+    made = recorded(rated(fresh_row("u1", score=0.5)), rule := OutcomeRule(key="f1"))
+    assert made.reward is not None
+    assert made.reward.outcome is None
+    assert not has_outcome(made)
+    assert why_no_outcome(made, rule) == "exp_manager.outcome.key: the reward function gave no 'f1'; it gave: acc"
+
+
+def test_a_score_that_is_no_number_is_recorded_and_has_no_outcome(tmp_path: Path) -> None:
+    row = rated(fresh_row("u1"))
+    scores = torch.tensor([0.0, 0.0, 0.0, torch.nan])
+    (held,) = through_a_store([recorded(with_scores(row, scores))], tmp_path)
+    assert held.reward is not None
+    assert (held.reward.outcome, held.reward.metadata["score"]) == (None, "nan")
+    assert why_no_outcome(held, RULE) == "its score is nan"
+    back = replayed_row(row, held, 0, own_group=False).columns["rm_scores"]
+    assert torch.equal(back.isnan(), scores.isnan())
+
+
+def test_scores_are_shown_in_the_units_of_the_reward() -> None:
+    rule = OutcomeRule(success=0.5)
+    fresh = [recorded(rated(fresh_row("u", number, score=score)), rule) for number, score in enumerate((0.1, 0.3))]
+    replayed = [recorded(rated(fresh_row("old", score=0.8)), rule)]
+    assert score_metrics(fresh, replayed) == pytest.approx(
+        {
+            "experience_replay/fresh_score_mean": 0.2,
+            "experience_replay/replayed_score_mean": 0.8,
+            "experience_replay/mixed_score_mean": 0.4,
+        }
+    )
+    assert score_metrics([], []) == {}
+
+
+def with_extra(row: Row, num_turns: int, **extra: Any) -> Row:
+    fields = {**row.columns["extra_fields"], **extra}
+    return Row(row.key, row.tag, {**row.columns, "num_turns": num_turns, "extra_fields": fields})
+
+
+def test_what_the_agent_loop_tells_is_recorded_and_stays_with_its_rollout(tmp_path: Path) -> None:
+    row = with_extra(
+        rated(fresh_row("old")), 6, turn_scores=[0.5, np.float32(1.0)], tool_rewards=[0.25], preempted=1, nothing=None
+    )
+    (held,) = through_a_store([recorded(row)], tmp_path)
+    told = {name: held.metadata[name] for name in ("num_turns", "turn_scores", "tool_rewards", "extra_fields")}
+    assert told == {
+        "num_turns": 6,
+        "turn_scores": [0.5, 1.0],
+        "tool_rewards": [0.25],
+        "extra_fields": {"preempted": 1},
+    }
+    template = with_extra(fresh_row("new"), 2, turn_scores=[0.0], tool_rewards=[], other=7)
+    back = replayed_row(template, held, 0, own_group=False).columns
+    assert back["num_turns"] == 6
+    extra = back["extra_fields"]
+    assert (extra["turn_scores"], extra["tool_rewards"], extra["preempted"]) == ([0.5, 1.0], [0.25], 1)
+    assert extra["other"] is None, "another rollout's: the history has none"
+
+
+def test_a_rollout_that_is_not_trained_on_needs_no_log_probs() -> None:
+    row = fresh_row("u1")
+    columns = {name: value for name, value in row.columns.items() if name != "rm_scores"}
+    (made,) = trajectories_of(
+        [Row(row.key, row.tag, columns)], RULE, step=5, run="run-a", fingerprint="tokens", trained=False
+    )
+    assert (made.old_log_probs, made.reward, made.metadata["trained"]) == (None, None, False)
 
 
 # ---- the replayed row ----
