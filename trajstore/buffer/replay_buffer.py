@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -698,7 +699,8 @@ class TrajectoryReplayBuffer:
         }
         request = self._view.request
         loaded = None if request is None else (request.directory.url, request.share, request.strict, request.pin)
-        return _reopened, (options, loaded, self.state_dict())
+        # As bytes: torch would send a tensor as an open file, of which there are few.
+        return _reopened, (options, loaded, pickle.dumps(self.state_dict()))
 
     def __enter__(self) -> Self:
         return self
@@ -712,7 +714,7 @@ class TrajectoryReplayBuffer:
 def _reopened(
     options: Mapping[str, Any],
     loaded: tuple[str, tuple[int, int] | None, bool | None, str | None] | None,
-    state: Mapping[str, Any],
+    state: bytes,
 ) -> TrajectoryReplayBuffer:
     """Return a buffer that reads what another process had loaded."""
     buffer = TrajectoryReplayBuffer(seed=None, **options)
@@ -720,5 +722,5 @@ def _reopened(
         path, share, strict, pin = loaded
         rank, ranks = share or (0, 1)
         buffer.load_checkpoint(path, share is not None, rank, ranks, strict=strict, pin=pin)
-    buffer.load_state_dict(state)
+    buffer.load_state_dict(pickle.loads(state))
     return buffer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -177,4 +178,9 @@ class ReplayLoader(IterableDataset[dict[str, Any]]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_running": None, "_pid": 0, "_state": self.state_dict()}
+        # As bytes: torch would send a tensor as an open file, of which there are few.
+        state = pickle.dumps(self.state_dict())
+        return {**self.__dict__, "_running": None, "_pid": 0, "_state": state}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update({**values, "_state": pickle.loads(values["_state"])})
