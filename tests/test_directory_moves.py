@@ -92,8 +92,9 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
         shutil.rmtree(path / part, ignore_errors=True)
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while .* open \(it was .*run\)"):
         buffer.flush()  # nothing waits, and still it says so
-    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
+    with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while") as raised:
         add(buffer, 1)
+    assert "free space" not in str(raised.value)
     assert not (path / part).exists()
     with pytest.raises(errors.StoreWriteError, match=r"was removed (or replaced )?while"):
         buffer.close()

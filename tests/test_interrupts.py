@@ -11,15 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.inspection.verify import verify
+from trajstore.store.index import COLUMNS, TrajectoryIndex
+from trajstore.store.moves import STARTS, Moved, move_entries
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 PACKAGE = str(Path(__file__).resolve().parent.parent / "trajstore")
@@ -213,6 +216,32 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
         residency = buffer._view.contents.residency
         assert not len(residency._readers)
         assert not residency._graves
+
+
+def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
+    """As ``refresh()`` takes in what the writer rewrote: an entry is that of the old shard or that of the new one."""
+    names = ("shard", *STARTS)
+    moved = Moved(7, np.arange(3), {name: np.arange(40, 43) for name in STARTS})
+
+    def entries(index: TrajectoryIndex) -> list[list[int]]:
+        return np.stack([index[name] for name in names], axis=1).tolist()
+
+    def index_of_three() -> TrajectoryIndex:
+        index = TrajectoryIndex()
+        index.append({name: np.arange(3).astype(dtype) for name, dtype in COLUMNS.items()})
+        return index
+
+    move_entries(index_of_three(), moved)  # loads the kernel
+    done = index_of_three()
+    old = entries(done)
+    tracer = Tracer(-1)
+    assert tracer.run(lambda: move_entries(done, moved))
+    new = entries(done)
+    assert new == [[7, 40 + i, 40 + i, 40 + i] for i in range(3)]
+    for at in range(tracer.count):
+        index = index_of_three()
+        assert not Tracer(at).run(partial(move_entries, index, moved))
+        assert entries(index) in (old, new)
 
 
 SIGNALS = """

@@ -67,7 +67,7 @@ def test_stopped_from_outside_it_leaves_a_sound_store(by: signal.Signals, tmp_pa
     path = tmp_path / "run"
     code = "import sys; from trajstore.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "demo", "--task", "cartpole", "--path", path],
+        [sys.executable, "-c", code, "demo", "--task", "cartpole", "--path", path, "--updates", str(10**9)],
         cwd=project_root,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

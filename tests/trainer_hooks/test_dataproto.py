@@ -389,7 +389,7 @@ def test_the_side_of_a_token_is_that_of_its_row() -> None:
 
 def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> None:
     rows = [make_row(number, 2, 4, "discarded", task=0) for number in (1, 2, 3)]  # outcomes 0.5, 1.0 and 0.0
-    hook = make_hook()
+    hook = make_hook(save_filter="positive")
     hook.tasks_chosen(["task-0"], 0.0, 1)
     batch = build_batch(rows, PAD)
     data: Any = to_dataproto(batch)

@@ -151,15 +151,20 @@ def node_name(column: str) -> str:
     return name
 
 
-@cache
 def _import_zarr() -> Any:
     try:
         import zarr
         import zarr.buffer.cpu  # not loaded by zarr itself
     except ImportError as error:
         raise MissingDependencyError("zarr", "zarr") from error
-    close_before_what_was_imported_now()
+    _close_stores_first()
     return zarr
+
+
+@cache
+def _close_stores_first() -> None:
+    """Register, once in a process, that stores are closed before zarr stops."""
+    close_before_what_was_imported_now()
 
 
 def _stored_dtype(spec: ColumnSpec) -> str:

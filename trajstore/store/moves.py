@@ -56,12 +56,17 @@ def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[n
 
 
 def move_entries(index: TrajectoryIndex, moved: Moved) -> None:
-    """Point the entries of an index to the new shard."""
+    """Point the entries of an index to the new shard.
+
+    At one stroke: an entry with the shard of one place and the rows of another, after an interrupt, points elsewhere.
+    """
+    from trajstore._kernels import set_homes  # numba takes a while to import
+
     positions = index.find_many(moved.ids.tolist())
     known = positions >= 0
-    index.arrays["shard"][positions[known]] = moved.row
-    for name in STARTS:
-        index.arrays[name][positions[known]] = moved.starts[name][known]
+    rows = [np.full(len(positions), moved.row, np.int64), *(moved.starts[name] for name in STARTS)]
+    shards, samples, extra, document = (index.arrays[name] for name in ("shard", *STARTS))
+    set_homes(shards, samples, extra, document, positions[known], np.stack(rows, axis=1)[known])
 
 
 def check_moved(

@@ -270,9 +270,8 @@ class CommitLog:
             self.directory.append(self._segment, data)
         except OSError as error:
             self.unsettled = True
-            raise StoreWriteError(
-                f"{error}: the commit log could not be written; free space and flush() again"
-            ) from error
+            remedy = "free space and" if error.errno in FULL else "then"
+            raise StoreWriteError(f"{error}: the commit log could not be written; {remedy} flush() again") from error
         self.catalog.log_bytes += len(data)
         if not self.directory.can_append:
             self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
