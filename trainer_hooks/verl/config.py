@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 from trajstore.experience import is_success
 from trajstore.formats import get_format
 
@@ -45,7 +46,8 @@ class RecordingConfig:
     capacity: int | None = None
     """Trajectories to keep, the oldest go first; ``None`` = all."""
     on_error: OnError = "raise"
-    """What a write that fails does to the run. With ``warn`` it goes on, and the metrics count what was lost."""
+    """What a write that fails does to the run, here and in the pool. With ``warn`` it goes on, the metrics count what
+    was lost, and what waits is written when there is space again."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -212,6 +214,25 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
     if config.get("skip", None) and config.skip.rollout_tq.enable:
         problems.append("skip.rollout_tq.enable: true, but skipped rollouts have groups without replayed rows")
     return problems
+
+
+@contextmanager
+def naming(option: str, value: str | None) -> Iterator[None]:
+    """Let what goes wrong when a store is opened name the option that says where the store is.
+
+    Raises:
+        ConfigurationError: it cannot be opened for a reason that has to do with the place.
+        TrajstoreError: as raised inside, with a note.
+    """
+    try:
+        yield
+    except StoreWriteError as error:
+        raise ConfigurationError(f"{option}: {value}: {error}") from error
+    except TrajstoreError as error:
+        error.add_note(f"{option}: {value}")
+        raise
+    except Exception as error:  # clients of object stores raise errors of their own, for absent credentials too
+        raise ConfigurationError(f"{option}: {value}: cannot be opened: {type(error).__name__}: {error}") from error
 
 
 def _section(kind: type[Section], block: Mapping[str, Any], name: str) -> Section:

@@ -14,13 +14,18 @@ from typing import Any
 
 import orjson
 
-from trajstore.errors import CorruptStoreError, StoreWriteError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
 from trajstore.files.base import EncodedFile
 from trajstore.files.local import LocalDirectory
 
 CUT_FILE = "trajstore.json"
 MODEL_FOLDER = "actor"
 """Folder in a checkpoint in which verl saves the policy."""
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""verl's file beside the checkpoints that names the newest one."""
+
+DATA_FILE = "data.pt"
 
 _VERSION = 1
 _FOLDER = re.compile(r"global_step_(\d+)")
@@ -106,6 +111,41 @@ def restorable_cuts(root: str | Path) -> list[Cut]:
     Of a checkpoint that ``max_actor_ckpt_to_keep`` has removed, or that a crash interrupted, only other files are.
     """
     return [cut for folder, cut in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
+
+
+def check_tracker(config: Any) -> None:
+    """Return if ``trainer.resume_mode=auto`` can read which checkpoint is the newest.
+
+    verl writes the file that says so without a rename and without fsync, so a crash may leave it empty.
+
+    Args:
+        config: verl's whole configuration.
+
+    Raises:
+        ConfigurationError: the file has no number in it; names the newest complete checkpoint.
+    """
+    root = Path(str(config.trainer.default_local_dir)).absolute()
+    tracker = root / TRACKER_FILE
+    if config.trainer.resume_mode != "auto" or not tracker.is_file():
+        return
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text.isdecimal():
+        return
+    complete = [folder for folder, _ in cuts_below(root) if _is_complete(folder)]
+    if complete:
+        step = complete[-1].name.removeprefix("global_step_")
+        remedy = f"The newest complete checkpoint is {complete[-1]}: write {step} into the file"
+    else:
+        remedy = "No checkpoint there is complete: remove the file to begin anew"
+    raise ConfigurationError(
+        f"trainer.resume_mode=auto: {tracker} is {f'not a number: {text[:20]!r}' if text else 'empty'}; a crash cut it"
+        f" short, since verl does not write it whole or not at all. {remedy}"
+    )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether verl got as far as the data loader's state, which it writes after the models."""
+    return (folder / MODEL_FOLDER).is_dir() and (folder / DATA_FILE).is_file()
 
 
 def find_cut(folder: Path, step: int) -> Cut | None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the policy loss ``het`` and the replay trainers.
+    """Register the policy loss ``het`` and the replay trainers; let verl check their options with its own.
 
     Raises:
         ConfigurationError: another verl is installed than the plugin was written for.
@@ -25,6 +25,7 @@ def register() -> None:
     try:
         check_verl()
         importlib.import_module("trainer_hooks.verl.trainer")
+        importlib.import_module("trainer_hooks.verl.early").install()
     except (TrajstoreError, ImportError) as error:
         logger.warning("trajstore: the replay trainers are not available: %s", error)
         raise

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
+from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
-from trainer_hooks.verl.config import ReplayBlock
+from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
@@ -80,16 +81,18 @@ class ReplaySession:
         self._recorder: RolloutRecorder | None = None
         recording = block.recording
         if recording.enable:
-            self._recorder = RolloutRecorder(
-                block.recording_path, recording.format, recording.capacity, recording.on_error
-            )
+            with naming(f"{SECTION}.recording.path", block.recording_path):
+                self._recorder = RolloutRecorder(
+                    block.recording_path, recording.format, recording.capacity, recording.on_error
+                )
         try:
-            self._hook: ReplayHook[str] = ReplayHook(
-                block.experience_replay,
-                n_rollout=block.n_rollout,
-                get_task=lambda task: task if tasks is not None and task in tasks else None,
-                tokenizer_fingerprint=fingerprint,
-            )
+            with naming(f"{REPLAY_SECTION}.store.path", (block.experience_replay.store or {}).get("path")):
+                self._hook: ReplayHook[str] = ReplayHook(
+                    block.experience_replay,
+                    n_rollout=block.n_rollout,
+                    get_task=lambda task: task if tasks is not None and task in tasks else None,
+                    tokenizer_fingerprint=fingerprint,
+                )
             self.hold_checkpoints()
         except BaseException:
             self.close()

@@ -28,7 +28,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl.callback import ReplayCheckpointCallback
 from trainer_hooks.verl.config import ReplayBlock
-from trainer_hooks.verl.cuts import checkpoint_folder
+from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.rows import task_id_of
 from trainer_hooks.verl.sampler import ReplaySampler
@@ -57,6 +57,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def __init__(self, config: Any) -> None:
         check_verl()
         self._block = ReplayBlock.from_config(config)
+        check_tracker(config)
         mode = config.trainer.v1.trainer_mode
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.base_mode

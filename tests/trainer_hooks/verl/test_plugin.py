@@ -51,7 +51,9 @@ def refusal():
         return [type(error).__name__, str(error)]
 
 modes = {mode: known(mode) for mode in (*MODES, "sync")}
+import verl.utils.config
 print("RESULT " + json.dumps({
+    "checked": hasattr(verl.utils.config.validate_config, "__wrapped__"),
     "ours": ours,
     "modes": modes,
     "losses": sorted(POLICY_LOSS_REGISTRY),
@@ -102,6 +104,7 @@ def is_installed_with_its_entry_point() -> bool:
 
 def check_registered(result: Mapping[str, Any]) -> None:
     assert "het" in result["losses"]
+    assert result["checked"], "the options are checked with verl's own, before Ray is started"
     assert all(result["modes"][mode] for mode in MODES)
     assert result["logged"] == []
 
@@ -120,6 +123,7 @@ def test_without_the_plugin_verl_knows_nothing_of_it(seen: Mapping[str, dict[str
     result = seen["neither"]
     assert result["ours"] == []
     assert "het" not in result["losses"]
+    assert not result["checked"]
     assert result["modes"]["sync"]
     assert not any(result["modes"][mode] for mode in MODES)
 

@@ -1,0 +1,83 @@
+"""Options that cannot take effect, told before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from tests.trainer_hooks.verl.conftest import Compose
+from trainer_hooks.verl.config import naming
+from trainer_hooks.verl.cuts import MODEL_FOLDER, Cut, write_cut
+from trainer_hooks.verl.early import check_options
+from trainer_hooks.verl.recorder import RolloutRecorder
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, StoreLockedError
+
+ON = "+exp_manager.experience_replay.enable=true"
+BASE = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.resume_mode=auto")
+
+
+@pytest.mark.parametrize("how", ["trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=colocate_async"])
+def test_replay_with_a_trainer_that_ignores_it_is_refused(override_verl: Compose, how: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"experience_replay\.enable: true, but {how} replays and records"):
+        check_options(override_verl([*BASE, how, ON]))
+
+
+def test_other_options_that_have_no_effect_are_told(override_verl: Compose, caplog: pytest.LogCaptureFixture) -> None:
+    check_options(override_verl(BASE))
+    assert not caplog.records
+    check_options(override_verl([*BASE, "trainer.v1.trainer_mode=sync", "+exp_manager.recording.path=/disk"]))
+    assert "exp_manager has no effect with trainer.v1.trainer_mode=sync" in caplog.text
+
+
+def test_contradictions_are_told_as_early(override_verl: Compose) -> None:
+    config = override_verl([*BASE, "trainer.v1.trainer_mode=sync_replay", ON, "+exp_manager.outcome.sucess=1"])
+    with pytest.raises(ConfigurationError, match=r"exp_manager\.outcome: unknown key sucess"):
+        check_options(config)
+
+
+@pytest.mark.parametrize(("text", "what"), [("", "is empty"), ("abc", "is not a number: 'abc'")])
+def test_an_empty_tracker_file_names_the_newest_complete_checkpoint(
+    override_verl: Compose, tmp_path: Path, text: str, what: str
+) -> None:
+    config = override_verl([*BASE, "trainer.v1.trainer_mode=sync_replay", ON, f"trainer.default_local_dir={tmp_path}"])
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=rf"{what}.*No checkpoint there is complete"):
+        check_options(config)
+    for step in (3, 6, 9):
+        folder = tmp_path / f"global_step_{step}"
+        write_cut(folder, Cut(step, "run", -1, "", None, {}))
+        (folder / MODEL_FOLDER).mkdir()
+        if step < 9:  # a crash came before the rest of step 9
+            (folder / "data.pt").touch()
+    with pytest.raises(ConfigurationError, match=rf"{what}.*global_step_6: write 6 into the file"):
+        check_options(config)
+    tracker.write_text("6", encoding="utf-8")
+    check_options(config)
+
+
+def test_what_cannot_be_opened_names_its_option(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file" / "rollouts")
+    with (
+        pytest.raises(ConfigurationError, match=rf"recording\.path: {path}: .*Not a directory"),
+        naming("exp_manager.recording.path", path),
+    ):
+        RolloutRecorder(path, "pt", None, "raise")
+    with (
+        pytest.raises(ConfigurationError, match=r"recording\.path: s3://b/r: cannot be opened: .*no credentials"),
+        naming("exp_manager.recording.path", "s3://b/r"),
+    ):
+        raise LookupError("no credentials")
+    with (
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "taken"),
+        pytest.raises(StoreLockedError) as caught,
+        naming("exp_manager.recording.path", "taken"),
+    ):
+        RolloutRecorder(str(tmp_path / "taken"), "pt", None, "raise")
+    assert caught.value.__notes__ == ["exp_manager.recording.path: taken"]

@@ -1,0 +1,56 @@
+"""The real V1 trainer with DAPO's filtering of groups, a reward between 0 and 1, and half of each group replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .assets import Assets
+from .harness import VerlSession, make_config
+from .runs import GROUP, PROMPTS, REPLAY, check_loss_rows, check_replay_metrics, recorded
+from .witness import Witness
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+
+STEPS = 5
+
+
+def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(
+    verl_session: VerlSession, verl_assets: Assets, witness: Witness, tmp_path: Path
+) -> None:
+    witness.take()
+    overrides = (
+        *REPLAY,
+        "+exp_manager.experience_replay.offpolicy_trajectories_per_task=2",
+        "+exp_manager.experience_replay.exp_ratio=0.5",
+        "++algorithm.filter_groups.enable=True",
+        "++algorithm.filter_groups.metric=hit",
+        "++data.gen_batch_size=1",
+        f"trainer.total_training_steps={STEPS}",
+    )
+    run = verl_session.run(make_config(verl_assets, tmp_path, overrides))
+    records = [record for record in run.metrics if "training/global_step" in record]
+    assert len(records) == STEPS
+    check_replay_metrics(records)
+
+    rollouts = recorded(tmp_path)
+    trained = [one for one in rollouts if one.metadata["trained"]]
+    dropped = len(rollouts) - len(trained)
+    assert dropped == sum(record["recording/dropped"] for record in records)
+    assert dropped, "groups of equal rewards were filtered, and are on disk"
+    assert len(trained) == sum(record["recording/rollouts"] for record in records)
+
+    replayed = check_loss_rows(witness.take(), trained)
+    assert replayed == sum(record["experience_replay/replayed_rows"] for record in records)
+    assert replayed >= STEPS - 1
+    for record in records:
+        assert record["experience_replay/mixed_score_mean"] == pytest.approx(record["critic/score/mean"], abs=1e-5)
+        fresh = [one.reward.metadata["score"] for one in trained if one.policy_version == record["step"] and one.reward]
+        assert record["experience_replay/fresh_score_mean"] == pytest.approx(sum(fresh) / len(fresh), abs=1e-5)
+        if record["experience_replay/replayed_rows"]:
+            assert record["experience_replay/replayed_success_rate"] == 1.0
+            assert record["experience_replay/replayed_score_mean"] == 1.0, "no failure with a partial score"
+            assert record["experience_replay/fresh_score_mean"] < record["critic/score/mean"]
+            assert "experience_replay/off_ppo_kl" in record
+    assert len(trained) + replayed == PROMPTS * GROUP * STEPS

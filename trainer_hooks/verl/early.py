@@ -1,0 +1,67 @@
+"""What is wrong with the options of a run, told where verl checks its own: in the command, before Ray is started."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+from trainer_hooks.config import SECTION as REPLAY_SECTION
+from trainer_hooks.verl.config import SECTION, ReplayBlock
+from trainer_hooks.verl.cuts import check_tracker
+from trajstore.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+REPLAY_MODES = ("sync_replay", "colocate_async_replay")
+"""Values of ``trainer.v1.trainer_mode`` that read the block ``exp_manager``."""
+
+
+def install() -> None:
+    """Let verl's ``validate_config``, which its command line calls first, check our block as well."""
+    module: Any = importlib.import_module("verl.utils.config")
+    verls = module.validate_config
+    if hasattr(verls, "__wrapped__"):
+        return
+
+    @functools.wraps(verls)
+    def validate_config(config: Any, *args: Any, **named: Any) -> Any:
+        result = verls(config, *args, **named)
+        check_options(config)
+        return result
+
+    module.validate_config = validate_config
+
+
+def check_options(config: Any) -> None:
+    """Return if the options of recording and replay can take effect.
+
+    Args:
+        config: verl's whole configuration, an OmegaConf node; not changed.
+
+    Raises:
+        ConfigurationError: they contradict each other, or ``enable`` is set for a trainer that ignores it.
+    """
+    mode = str(config.trainer.v1.trainer_mode)
+    v1 = bool(config.trainer.get("use_v1", True))
+    if mode in REPLAY_MODES and v1:
+        ReplayBlock.from_config(config)
+        check_tracker(config)
+        return
+    block = config.get(SECTION)
+    if not block:
+        return
+    ignored = f"trainer.v1.trainer_mode={mode}" if v1 else "trainer.use_v1=False"
+    replay = block.get("experience_replay") if hasattr(block, "get") else None
+    if replay and replay.get("enable", False):
+        raise ConfigurationError(
+            f"{REPLAY_SECTION}.enable: true, but {ignored} replays and records nothing; set"
+            f" trainer.v1.trainer_mode to one of {', '.join(REPLAY_MODES)}, or enable to false"
+        )
+    logger.warning(
+        "%s has no effect with %s: nothing is recorded. Recording needs trainer.v1.trainer_mode=%s",
+        SECTION,
+        ignored,
+        REPLAY_MODES[0],
+    )
