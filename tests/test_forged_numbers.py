@@ -63,10 +63,13 @@ def numbers(value, path=()):
 
 def forge_snapshot():
     value = unseal("snapshot", pristine[index], "")
+    shards = [id(one) for one in packed(value["shards"], [])]
+    same_shards = True
     for _ in range(chance.choice([1, 1, 2])):
         if chance.random() < 0.8:
             arrays = [one for one in packed(value, []) if np.dtype(one["dtype"]).kind == "i" and one["shape"][0]]
             item = chance.choice(arrays)
+            same_shards &= id(item) not in shards
             array = unpack(item, item["dtype"], len(item["shape"]))
             if not array.size:
                 continue
@@ -77,46 +80,60 @@ def forge_snapshot():
             item.update(pack(array))
         else:
             place = chance.choice(numbers(value))
+            same_shards &= place[0] != "shards"
             target = value
             for key in place[:-1]:
                 target = target[key]
             target[place[-1]] = chance.choice(HUGE)
     index.write_bytes(seal("snapshot", orjson.dumps(value)))
+    return same_shards
 
 def forge_log():
+    same_shards = True
     lines = [orjson.loads(line[9:]) for line in pristine[log].splitlines()]
     record = chance.choice(lines)
     for _ in range(chance.choice([1, 1, 2])):
         place = chance.choice([one for one in numbers(record) if one != ("generation",)])
+        same_shards &= place[0] == "entries"
         target = record
         for key in place[:-1]:
             target = target[key]
         old = target[place[-1]]
         target[place[-1]] = chance.choice([*HUGE, old - 1, old + 1])
     log.write_bytes(b"".join(map(encode_line, lines)))
+    return same_shards
 
-outcomes = {"refused": 0, "read": 0, "else": 0}
+outcomes = {"refused": 0, "read": 0, "other": [], "else": [], "foreign": []}
 for number in range(rounds):
     for file, data in pristine.items():
         file.write_bytes(data)
     try:
-        chance.choice([forge_snapshot, forge_snapshot, forge_log])()
-    except (OverflowError, TypeError):
+        same_shards = chance.choice([forge_snapshot, forge_snapshot, forge_log])()
+    except (OverflowError, TypeError, errors.CorruptStoreError):  # what was forged first cannot be read any more
         continue
     for strict in (True, False):
         buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
         try:
             buffer.load_checkpoint(path, strict=strict)
             for each in buffer.trajectory_ids.tolist()[:8]:
-                check_trajectory(buffer.get(each))
+                try:
+                    check_trajectory(buffer.get(each))
+                except WitnessError as error:  # made up of rows of others, or with another max_episode_length
+                    outcomes["other"].append(f"{number}: {error}")
             if buffer.total_samples:
-                # Rows of other trajectories of the shard are as good: each proves itself. Memory beside it is not.
-                check_batch(buffer.sample(64, columns=["curr_obs.tag", "actions", "rewards", "curr_obs.image"]))
+                # Rows of other trajectories of the shard are as good: each proves itself. Memory beside it does not,
+                # nor do bytes of the shard's file at which a forged shard table says that a column begins.
+                try:
+                    check_batch(buffer.sample(64, columns=["curr_obs.tag", "actions", "rewards", "curr_obs.image"]))
+                except WitnessError as error:
+                    outcomes["foreign" if same_shards else "other"].append(f"{number}: {error}")
             outcomes["read"] += 1
         except errors.StoreError:
             outcomes["refused"] += 1
-        except (errors.TrajstoreError, WitnessError):
-            outcomes["else"] += 1
+        except errors.SchemaMismatchError as error:
+            outcomes["foreign" if same_shards else "other"].append(f"{number}: {error}")
+        except errors.TrajstoreError as error:
+            outcomes["else"].append(f"{number}: {type(error).__name__}: {error}")
         finally:
             buffer.close()
 print(orjson.dumps(outcomes).decode())
@@ -138,7 +155,7 @@ def store_with_log(path: Path, form: str = "pt") -> Path:
     return crashed
 
 
-def campaign(path: Path, seed: int, rounds: int) -> dict[str, int]:
+def campaign(path: Path, seed: int, rounds: int) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", _CAMPAIGN, str(path), str(seed), str(rounds)],
         capture_output=True,
@@ -146,7 +163,9 @@ def campaign(path: Path, seed: int, rounds: int) -> dict[str, int]:
         check=False,
     )
     assert done.returncode == 0, f"exit status {done.returncode} (negative: killed by a signal): {done.stderr[-2000:]}"
-    outcomes: dict[str, int] = orjson.loads(done.stdout.splitlines()[-1])
+    outcomes: dict[str, Any] = orjson.loads(done.stdout.splitlines()[-1])
+    assert outcomes["foreign"] == [], "rows of no trajectory, the shard table being as it was: memory beside a shard"
+    assert outcomes["else"] == []
     return outcomes
 
 
@@ -211,6 +230,19 @@ def test_shards_without_trajectories_are_refused_before_they_are_unpacked(tmp_pa
     table: dict[str, Any] = {"schemas": [], "families": [], "numbers": value["shards"]["numbers"]}
     table |= dict.fromkeys(("family", "row"), pack(np.zeros(1, np.int32)))
     _refused_before_unpacking(lambda: ShardTable.from_json(table), "different lengths")
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl"])
+def test_a_place_of_a_column_that_lies_in_no_file_is_refused(tmp_path: Path, form: str) -> None:
+    path = store_with_log(tmp_path, form)
+    value = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
+    for family in value["shards"]["families"]:
+        family["column_files"] = [-1] * len(family["column_files"])
+        family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
+    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
+    with pytest.raises(errors.CorruptStoreError, match="lies in no file"):
+        TrajectoryReplayBuffer().load_checkpoint(path)
+    assert not verify(path).sound
 
 
 def test_as_many_ranges_as_one_likes_cost_what_they_are_long(tmp_path: Path) -> None:

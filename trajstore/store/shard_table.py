@@ -293,7 +293,11 @@ class ShardTable:
         """Refuse columns that begin before or end after their file: they would be read out of bounds."""
         widths = self.schemas[family.schema].row_nbytes
         for column, file in enumerate(family.column_files):
-            if file == ABSENT or not family.count:
+            if not family.count:
+                continue
+            if file == ABSENT:
+                if np.any(family.arrays["offsets"][:, column] != ABSENT):
+                    raise CorruptStoreError("shard table: a column that lies in no file begins at a byte")
                 continue
             room = family.arrays["sizes"][:, file] - family.arrays["offsets"][:, column]
             rows = family.arrays["rows"][:, column]
