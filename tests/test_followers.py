@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
@@ -65,8 +66,7 @@ def follow(path: Path, ready: Any, stop: Event, results: Any, number: int) -> No
 
 
 def follow_for(path: Path, seconds: float, fmt: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.crash.warm"])
+    context = forking()
     started, enough, stop, results = context.Event(), context.Event(), context.Event(), context.Queue()
     ready = [context.Semaphore(0) for _ in range(READERS)]
     readers = [

@@ -245,6 +245,17 @@ def test_a_place_of_a_column_that_lies_in_no_file_is_refused(tmp_path: Path, for
     assert not verify(path).sound
 
 
+@pytest.mark.parametrize("axis", [3, 4, 5, -1])
+def test_a_column_that_counts_what_its_kind_has_not_is_refused(tmp_path: Path, axis: int) -> None:
+    path = store_with_log(tmp_path)
+    value = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
+    value["shards"]["schemas"][0]["columns"][0][3] = axis
+    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
+    with pytest.raises(errors.CorruptStoreError, match="not a trajectory schema"):
+        TrajectoryReplayBuffer().load_checkpoint(path)
+    assert not verify(path).sound
+
+
 def test_as_many_ranges_as_one_likes_cost_what_they_are_long(tmp_path: Path) -> None:
     path = store_with_log(tmp_path)
     (log,) = (path / "log").iterdir()

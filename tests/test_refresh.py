@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -90,8 +90,7 @@ def write_when_told(path: Path, opened: Event, go: Event, done: Event, stop: Eve
 
 
 def test_a_writer_in_another_process_is_followed_from_the_empty_store_on(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.crash.warm"])
+    context = forking()
     opened, go, done, stop = (context.Event() for _ in range(4))
     child = context.Process(target=write_when_told, args=(tmp_path, opened, go, done, stop), daemon=True)
     child.start()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.crash.forked import forking
 from tools.crash.interrupted import DESCRIPTORS
 from tools.soak.measure import Sample, growth
 from tools.soak.session import Plan, judge, soak
@@ -23,7 +24,7 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 @pytest.mark.parametrize("name", ["pt", "zarr"])
 def test_a_whole_session_with_few_descriptors(tmp_path: Path, name: str) -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("forkserver").Process(target=_session, args=(str(tmp_path), name, theirs))
+    process = forking().Process(target=_session, args=(str(tmp_path), name, theirs))
     process.start()
     theirs.close()
     assert ours.recv() == "done"

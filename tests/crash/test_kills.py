@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,35 @@ def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
     assert result.problems == []
     assert result.kills == 22
     assert result.promised > 50
+
+
+def _kernels_not_called() -> None:
+    import numba
+
+    from trajstore import _kernels
+    from trajstore.sampling import _tree_kernels
+
+    found = [
+        name
+        for module in (_kernels, _tree_kernels)
+        for name, kernel in vars(module).items()
+        if isinstance(kernel, numba.core.dispatcher.Dispatcher) and not kernel.signatures
+    ]
+    sys.exit(f"add to tools/crash/warm.py: {', '.join(found)}" if found else 0)
+
+
+def test_children_load_no_kernel() -> None:
+    """A kernel that is loaded only in a child counts as memory and calls of what the child looks at."""
+    child = multiprocessing.get_context("spawn").Process(target=_after_warming)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def _after_warming() -> None:
+    import tools.crash.warm  # noqa: F401
+
+    _kernels_not_called()
 
 
 @pytest.mark.slow

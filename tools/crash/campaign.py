@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -13,11 +12,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tools.crash.child import torture
+from tools.crash.forked import forking
 from tools.crash.interrupted import WAYS, error_file, stacks_file, work
 from tools.crash.journal import Promises, read_journal
 from tools.crash.look import look
 
-_LONGEST_LIFE = 0.8  # seconds
+_LONGEST_LIFE = 0.8  # seconds, once a child has begun
+_AFTER_PROMISE = 0.05  # seconds that one lives, at most, whose first promise came later
 _PATIENCE = 60.0  # seconds; who has not come to an end then never will
 
 
@@ -59,8 +60,7 @@ def run_campaign(
         progress: told after each kill.
         interrupt: send SIGINT instead of SIGKILL; the child has to come to an end by itself.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.crash.interrupted", "tools.crash.warm"])
+    context = forking()
     chance = random.Random(seed)
     loaded = context.Process(target=int)  # the fork server starts with the first child
     loaded.start()
@@ -73,16 +73,18 @@ def run_campaign(
         child = context.Process(target=target, args=(str(folder), number, seed), daemon=True)
         child.start()
         life = chance.uniform(0.02, _LONGEST_LIFE)
-        if interrupt:
-            _wait_for(folder / f"journal_{number:06d}", child)
+        journal = folder / f"journal_{number:06d}"
+        _wait_for(journal, b"", child)
         child.join(life)
+        if number % 4:  # every fourth one may have come to nothing, the others have a promise, however slow the machine
+            _wait_for(journal, b'"flushed"', child)
+            child.join(chance.uniform(0.0, _AFTER_PROMISE))
         if not child.is_alive():
             result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
         if interrupt:
             _interrupt(child, folder, number, result)
         child.kill()
         child.join()
-        journal = folder / f"journal_{number:06d}"
         if journal.exists():
             read_journal(journal, promises)
         _look(folder, number, promises, seen, result)
@@ -93,9 +95,9 @@ def run_campaign(
     return result
 
 
-def _wait_for(journal: Path, child: BaseProcess) -> None:
-    """Wait until a child is ready to be interrupted."""
-    while not journal.exists() and child.is_alive():
+def _wait_for(journal: Path, text: bytes, child: BaseProcess) -> None:
+    """Wait until a child has made its journal and noted this text there."""
+    while child.is_alive() and not (journal.exists() and text in journal.read_bytes()):
         time.sleep(0.005)
 
 

@@ -17,7 +17,9 @@ _KEYS_PER_ROUND = 1 << 20
 
 
 def torture(folder: str, round_number: int, seed: int) -> None:
-    """Use the store in ``folder`` until killed."""
+    """Use the store in ``folder`` until killed; that the journal is there says that it has begun."""
+    import tools.crash.warm  # noqa: F401  # the fork server may lack it
+
     torch.set_num_threads(1)
     journal = Journal(Path(folder) / f"journal_{round_number:06d}")
     child = Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"), journal)

@@ -45,6 +45,8 @@ class _Interrupt:
 
 def work(folder: str, number: int, seed: int) -> None:
     """Use the store in ``folder`` until interrupted, and then as the children's numbers say."""
+    import tools.crash.warm  # noqa: F401  # interrupted, an import leaves half a module; the fork server may lack it
+
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     torch.set_num_threads(1)
     stacks = stacks_file(Path(folder), number).open("w")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import resource
 import sys
 import time
@@ -13,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tools.crash.forked import forking
 from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
 
@@ -38,9 +38,7 @@ class Worker:
     """Probes one directory after the other in a process of its own, which is replaced when it hangs or dies."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        # Children begin at work at once, not with loading kernels.
-        self._context.set_forkserver_preload(["tools.mutate.probe", "tools.crash.warm"])
+        self._context = forking()
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
 
@@ -76,6 +74,8 @@ class Worker:
 
 
 def _serve(connection: Connection) -> None:
+    import tools.crash.warm  # noqa: F401  # before memory and calls are watched; the fork server may lack it
+
     used = _status("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESS_SPACE, used + _ADDRESS_SPACE))
     sys.addaudithook(_audit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import statistics
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.crash.forked import forking
 from tools.soak.follower import follow
 from tools.soak.measure import Sample, bytes_of, growth, taken_by
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
@@ -72,8 +72,7 @@ def soak(folder: Path, plan: Plan, seed: int, progress: Callable[[Result], None]
         seed: of what is added, evicted and pinned.
         progress: told after each sample.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.soak.follower", "tools.crash.warm"])
+    context = forking()
     done = context.Event()
     session = _Session(folder, plan, seed)
     result = session.result

@@ -67,6 +67,13 @@ class ColumnSpec:
         return prod(self.row_shape) * self.torch_dtype.itemsize
 
 
+_AXES: dict[Kind, tuple[Axis, ...]] = {
+    "step": (Axis.SAMPLES, Axis.FIRST_EXTRA, Axis.LAST_EXTRA, Axis.DOCUMENT),
+    "agent": (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT),
+}
+"""What the rows of columns can count."""
+
+
 @dataclass(frozen=True)
 class Schema:
     """The columns of a trajectory, in storage order, and its kind."""
@@ -116,6 +123,8 @@ class Schema:
                 shape = tuple(int(n) for n in row_shape)
                 if not isinstance(name, str) or any(n < 0 for n in shape) or dtype not in dtypes():
                     raise ValueError(f"column {name!r}")
+                if Axis(axis) not in _AXES[kind] or (name == DOCUMENT) != (axis == Axis.DOCUMENT):
+                    raise ValueError(f"column {name!r} on axis {axis}")
                 columns.append(ColumnSpec(name, dtype, shape, Axis(axis)))
                 if columns[-1].row_nbytes >= _MAX_ROW_NBYTES:
                     raise ValueError(f"column {name!r}")
