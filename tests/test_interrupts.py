@@ -260,6 +260,7 @@ signal.signal(signal.SIGINT, handler)
 buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, cache_size=2,
     writer=WriterOptions(commit_interval=0.001, max_pending_bytes=100_000))
 buffer.add_trajectories([witness(0)])
+buffer.sample(3)  # loads the kernels: numba itself is not usable after an interrupt while it loads
 chance = random.Random(seed)
 returned, key, closed = {0: 0}, 0, False
 print("begin", flush=True)

@@ -115,6 +115,7 @@ class CommitLog:
         self.evicted_bytes = 0
         """Bytes of all trajectories that were evicted through this log or let go by a pin."""
         self._holds = 0
+        self._put_off = False
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -377,7 +378,7 @@ class CommitLog:
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
-        """Delete no shard meanwhile, whatever is evicted; the next eviction or snapshot makes up for it."""
+        """Delete no shard meanwhile, whatever is evicted; the end of this makes up for it."""
         with self.lock:
             self._holds += 1
         try:
@@ -385,9 +386,12 @@ class CommitLog:
         finally:
             with self.lock:
                 self._holds -= 1
+                if self._put_off and not self._closed:
+                    self._collect_garbage(self.catalog)
 
     def _collect_garbage(self, catalog: Catalog) -> None:
-        if not self._holds:
+        self._put_off = self._holds > 0
+        if not self._put_off:
             self.garbage.collect(catalog)
 
     # -- metadata ---------------------------------------------------------------------------------
