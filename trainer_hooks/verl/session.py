@@ -118,7 +118,8 @@ class ReplaySession:
             progress: of the training, in [0, 1].
             step: number of the step.
         """
-        return self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step))
+        plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
+        return plan or [PlannedTask(task, self._block.n_rollout, ()) for task in task_ids]
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
         """Return the row of the training data that is a task."""
@@ -304,7 +305,8 @@ class ReplaySession:
         """Keep in the pool's store what the checkpoints that verl can load now go back to, and nothing else."""
         manager = self._hook.manager
         if manager is not None:
-            manager.hold([cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None])
+            cuts = [cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None]
+            self._on_disk(lambda: manager.hold(cuts))
 
     def resume(self, folder: Path | None, step: int) -> None:
         """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.
@@ -365,7 +367,7 @@ class ReplaySession:
         hook = getattr(self, "_hook", None)
         try:
             if hook is not None:
-                hook.close()
+                self._on_disk(hook.close)
         finally:
             if self._recorder is not None:
                 self._recorder.close()

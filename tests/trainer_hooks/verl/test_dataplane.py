@@ -465,6 +465,7 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with failing_disk(plan):
         for step in range(1, 5):
+            assert sorted(one.task for one in session.plan(TASKS, 0.5, step)) == TASKS
             batch = put(rollouts(f"u{step}", N, index=step - 1))
             rate(joined := session.join(batch))
             figures = session.scored(joined, step)
