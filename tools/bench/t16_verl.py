@@ -206,7 +206,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
     parts = {
         "get": (transfer_queue, "kv_batch_get"),
         "read": (dataplane, "read_rows"),
-        "build": (session, "trajectory_of"),
+        "build": (session, "trajectories_of"),
         "record": (RolloutRecorder, "record"),
     }
     block = ReplayBlock(
