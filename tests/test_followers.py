@@ -147,10 +147,10 @@ def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
 
 def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
     class Interrupted(LocalDirectory):
-        def names(self, below: str = "") -> list[str]:
+        def listing(self, below: str = "") -> tuple[list[str], list[str]]:
             if below == "log" and interruptions:
                 interruptions.pop()()
-            return super().names(below)
+            return super().listing(below)
 
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as source:
         source.add_trajectories([witness(0)])
