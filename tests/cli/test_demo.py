@@ -65,7 +65,9 @@ def test_a_damaged_learner_is_told(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_from_outside_it_leaves_a_sound_store(by: signal.Signals, tmp_path: Path, project_root: Path) -> None:
     path = tmp_path / "run"
-    code = "import sys; from trajstore.cli import main; sys.exit(main(sys.argv[1:]))"
+    # A shell's background job ignores SIGINT, and so would its children: as at a terminal, this one does not.
+    hear = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = hear + "import sys; from trajstore.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "demo", "--task", "cartpole", "--path", path, "--updates", str(10**9)],
         cwd=project_root,
