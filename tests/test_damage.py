@@ -189,6 +189,25 @@ def test_one_damaged_record_costs_what_it_committed(
     assert "1 records are damaged" in caplog.text
 
 
+@pytest.mark.parametrize(("line", "place"), [(0, 2), (1, 3), (2, 3), (0, 1)])
+def test_a_record_that_is_in_the_log_twice_says_nothing_new(crashed: Path, line: int, place: int) -> None:
+    shown = keys_of(load(crashed)[0])
+    _with_record(crashed, lambda lines: [*lines[:place], lines[line], *lines[place:]])
+    assert verify(crashed).problems == []
+    assert keys_of(load(crashed)[0]) == shown
+
+
+def test_two_different_records_of_one_generation_are_refused(crashed: Path) -> None:
+    def other(lines: list[bytes]) -> list[bytes]:
+        record = orjson.loads(lines[1].split(b" ", 1)[1])
+        record["entries"]["uuids"] = "0" * len(record["entries"]["uuids"])
+        return [*lines[:2], encode_line(record), *lines[2:]]
+
+    _with_record(crashed, other)
+    with pytest.raises(errors.CorruptStoreError, match=r"two records of generation \d+"):
+        load(crashed)
+
+
 def test_one_entry_that_makes_no_sense_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
         buffer.add_trajectories([witness(key) for key in (0, 0, 0)])

@@ -315,19 +315,20 @@ class Catalog:
 
     def _apply_tail(self, tail: LogTail, name: str) -> Iterator[Change]:
         source = f"{self.directory.url}/{name}"
-        following = self.generation
-        fresh = []
+        fresh: list[Mapping[str, Any]] = []
         for record in tail.records:
             generation = record.get("generation")
             if not isinstance(generation, int):
                 raise CorruptStoreError(f"{source}: a record without generation")
             if generation <= self.generation:
                 continue
-            following += 1
-            if generation != following or generation > MAX_GENERATION:
-                raise CorruptStoreError(
-                    f"{source}: generation {generation} follows {following - 1}; records are missing"
-                )
+            newest = self.generation + len(fresh)
+            if generation <= newest:  # a line that is there twice says nothing new
+                if record == fresh[generation - self.generation - 1]:
+                    continue
+                raise CorruptStoreError(f"{source}: two records of generation {generation}; two writers have written")
+            if generation != newest + 1 or generation > MAX_GENERATION:
+                raise CorruptStoreError(f"{source}: generation {generation} follows {newest}; records are missing")
             fresh.append(record)
         for begin in range(0, len(fresh), _RECORDS_AT_ONCE):
             yield from self._apply_some(fresh[begin : begin + _RECORDS_AT_ONCE], source)
