@@ -14,7 +14,7 @@ import torch
 
 from tests.cli.stores import Run
 from trajstore.cli import DAMAGED, INTERRUPTED
-from trajstore.demo import DEFAULT_TASK, TASKS, load_task
+from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -41,6 +41,28 @@ def test_cartpole_goes_on_where_it_ended(run: Run, tmp_path: Path) -> None:
     assert report["trajectories"] == 6
     assert report["policy"]["versions"] == {"min": 0, "max": 96}
     assert verify(path).sound
+
+
+@pytest.mark.parametrize("sampler", sorted(set(SAMPLERS) - {"uniform"}))
+def test_cartpole_by_each_sampler_goes_on_with_its_state(run: Run, tmp_path: Path, sampler: str) -> None:
+    path = tmp_path / "run"
+    for updates in (32, 64):
+        code, _, err = run("demo", "--task", "cartpole", "--path", path, "--updates", updates, "--sampler", sampler)
+        assert (code, err) == (0, "")
+    state = parse_state((path / "learner.pt").read_bytes(), "learner.pt")
+    name, kept = state["sampler"]
+    assert name == sampler
+    if sampler == "epochs":
+        assert kept["place"] + 256 * 16 * (kept["epoch"] - 1) >= 64 * 256 - 1024  # 16 x 16 transitions a round
+    if sampler == "prioritized":
+        assert len(kept["ids"]) == 4
+        assert kept["powers"].unique().numel() > 100  # each transition that was drawn has a priority of its own
+
+
+def test_a_sampler_where_it_has_no_effect_is_refused(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("demo", "--path", tmp_path, "--sampler", "prioritized")
+    assert code != 0
+    assert "use --task cartpole" in err
 
 
 def test_without_its_learner_it_trains_anew_on_what_is_stored(run: Run, tmp_path: Path) -> None:
@@ -107,12 +129,33 @@ def test_learner_continues_exactly() -> None:
     second = DQNLearner(4, 2, generator)
     second.load_state_dict(parse_state(dump_state(first.state_dict()), "checkpoint"))
     following = [batch() for _ in range(3)]
-    assert [first.update(item) for item in following] == [second.update(item) for item in following]
+    assert [first.update(item).loss for item in following] == [second.update(item).loss for item in following]
+
+
+def test_weights_of_one_change_nothing_and_errors_are_those_of_the_loss() -> None:
+    def learner() -> DQNLearner:
+        return DQNLearner(4, 2, torch.Generator().manual_seed(1))
+
+    generator = torch.Generator().manual_seed(2)
+    batch = {
+        "curr_obs": {"states": torch.randn(8, 4, generator=generator)},
+        "next_obs": {"states": torch.randn(8, 4, generator=generator)},
+        "actions": torch.randint(2, (8, 1), generator=generator),
+        "rewards": torch.rand(8, 1, generator=generator),
+        "terminations": torch.zeros(8, 1, dtype=torch.bool),
+    }
+    plain, weighted = learner().update(batch), learner().update(batch, torch.ones(8))
+    assert plain.loss == weighted.loss
+    small = plain.errors < 1
+    huber = torch.where(small, plain.errors**2 / 2, plain.errors - 0.5)
+    assert plain.loss == pytest.approx(huber.mean().item())
+    assert learner().update(batch, torch.full((8,), 0.5)).loss == pytest.approx(plain.loss / 2)
 
 
 @pytest.mark.slow
-def test_cartpole_is_learned(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("demo", "--task", "cartpole", "--path", tmp_path / "run")
+@pytest.mark.parametrize("sampler", ["uniform", "prioritized"])
+def test_cartpole_is_learned(run: Run, tmp_path: Path, sampler: str) -> None:
+    code, out, _ = run("demo", "--task", "cartpole", "--path", tmp_path / "run", "--sampler", sampler)
     assert code == 0
     words = next(line for line in out.splitlines() if line.startswith("mean return")).split()
     first, last = float(words[words.index("at") - 1]), float(words[words.index("after") - 1])

@@ -28,9 +28,8 @@ def keys(batch: dict[str, torch.Tensor]) -> list[int]:
 
 @pytest.fixture(params=["memory", "disk"])
 def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TrajectoryReplayBuffer]:
-    made = TrajectoryReplayBuffer(
-        seed=3, sample_window_size=0, auto_save=request.param == "disk", auto_save_path=str(tmp_path / "store")
-    )
+    disk = {"auto_save": True, "auto_save_path": tmp_path / "store"} if request.param == "disk" else {}
+    made = TrajectoryReplayBuffer(seed=3, sample_window_size=0, **disk)  # type: ignore[arg-type]
     yield made
     made.close()
 

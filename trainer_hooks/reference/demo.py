@@ -24,6 +24,7 @@ from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoin
 from trainer_hooks.reference.curves import draw_curves, summarize
 from trainer_hooks.reference.trainer import CurvePoint, ReferenceTrainer, TrainerConfig
 from trajstore.demo import DemoSettings, Progress
+from trajstore.errors import ConfigurationError
 
 POOL_FOLDER = "pool"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -58,6 +59,8 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
         MissingDependencyError: transformers or matplotlib is not installed.
         StoreLockedError: another process trains in this directory.
     """
+    if settings.sampler is not None:
+        raise ConfigurationError(f"sampler: {settings.sampler!r}, has no effect on this task; use --task cartpole")
     base = replace(BASE, seed=settings.seed, steps=settings.updates or BASE.steps)
     deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
     pool, warm = settings.path / POOL_FOLDER, settings.path / CHECKPOINT_FOLDER / "warm"

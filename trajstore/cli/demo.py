@@ -9,7 +9,7 @@ from pathlib import Path
 from trajstore.cli.command import Command
 from trajstore.cli.inspect import write_report
 from trajstore.cli.output import Output, ProgressBar
-from trajstore.demo import DEFAULT_TASK, TASKS, DemoSettings, load_task
+from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, DemoSettings, load_task
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of everything drawn (default: %(default)s)"
     )
+    parser.add_argument("--sampler", choices=sorted(SAMPLERS), help="what cartpole samples by (default: uniform)")
 
 
 def _at_least_one(text: str) -> int:
@@ -43,7 +44,9 @@ def _run(options: Namespace, out: Output) -> int:
     from trajstore.inspection.inspect import inspect
 
     path = options.path or Path("trajstore-demo") / options.task
-    settings = DemoSettings(path=path, updates=options.updates, seconds=options.seconds, seed=options.seed)
+    settings = DemoSettings(
+        path=path, updates=options.updates, seconds=options.seconds, seed=options.seed, sampler=options.sampler
+    )
     with ProgressBar("training", sys.stderr) as bar:
 
         def say(text: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 TASKS: Mapping[str, str] = {
     "replay": "trainer_hooks.reference.demo",
@@ -20,6 +20,15 @@ TASKS: Mapping[str, str] = {
 """Name of a task, and the module that runs it."""
 
 DEFAULT_TASK = "replay"
+
+SAMPLERS: Mapping[str, Mapping[str, Any] | None] = {
+    "uniform": None,
+    "prioritized": {"name": "weighted", "priorities": {"alpha": 0.6, "beta": 0.4}},
+    "recency": {"name": "weighted", "recency": {"half_life": 50}},
+    "staleness": {"name": "weighted", "staleness": {"max_age": 1600}},
+    "epochs": {"name": "epochs"},
+}
+"""What a task that samples transitions may sample by, as ``sampling.sampler_of`` takes it; None = the buffer's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +40,14 @@ class DemoSettings:
         updates: gradient steps after which training ends; None = the task's own number.
         seconds: time after which training ends; None = no limit.
         seed: seeds everything that is drawn.
+        sampler: a name of :data:`SAMPLERS`; None = uniform. For tasks that sample transitions.
     """
 
     path: Path
     updates: int | None = None
     seconds: float | None = None
     seed: int = 0
+    sampler: str | None = None
 
 
 class Progress(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.builder import EmbodiedRolloutResult
-from trajstore.demo import DemoSettings, Progress
+from trajstore.demo import SAMPLERS, DemoSettings, Progress
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
 from trajstore.errors import MissingDependencyError
 from trajstore.files.base import EncodedFile
 from trajstore.files.local import LocalDirectory
+from trajstore.sampling import WeightedSampler, sampler_of
 from trajstore.trajectory import ChunkStepResult, Trajectory
 
 if TYPE_CHECKING:
@@ -108,7 +110,11 @@ class CartPoleRollout:
 class CartPoleRun:
     """Rollouts, replay and learner of one directory; continues what is there."""
 
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, sampler: str = "uniform") -> None:
+        self.sampler_name = sampler
+        chosen = SAMPLERS[sampler]
+        self._sampler = None if chosen is None else sampler_of(chosen)
+        self._sampler_state: Mapping[str, Any] | None = None
         self._directory = LocalDirectory(path)
         self._directory.create()
         self.replay_path = path / REPLAY_FOLDER
@@ -125,6 +131,9 @@ class CartPoleRun:
             auto_save=True,
             auto_save_path=str(self.replay_path),
         )
+        if self._sampler is not None and self._sampler_state is not None:
+            self.buffer.follow(self._sampler)
+            self._sampler.load_state_dict(self._sampler_state)
 
     @property
     def recent_return(self) -> float | None:
@@ -150,9 +159,18 @@ class CartPoleRun:
         self.rounds += 1
         if self.rounds > WARM_UP_ROUNDS:
             for _ in range(UPDATES_PER_ROUND):
-                self.learner.update(self.buffer.sample(BATCH_SIZE))
+                self._update()
         if self.rounds % CHECKPOINT_ROUNDS == 0:
             self.save()
+
+    def _update(self) -> None:
+        batch = self.buffer.sample(BATCH_SIZE, sampler=self._sampler)
+        if not isinstance(batch, Batch):
+            self.learner.update(batch)
+            return
+        update = self.learner.update(batch, batch.weights)
+        if isinstance(self._sampler, WeightedSampler) and self._sampler.priorities is not None:
+            self.buffer.update_priorities(self._sampler, batch.drawn, update.errors)
 
     def save(self) -> None:
         """Make everything so far survive a crash: first the trajectories, then the learner."""
@@ -163,6 +181,7 @@ class CartPoleRun:
             "generator": self._generator.get_state(),
             "recent": list(self._recent),
             "first_return": self.first_return,
+            "sampler": None if self._sampler is None else (self.sampler_name, self._sampler.state_dict()),
         }
         self._directory.publish([EncodedFile(LEARNER_FILE, [dump_state(state)])])
 
@@ -177,6 +196,9 @@ class CartPoleRun:
         self._generator.set_state(state["generator"])
         self._recent.extend(state["recent"])
         self.first_return = state["first_return"]
+        sampler = state.get("sampler")  # learners of earlier versions have none
+        if sampler is not None and sampler[0] == self.sampler_name:
+            self._sampler_state = sampler[1]
         return True
 
     def close(self) -> None:
@@ -198,7 +220,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
         StoreLockedError: another process trains in this directory.
     """
     total = DEFAULT_UPDATES if settings.updates is None else settings.updates
-    task = CartPoleRun(settings.path, settings.seed)
+    task = CartPoleRun(settings.path, settings.seed, settings.sampler or "uniform")
     began = time.monotonic()
     try:
         if len(task.buffer):

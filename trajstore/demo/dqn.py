@@ -34,6 +34,19 @@ class DQNSettings:
     max_grad_norm: float = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one gradient step came to.
+
+    Attributes:
+        loss: mean over the batch, weighted.
+        errors: absolute TD error of each transition, float32 ``[n]``: its new priority.
+    """
+
+    loss: float
+    errors: torch.Tensor
+
+
 class DQNLearner:
     """Action values of two networks, the second following the first slowly.
 
@@ -63,12 +76,13 @@ class DQNLearner:
         explore = torch.rand(count, generator=generator) < exploration
         return torch.where(explore, at_random, best)
 
-    def update(self, batch: Mapping[str, Any]) -> float:
-        """Take one gradient step on a batch as ``TrajectoryReplayBuffer.sample`` returns it; return its loss.
+    def update(self, batch: Mapping[str, Any], weights: torch.Tensor | None = None) -> Update:
+        """Take one gradient step on a batch as ``TrajectoryReplayBuffer.sample`` returns it.
 
         Args:
             batch: ``curr_obs.states`` and ``next_obs.states`` ``[n, observations]``, ``actions`` ``[n, 1]``
                 int64, ``rewards`` ``[n, 1]`` float32, ``terminations`` ``[n, 1]`` bool.
+            weights: importance weight of each transition, ``[n]``; None = 1.
         """
         following = batch["next_obs"]["states"]
         with torch.no_grad():
@@ -76,7 +90,8 @@ class DQNLearner:
             value = self._target(following).gather(-1, best)
             wanted = batch["rewards"] + self.settings.discount * value * ~batch["terminations"]
         predicted = self._network(batch["curr_obs"]["states"]).gather(-1, batch["actions"])
-        loss = functional.smooth_l1_loss(predicted, wanted)
+        losses = functional.smooth_l1_loss(predicted, wanted, reduction="none")[:, 0]
+        loss = (losses if weights is None else losses * weights).mean()
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self._network.parameters(), self.settings.max_grad_norm)
@@ -85,7 +100,7 @@ class DQNLearner:
             for slow, fast in zip(self._target.parameters(), self._network.parameters(), strict=True):
                 slow.lerp_(fast, self.settings.target_rate)
         self.updates += 1
-        return loss.detach().item()
+        return Update(loss.detach().item(), (predicted.detach() - wanted).abs()[:, 0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that continuing needs."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError
@@ -53,7 +54,7 @@ class Factor(ABC):
         """Keep these entries only; the first of them is now entry 0."""
 
     def state(self, entries: IntArray) -> dict[str, Any]:
-        """Return what cannot be worked out from the trajectories themselves, row by row of ``entries``."""
+        """Return what cannot be worked out from the trajectories themselves; tensors are row by row of ``entries``."""
         return {}
 
     def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:  # noqa: B027  # most have no state
@@ -119,7 +120,7 @@ class Recency(Factor):
         self._stamp.keep(kept)
 
     def state(self, entries: IntArray) -> dict[str, Any]:
-        return {"stamp": self._stamp.values[entries].copy(), "next": self._next, "base": self._base}
+        return {"stamp": torch.from_numpy(self._stamp.values[entries]), "next": self._next, "base": self._base}
 
     def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:
         self._stamp.values[entries] = state["stamp"]
@@ -315,8 +316,8 @@ class UseLimit(Factor):
     def state(self, entries: IntArray) -> dict[str, Any]:
         return {
             "batch": self._batch,
-            "uses": self._uses.values[entries].copy(),
-            "ready": self._ready.values[entries].copy(),
+            "uses": torch.from_numpy(self._uses.values[entries]),
+            "ready": torch.from_numpy(self._ready.values[entries]),
         }
 
     def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:

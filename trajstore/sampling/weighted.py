@@ -298,7 +298,7 @@ class WeightedSampler(Sampler):
         there = entries >= 0
         for factor in self.factors:
             rows = {
-                name: value[there] if isinstance(value, np.ndarray) else value
+                name: value.numpy()[there] if isinstance(value, torch.Tensor) else value
                 for name, value in state["factors"][factor.name].items()
             }
             factor.take_up(entries[there], rows)
