@@ -1,0 +1,404 @@
+"""A reader of stores written by ``docs/format.md`` alone: standard library and numpy, nothing of trajstore.
+
+It shows that the page is enough, and holds trajstore to the page. Kept plain rather than fast.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HIGHEST_LAYOUT_VERSION = 3
+
+_SIZES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+class FormatError(Exception):
+    """The directory is not as the page says."""
+
+
+@dataclass
+class Shard:
+    """A shard's description, from the log or from the shard table."""
+
+    format: str
+    schema: dict[str, Any]
+    files: list[tuple[str, int, int]]
+    places: list[tuple[int, int] | None]
+    column_crc32: list[int | None]
+    rows: list[int]
+
+
+@dataclass
+class Entry:
+    """A trajectory of the index. ``starts`` are first rows by axis; ``versions`` is None if unknown."""
+
+    number: int
+    uuid: str
+    extent: tuple[int, int, int, int]
+    max_episode_length: int
+    weights: str
+    versions: tuple[int, int] | None
+    shard: Shard
+    starts: dict[int, int]
+
+
+@dataclass
+class Column:
+    """A trajectory's column: dtype by torch's name, shape of all rows, raw bytes."""
+
+    axis: int
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass
+class Store:
+    """The newest state of a directory."""
+
+    path: Path
+    metadata: dict[str, Any]
+    generation: int = 0
+    next_id: int = 0
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    live: dict[int, Entry] = field(default_factory=dict)
+    pinned: dict[int, Entry] = field(default_factory=dict)
+    pins: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+# -- JSON files ---------------------------------------------------------------------------------------
+
+
+def read_metadata(data: bytes) -> dict[str, Any]:
+    """Return the values of ``metadata.json``."""
+    values: dict[str, Any] = json.loads(data)
+    if values.get("layout") != "trajstore":
+        raise FormatError("not a trajstore directory")
+    if not 1 <= values["layout_version"] <= HIGHEST_LAYOUT_VERSION:
+        raise FormatError(f"layout version {values['layout_version']}")
+    told = values.pop("crc32")
+    compact = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    _compare(told, compact, "metadata.json")
+    return values
+
+
+def unseal(name: str, data: bytes) -> dict[str, Any]:
+    """Return the body of a sealed file."""
+    marker = b'"%b":' % name.encode()
+    begin = data.find(marker) + len(marker)
+    if not data.startswith(b'{"crc32":"') or begin < len(marker) or not data.endswith(b"}"):
+        raise FormatError(f"not a sealed {name}")
+    body = data[begin:-1]
+    _compare(data[10:18].decode(), body, name)
+    value: dict[str, Any] = json.loads(body)
+    return value
+
+
+def _compare(told: str, data: bytes, what: str) -> None:
+    if told != f"{zlib.crc32(data):08x}":
+        raise FormatError(f"{what}: checksum {told}, found {zlib.crc32(data):08x}")
+
+
+def unpack(value: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Return a packed array."""
+    dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
+    data = zlib.decompress(base64.b64decode(value["data"]))
+    if dtype.kind == "V" or not shape[0]:
+        return np.frombuffer(data, dtype).reshape(shape)
+    return np.cumsum(np.frombuffer(data, "<i8").reshape(shape), axis=0).astype(dtype)
+
+
+def unpack_texts(value: dict[str, Any]) -> list[str]:
+    """Return the texts of a string table."""
+    data, ends = unpack(value["bytes"]).tobytes(), unpack(value["ends"]).tolist()
+    return [data[begin:end].decode() for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+# -- the log ------------------------------------------------------------------------------------------
+
+
+def decode_line(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line without its line feed; None if the line is bad."""
+    if line[8:9] != b" " or line[:8] != b"%08x" % zlib.crc32(line[9:]):
+        return None
+    record: dict[str, Any] = json.loads(line[9:])
+    return record
+
+
+def read_log(path: Path, generation: int) -> list[dict[str, Any]]:
+    """Return the records above a generation."""
+    segments = sorted(
+        (int(file.stem), file)
+        for file in (path / "log").glob("*.log")
+        if len(file.stem) == 16 and file.stem.isascii() and file.stem.isdigit()
+    )
+    left = [
+        file
+        for place, (_, file) in enumerate(segments)
+        if place + 1 == len(segments) or segments[place + 1][0] > generation + 1
+    ]
+    if left and int(left[0].stem) > generation + 1:
+        raise FormatError("records are missing: begin again")
+    lines = [line for file in left for line in _lines(file.read_bytes())]
+    decoded = [decode_line(line) for line in lines]
+    while decoded and decoded[-1] is None:
+        decoded.pop()  # torn
+    records = []
+    for record in decoded:
+        if record is None:
+            raise FormatError("a damaged record")
+        if record["generation"] > generation:
+            records.append(record)
+            if record["generation"] != generation + len(records):
+                raise FormatError("records are missing")
+    return records
+
+
+def _lines(data: bytes) -> list[bytes]:
+    *whole, rest = data.split(b"\n")
+    return [*whole, rest + b"?"] if rest else whole  # without its line feed a line is bad
+
+
+# -- opening ------------------------------------------------------------------------------------------
+
+
+def open_store(path: Path) -> Store:
+    """Return the state of a directory to which nobody writes at the moment (steps 1 and 6 are left out)."""
+    store = Store(path, read_metadata((path / "metadata.json").read_bytes()))
+    snapshot = unseal("snapshot", (path / "trajectory_index.json").read_bytes())
+    store.generation, store.next_id = snapshot["generation"], snapshot["next_id"]
+    for file in sorted((path / "pins").glob("*.json")):
+        store.pins[file.stem] = unseal("pin", file.read_bytes())
+    store.schemas = list(snapshot["shards"]["schemas"])
+    table = _shard_table(snapshot["shards"])
+    store.live = _entries(snapshot["live"], table)
+    named = _named(store)
+    store.pinned = {number: entry for number, entry in _entries(snapshot["pinned"], table).items() if number in named}
+    for record in read_log(path, store.generation):
+        _apply(store, record, named)
+    return store
+
+
+def _named(store: Store) -> set[int]:
+    return {number for pin in store.pins.values() for number in ids_of(pin["ids"])}
+
+
+def ids_of(ranges: list[list[int]]) -> list[int]:
+    """Return the ids in ranges."""
+    return [number for first, last in ranges for number in range(first, last + 1)]
+
+
+def _shard_table(value: dict[str, Any]) -> list[Shard]:
+    families = [
+        {name: unpack(family[name]) for name in ("sizes", "crc32", "offsets", "column_crc32", "rows")}
+        for family in value["families"]
+    ]
+    numbers, family_of, row_of = (unpack(value[name]).tolist() for name in ("numbers", "family", "row"))
+    table = []
+    for number, at, row in zip(numbers, family_of, row_of, strict=True):
+        family = value["families"][at]
+        of_row = {name: array[row].tolist() for name, array in families[at].items()}
+        names = [name.replace("{name}", f"shard_{number:08d}") for name in family["file_names"]]
+        table.append(
+            Shard(
+                family["format"],
+                value["schemas"][family["schema"]],
+                list(zip(names, of_row["sizes"], of_row["crc32"], strict=True)),
+                [
+                    None if offset == -1 else (file, offset)
+                    for file, offset in zip(family["column_files"], of_row["offsets"], strict=True)
+                ],
+                [None if crc == -1 else crc for crc in of_row["column_crc32"]],
+                of_row["rows"],
+            )
+        )
+    return table
+
+
+def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
+    weights = unpack_texts(value["weights"])
+    unpacked = {name: unpack(array) for name, array in value["columns"].items()}
+    found = {}
+    for at, number in enumerate(unpacked["trajectory_id"].tolist()):
+        low, high = (int(unpacked[name][at]) for name in ("version_low", "version_high"))
+        one = {name: int(array[at]) for name, array in unpacked.items() if name != "uuid"}
+        extra = one["start_extra"]
+        found[number] = Entry(
+            number,
+            unpacked["uuid"][at].tobytes().hex(),
+            (one["steps"], one["batch"], one["extra"], one["document"]),
+            one["max_episode_length"],
+            weights[one["weights"]],
+            None if low == -(1 << 63) else (low, high),
+            table[one["shard"]],
+            {0: one["start_samples"], 1: extra, 2: extra, 3: extra, 4: one["start_document"]},
+        )
+    return found
+
+
+def rows_on(axis: int, extent: tuple[int, int, int, int]) -> int:
+    """Return the rows of a trajectory on an axis."""
+    first, batch, extra, document = extent
+    return (first * batch, (first + extra) * batch, (first + extra) * batch, extra, document)[axis]
+
+
+def _starts(extents: list[tuple[int, int, int, int]]) -> list[dict[int, int]]:
+    total = dict.fromkeys(range(5), 0)
+    starts = []
+    for extent in extents:
+        starts.append(dict(total))
+        for axis in total:
+            total[axis] += rows_on(axis, extent)
+    return starts
+
+
+def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
+    store.generation = record["generation"]
+    operation = record["operation"]
+    if operation == "evict":
+        for number in ids_of(record["ids"]):
+            entry = store.live.pop(number, None)
+            if entry is not None and number in named:
+                store.pinned[number] = entry
+        return
+    if operation not in ("add", "rewrite"):
+        raise FormatError(f"operation {operation!r}")
+    store.schemas += record["schemas"]
+    shard = _manifest(record["shard"], store.schemas)
+    if operation == "rewrite":
+        ids, extents = ids_of(record["ids"]), [tuple(extent) for extent in record["extents"]]
+        for number, extent, starts in zip(ids, extents, _starts(extents), strict=True):
+            for entries in (store.live, store.pinned):
+                entry = entries.get(number)
+                if entry is None:
+                    continue
+                if entry.extent != extent or entry.shard.schema != shard.schema:
+                    raise FormatError("a trajectory is moved to where it is not")
+                entry.shard, entry.starts = shard, starts
+        return
+    told = record["entries"]
+    ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
+    for at, (number, extent, starts) in enumerate(zip(ids, extents, _starts(extents), strict=True)):
+        if number < store.next_id:
+            raise FormatError(f"id {number} was given before")
+        versions = told["versions"][at]
+        store.live[number] = Entry(
+            number,
+            told["uuids"][32 * at : 32 * at + 32],
+            extent,
+            told["max_episode_length"][at],
+            told["weights"][at],
+            None if versions is None else (versions[0], versions[1]),
+            shard,
+            starts,
+        )
+        store.next_id = number + 1
+
+
+def _manifest(value: dict[str, Any], schemas: list[dict[str, Any]]) -> Shard:
+    return Shard(
+        value["format"],
+        schemas[value["schema"]],
+        [(name, size, crc) for name, size, crc in value["files"]],
+        [None if place is None else (place[0], place[1]) for place in value["places"]],
+        value["column_crc32"],
+        value["rows"],
+    )
+
+
+# -- shards -------------------------------------------------------------------------------------------
+
+
+def row_bytes(column: list[Any]) -> int:
+    """Return the bytes of one row of a schema's column."""
+    _, dtype, row_shape, _ = column
+    return int(np.prod(row_shape, dtype=np.int64)) * _SIZES[dtype]
+
+
+def check_shard(path: Path, shard: Shard) -> None:
+    """Compare sizes and all checksums of a shard."""
+    for number, (name, size, told) in enumerate(shard.files):
+        data = (path / checked_name(name)).read_bytes()
+        if len(data) != size:
+            raise FormatError(f"{name}: {len(data)} bytes, not {size}")
+        outside = bytearray()
+        position = 0
+        for begin, column in sorted(_placed(shard, number)):
+            end = begin + shard.rows[column] * row_bytes(shard.schema["columns"][column])
+            if zlib.crc32(data[begin:end]) != shard.column_crc32[column]:
+                raise FormatError(f"{name}: column {column}")
+            outside += data[position:begin]
+            position = max(position, end)
+        if zlib.crc32(bytes(outside + data[position:])) != told:
+            raise FormatError(f"{name}: outside of the columns")
+
+
+def _placed(shard: Shard, file: int) -> list[tuple[int, int]]:
+    return [(place[1], at) for at, place in enumerate(shard.places) if place is not None and place[0] == file]
+
+
+def checked_name(name: str) -> str:
+    """Return a file's name if it stays within the directory."""
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable():
+        raise FormatError(f"name {name!r}")
+    return name
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise FormatError(f"a pickle names {module}.{name}")
+
+
+def read_columns(store: Store, entry: Entry) -> dict[str, Column]:
+    """Return all columns of a trajectory."""
+    shard = entry.shard
+    content = {}
+    if shard.format == "pkl":
+        content = _Plain(io.BytesIO((store.path / checked_name(shard.files[0][0])).read_bytes())).load()["columns"]
+    columns = {}
+    for at, column in enumerate(shard.schema["columns"]):
+        name, dtype, row_shape, axis = column
+        width, rows, start = row_bytes(column), rows_on(axis, entry.extent), entry.starts[axis]
+        place = shard.places[at]
+        if place is not None:
+            with open(store.path / checked_name(shard.files[place[0]][0]), "rb") as file:
+                file.seek(place[1] + start * width)
+                data = file.read(rows * width)
+        elif shard.format == "pkl":
+            data = content[name]["data"][start * width : (start + rows) * width]
+        else:
+            data = _zarr_rows(store.path, shard, name, start, rows)
+        if len(data) != rows * width:
+            raise FormatError(f"column {name}: {len(data)} bytes, not {rows * width}")
+        columns[name] = Column(axis, dtype, (rows, *row_shape), data)
+    return columns
+
+
+def _zarr_rows(path: Path, shard: Shard, name: str, start: int, rows: int) -> bytes:
+    import zarr
+
+    group = zarr.open_group(path / shard.files[0][0].removesuffix("/zarr.json"), mode="r")
+    array = next(array for _, array in group.arrays() if array.attrs["name"] == name)
+    return np.ascontiguousarray(array[start : start + rows]).tobytes()
+
+
+def read_document(columns: dict[str, Column]) -> dict[str, Any]:
+    """Return the document among a trajectory's columns; empty if there is none."""
+    return json.loads(columns["_document"].data) if "_document" in columns else {}

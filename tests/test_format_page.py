@@ -1,0 +1,188 @@
+"""``docs/format.md`` is enough to read a store, and its worked example is what trajstore writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import format_reader
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore.columns.record import record_of
+from trajstore.testing.copies import copy_live
+from trajstore.testing.witness import witness
+
+GOLDEN = Path(__file__).parent / "golden"
+LAYOUTS = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("layout_") and path.is_dir())
+KEYS = {1: 5, 2: 3, 3: 4, 4: 11}
+
+
+def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
+    """Compare what the reader of the page finds with a trajectory as it was added."""
+    record = record_of(trajectory)
+    found = format_reader.read_columns(store, entry)
+    assert list(found) == [column.name for column in record.schema.columns]
+    for number, column in enumerate(record.schema.columns):
+        assert found[column.name].data == bytes(record.column_bytes(number)), column.name
+        assert (found[column.name].dtype, found[column.name].axis) == (column.dtype, column.axis)
+    assert entry.versions == record.versions
+    assert entry.max_episode_length == record.max_episode_length
+    assert entry.weights == record.model_weights_id
+    format_reader.check_shard(store.path, entry.shard)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_page_is_enough_to_read_every_layout_version(layout: str) -> None:
+    store = format_reader.open_store(GOLDEN / layout)
+    assert list(store.live) == list(KEYS)
+    for number, key in KEYS.items():
+        agree(store, store.live[number], witness(key))
+    assert format_reader.ids_of(store.pins["start"]["ids"]) == [0, 1]
+    agree(store, store.pinned[0], witness(1))
+
+
+AGENT = AgentTrajectory(
+    task_id="sort",
+    messages=[{"role": "user", "content": "Sort 3 1 2.\n"}],
+    input_ids=torch.arange(12),
+    response_start=8,
+    response_mask=torch.ones(4, dtype=torch.bool),
+    old_log_probs=torch.full((4,), -0.5),
+    reward=Reward(outcome=1.0),
+    policy_version=9,
+)
+LEAVES = Trajectory(
+    rewards=torch.ones(3, 2, 1), curr_obs={"a.b": {"c": torch.zeros(3, 2, 2)}, "task": "stack", "scale": torch.ones(4)}
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("pt", {}),
+        ("pkl", {}),
+        ("zarr", {}),
+        ("zarr", {"codec": "zstd"}),
+    ],
+    ids=["pt", "pkl", "zarr", "zstd"],
+)
+def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if form == "zarr":
+        pytest.importorskip("zarr")
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    added = [witness(5), witness(3), AGENT, LEAVES, witness(11)]
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=live, trajectory_format=form, format_options=options
+    ) as buffer:
+        buffer.add_trajectories(added)
+        buffer.pin("all")
+        buffer.evict([0])
+        buffer.compact()
+        copy_live(live, copy, "readers", "writer.lock")
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    for path, ids in ((copy, [1, 2, 3, 4]), (live, [1, 2, 3, 4]), (tmp_path / "checkpoint", [1, 2, 3, 4])):
+        store = format_reader.open_store(path)
+        assert list(store.live) == ids
+        for number, entry in store.live.items():
+            agree(store, entry, added[number])
+    store = format_reader.open_store(copy)
+    agree(store, store.pinned[0], added[0])
+    document = format_reader.read_document(format_reader.read_columns(store, store.live[2]))
+    assert document["messages"] == AGENT.messages
+    assert document["reward"]["outcome"] == 1.0
+    document = format_reader.read_document(format_reader.read_columns(store, store.live[3]))
+    assert document["leaves"] == {"curr_obs.task": "stack"}
+    assert document["tensors"]["curr_obs.scale"][:2] == ["float32", [4]]
+
+
+# -- the worked example -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def example() -> str:
+    page = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
+    return page.split("\n## A worked example\n")[1].split("\n## ")[0]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def hex_dump(text: str) -> dict[int, bytes]:
+    lines = (line.split(":") for line in text.splitlines())
+    return {int(offset, 16): bytes.fromhex(digits) for offset, digits in lines}
+
+
+def test_the_worked_log_decodes_as_the_page_says(example: str) -> None:
+    log, line, _ = blocks(example, "text")
+    added, evicted = (format_reader.decode_line(each.encode()) for each in log.splitlines())
+    assert added is not None
+    assert evicted == {"generation": 2, "operation": "evict", "ids": [[0, 0]]}
+    assert b"".join(hex_dump(line).values()) == log.encode().splitlines(keepends=True)[1]
+
+
+def test_the_worked_rows_decode_as_the_page_says(example: str) -> None:
+    log, _, rows = blocks(example, "text")
+    added = json.loads(log.splitlines()[0][9:])
+    data = bytearray(1955)
+    for offset, piece in hex_dump(rows).items():
+        data[offset : offset + len(piece)] = piece
+    crcs = added["shard"]["column_crc32"]
+    assert [zlib.crc32(data[0x400:0x410]), zlib.crc32(data[0x480:0x486]), zlib.crc32(data[0x500:0x520])] == crcs
+    assert [place[1] for place in added["shard"]["places"]] == [0x400, 0x480, 0x500]
+    assert torch.frombuffer(data[0x408:0x410], dtype=torch.float32).tolist() == [2.0, 2.5]
+    assert list(data[0x483:0x486]) == [0, 0, 1]
+
+
+def test_the_worked_array_unpacks_as_the_page_says(example: str) -> None:
+    assert format_reader.unpack(json.loads(blocks(example, "json")[0])).tolist() == [4, 5, 6, 9]
+
+
+def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(example, "python")[0], names)  # the page's own program
+    close = TrajectoryReplayBuffer.close
+
+    def copy_and_close(buffer: TrajectoryReplayBuffer, wait: bool = True) -> None:
+        if not (tmp_path / "copy").exists():
+            copy_live(tmp_path / "store", tmp_path / "copy")
+        close(buffer, wait)
+
+    monkeypatch.setattr(TrajectoryReplayBuffer, "close", copy_and_close)
+    names["write"](str(tmp_path / "store"))
+    log, _, rows = blocks(example, "text")
+    written = (tmp_path / "copy" / "log" / "0000000000000001.log").read_bytes().splitlines()
+    first, told = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
+    del first["entries"]["uuids"], told["entries"]["uuids"]
+    assert first == told
+    assert written[1] == log.encode().splitlines()[1]
+    shard = (tmp_path / "copy" / "shards" / "shard_00000000.pt").read_bytes()
+    for offset, piece in hex_dump(rows).items():
+        assert shard[offset : offset + len(piece)] == piece
+
+
+# -- what the page says a reader must refuse ----------------------------------------------------------
+
+
+def damaged(layout: str, tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN / layout, tmp_path / "store")
+    return tmp_path / "store"
+
+
+def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
+    path = damaged(LAYOUTS[-1], tmp_path)
+    for name in ("metadata.json", "trajectory_index.json", "pins/start.json"):
+        file = path / name
+        sound = file.read_bytes()
+        file.write_bytes(re.sub(rb'("generation": ?)1', rb"\g<1>0", sound, count=1))
+        assert file.read_bytes() != sound
+        with pytest.raises(format_reader.FormatError):
+            format_reader.open_store(path)
+        file.write_bytes(sound)
+    format_reader.open_store(path)
