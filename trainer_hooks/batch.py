@@ -31,9 +31,9 @@ from torch import Tensor
 
 from trainer_hooks.masks import build_exp_mask, compute_response_mask
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
+from trajstore.guidance import TrainMode
 from trajstore.trajectory import AgentTrajectory
 
-TrainMode = Literal["keep", "discard"]
 GroupOffPolicy = Literal["shared", "separate"]
 GROUPS: tuple[GroupOffPolicy, ...] = get_args(GroupOffPolicy)
 
@@ -51,11 +51,16 @@ class BatchRow:
     """Rows with the same number are one group of GRPO; see :func:`assign_group_ids`."""
     is_experience_replay: bool = False
     add_exp: bool = False
-    """The rollout was guided by experience in its prompt."""
+    """Experience was put into the rollout's prompt."""
     train_mode: TrainMode = "keep"
     """Whether training keeps or discards that part of the prompt."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Goes into the batch's ``extras`` with the flags above and the policy version."""
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether the row is a fresh rollout that saw experience in its prompt and is trained without it."""
+        return self.add_exp and self.train_mode == "discard" and not self.is_experience_replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,8 @@ def build_batch(
     """Return the rows as one padded batch, in their order. Token ids and log-probs are copied as they are.
 
     ``recorded_old_log_probs`` are the trajectory's ``old_log_probs``, fresh rows' too; ``recorded_mask`` is False
-    where a row has none: beyond their end, and where they are not finite. Surplus ones are cut off. ``step_ids``
+    where a row has none: beyond their end, where they are not finite, and on fresh rows whose experience is discarded,
+    which were sampled under another prompt than the one they are trained on. Surplus ones are cut off. ``step_ids``
     counts the model's turns from 0; a turn lasts until the next one begins, -1 stands before the first.
 
     Args:
@@ -146,7 +152,7 @@ def build_batch(
         else:
             attention_out[number, place] = _values(number, "attention_mask", trajectory.attention_mask, length)
         count = 0
-        if trajectory.old_log_probs is not None:
+        if trajectory.old_log_probs is not None and not row.is_discarded:
             log_probs = _values(number, "old_log_probs", trajectory.old_log_probs, None)
             count = min(len(log_probs), length - start)
             recorded_out[number, :count] = log_probs[:count]
@@ -160,7 +166,7 @@ def build_batch(
         recorded = torch.where(recorded_mask, recorded, 0.0)
     response_mask = _copy(compute_response_mask(loss_mask, responses))
     replayed = torch.tensor([row.is_experience_replay for row in rows])
-    discarded = torch.tensor([row.add_exp and row.train_mode == "discard" for row in rows])
+    discarded = torch.tensor([row.is_discarded for row in rows])
     tensors = {
         "prompts": _copy(input_ids[:, :prompts]),
         "responses": _copy(input_ids[:, prompts:]),

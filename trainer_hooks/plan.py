@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trajstore.errors import ConfigurationError
+from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory
 
 Task = TypeVar("Task")
@@ -36,6 +37,8 @@ def rows_of_plan(
 ) -> list[BatchRow]:
     """Return the rows of a batch, task by task, each task's fresh rollouts before its histories.
 
+    A rollout that records guidance (``trajstore.guidance.Guidance``) gives a row with its flag and its train mode.
+
     Args:
         plan: the tasks of the step.
         fresh: the rollouts made, in the order of the plan.
@@ -43,6 +46,7 @@ def rows_of_plan(
 
     Raises:
         ConfigurationError: there are more or fewer rollouts than planned.
+        InvalidTrajectoryError: a trajectory's record of its guidance cannot be understood.
     """
     planned = sum(one.fresh_rollouts for one in plan)
     if len(fresh) != planned:
@@ -57,7 +61,14 @@ def rows_of_plan(
         positions += [position] * (one.fresh_rollouts + len(one.histories))
         replayed += [False] * one.fresh_rollouts + [True] * len(one.histories)
     groups = assign_group_ids(positions, replayed, group_offpolicy)
+    guided = [Guidance.of(trajectory) for trajectory in trajectories]
     return [
-        BatchRow(trajectory=trajectory, group_id=group, is_experience_replay=is_replayed)
-        for trajectory, group, is_replayed in zip(trajectories, groups, replayed, strict=True)
+        BatchRow(
+            trajectory=trajectory,
+            group_id=group,
+            is_experience_replay=is_replayed,
+            add_exp=guidance is not None,
+            train_mode="keep" if guidance is None else guidance.train_mode,
+        )
+        for trajectory, group, is_replayed, guidance in zip(trajectories, groups, replayed, guided, strict=True)
     ]

@@ -59,7 +59,7 @@ def expected_row(row: BatchRow) -> dict[str, list[Any]]:
         exp_mask = [0] * start + loss_mask[start:]
     else:
         exp_mask = [int(row.add_exp and row.train_mode == "discard")] * len(ids)
-    recorded = trajectory.old_log_probs.tolist()[:size]
+    recorded = [] if row.is_discarded else trajectory.old_log_probs.tolist()[:size]
     turn, steps = -1, []
     for position in range(start, len(ids)):
         if loss_mask[position] and (position == start or not loss_mask[position - 1]):

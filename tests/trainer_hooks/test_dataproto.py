@@ -119,7 +119,7 @@ def check_rows(data: Any, batch: Batch, rows: list[BatchRow]) -> None:
 
 
 def check_old_log_probs(data: Any, rows: list[BatchRow]) -> None:
-    """Replaced are exactly those that off-policy trajectories hold, on tokens that the model wrote."""
+    """Replaced are exactly those that replayed trajectories hold, on tokens that the model wrote."""
     current = current_log_probs(data)
     assert data.batch["current_old_log_probs"].equal(current)
     for place, number in enumerate(numbers_of(data)):
@@ -129,7 +129,7 @@ def check_old_log_probs(data: Any, rows: list[BatchRow]) -> None:
         expected = current[place].clone()
         written = trajectory.loss_mask[trajectory.response_start :].tolist()
         for position, (is_written, log_prob) in enumerate(zip(written, trajectory.old_log_probs, strict=False)):
-            if is_written and (row.is_experience_replay or row.train_mode == "discard"):
+            if is_written and row.is_experience_replay:
                 expected[position] = log_prob
         assert data.batch["response_mask"][place, : len(written)].tolist() == written
         counted = data.batch["response_mask"][place].bool()
@@ -395,7 +395,7 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> 
     data: Any = to_dataproto(batch)
     data = data.union(log_prob_pass(data))
     replace_old_log_probs(data, hook)
-    assert not data.batch["old_log_probs"].equal(data.batch["current_old_log_probs"])
+    assert data.batch["old_log_probs"].equal(data.batch["current_old_log_probs"]), "sampled under another prompt"
     data.reorder(torch.tensor([2, 0, 1]))
     step_done(data, [row.trajectory for row in rows], hook)
     assert hook.manager is not None

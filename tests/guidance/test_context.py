@@ -1,0 +1,122 @@
+"""Experience put in and taken out gives the messages back to the byte."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.guidance import (
+    EXPERIENCE_TEMPLATE,
+    ExperienceTemplate,
+    Guidance,
+    Insertion,
+    plain_messages,
+    put_in,
+    strip_template,
+    take_out,
+    with_guidance,
+)
+from trajstore.trajectory import AgentTrajectory
+
+# Pieces that break a pattern: the template's own tags and text, braces, characters of regular expressions.
+PIECES = [
+    "<EXP>",
+    "</EXP>",
+    "</EXP>\n\n",
+    EXPERIENCE_TEMPLATE,
+    "{}",
+    "{0}",
+    "{x}",
+    r"\1",
+    "(.*?)",
+    "[",
+    "$",
+    "^",
+    "\n",
+    "\r\n",
+]
+TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=8)), max_size=6).map("".join)
+TEMPLATES = st.one_of(
+    st.just(EXPERIENCE_TEMPLATE),
+    st.tuples(TEXTS, TEXTS).map(lambda sides: f"{sides[0]}{{}}{sides[1]}").filter(lambda text: text.count("{}") == 1),
+)
+PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=3)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": st.one_of(TEXTS, PARTS)}
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(conversation=st.lists(st.tuples(MESSAGES, st.lists(TEXTS, max_size=3)), min_size=1, max_size=4), text=TEMPLATES)
+def test_several_insertions_over_several_turns_come_out_again(
+    conversation: list[tuple[list[dict[str, Any]], list[str]]], text: str
+) -> None:
+    template = ExperienceTemplate.of(text)
+    plain: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
+    insertions: list[Insertion] = []
+    for turn, experiences in conversation:
+        plain += turn
+        messages += copy.deepcopy(turn)
+        for experience in experiences:
+            given_before = copy.deepcopy(messages)
+            changed, insertion = put_in(messages, template.fill(experience))
+            assert messages == given_before, "the messages that were given stay as they are"
+            messages = changed
+            insertions.append(insertion)
+    assert take_out(messages, insertions) == plain
+
+
+def test_a_message_that_looks_like_an_insertion_is_left_alone() -> None:
+    template = ExperienceTemplate.of(EXPERIENCE_TEMPLATE)
+    own = template.fill("what the task itself says")
+    changed, insertion = put_in([{"role": "user", "content": own}], template.fill("a tip </EXP>\n\n with a tag"))
+    assert take_out(changed, [insertion]) == [{"role": "user", "content": own}]
+
+
+def test_what_was_changed_since_is_refused_by_message() -> None:
+    changed, insertion = put_in([{"role": "user", "content": "task"}], "tip ")
+    changed[0]["content"] = "tiptask"
+    with pytest.raises(InvalidTrajectoryError, match=r"messages\[0\].content: does not begin with the experience"):
+        take_out(changed, [insertion])
+    with pytest.raises(InvalidTrajectoryError, match=r"messages\[3\]"):
+        take_out([{"role": "user", "content": "tip task"}], [Insertion(3, "tip ")])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "assistant", "content": None}], [{"role": "user"}]])
+def test_no_place_for_experience_is_an_error(messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(InvalidTrajectoryError, match="messages"):
+        put_in(messages, "tip")
+
+
+@pytest.mark.parametrize("text", ["", "no place", "{} and {}", None, 3])
+def test_a_template_has_one_place(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"experience_template: .*must be a text with one \{\}"):
+        ExperienceTemplate.of(text)
+
+
+def test_template_without_record_is_found_by_its_look() -> None:
+    template = ExperienceTemplate.of(EXPERIENCE_TEMPLATE)
+    text = "a" + template.fill("one\ntwo") + "b" + template.fill("{}") + "c"
+    assert strip_template(text, template) == (["one\ntwo", "{}"], "abc")
+    assert strip_template("{x}", ExperienceTemplate.of("{}")) == ([], "{x}")
+
+
+def test_record_of_a_trajectory_says_what_was_shown() -> None:
+    changed, insertion = put_in([{"role": "user", "content": "task"}], "tip ")
+    guidance = Guidance("discard", ("7",), (insertion,))
+    trajectory = with_guidance(AgentTrajectory(messages=changed, metadata={"other": 1}), guidance)
+    assert Guidance.of(trajectory) == guidance
+    assert trajectory.metadata["other"] == 1
+    assert plain_messages(trajectory) == [{"role": "user", "content": "task"}]
+    assert Guidance.of(AgentTrajectory()) is None
+    with pytest.raises(InvalidTrajectoryError, match=r"metadata\.guidance"):
+        Guidance.of(AgentTrajectory(metadata={"guidance": {"train_mode": "maybe"}}))
