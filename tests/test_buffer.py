@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.buffer.backing import StoreBacking
 from trajstore.columns.fields import join_name, walk
 from trajstore.columns.schema import dtypes
 from trajstore.testing.witness import check_batch, check_trajectory, difference, rows_of, witness
@@ -270,14 +271,14 @@ def slow_store(
     """A buffer whose shards are not published until an event is set."""
     buffer = make("uncached", "pt", tmp_path / "store", 0)
     go_on = threading.Event()
-    assert buffer._writer is not None
-    publish = buffer._writer.directory.publish
+    assert isinstance(buffer._backing, StoreBacking)
+    publish = buffer._backing.writer.directory.publish
 
     def wait_and_publish(files: Any) -> None:
         go_on.wait()
         publish(files)
 
-    monkeypatch.setattr(buffer._writer.directory, "publish", wait_and_publish)
+    monkeypatch.setattr(buffer._backing.writer.directory, "publish", wait_and_publish)
     yield buffer, go_on
     go_on.set()
     buffer.close()

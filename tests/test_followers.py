@@ -14,6 +14,7 @@ import torch
 
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.buffer.backing import StoreBacking
 from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -155,14 +156,14 @@ def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as source:
         source.add_trajectories([witness(0)])
         source.flush()
-        assert source._writer is not None
-        interruptions = [source._writer.log.snapshot]
+        assert isinstance(source._backing, StoreBacking)
+        interruptions = [source._backing.writer.log.snapshot]
         catalog = Catalog.open(Interrupted(tmp_path))
         assert interruptions == []
         assert catalog.index["trajectory_id"].tolist() == [0]
         source.add_trajectories([witness(1)])
         source.flush()
-        interruptions.append(source._writer.log.snapshot)
+        interruptions.append(source._backing.writer.log.snapshot)
         assert catalog.refresh()
         assert catalog.index["trajectory_id"].tolist() == [0, 1]
 

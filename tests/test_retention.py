@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
+from trajstore.buffer.backing import StoreBacking
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.columns.record import record_of
 from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
@@ -101,15 +102,15 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, retention=retention) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
-        assert buffer._writer is not None
-        publish = buffer._writer.directory.publish
+        assert isinstance(buffer._backing, StoreBacking)
+        publish = buffer._backing.writer.directory.publish
         fewest: list[int] = []
 
         def watch(files: object) -> None:
-            fewest.append(buffer._writer.log.catalog.index["trajectory_id"].size)  # type: ignore[union-attr]
+            fewest.append(buffer._backing.writer.log.catalog.index["trajectory_id"].size)
             publish(files)  # type: ignore[arg-type]
 
-        buffer._writer.directory.publish = watch  # type: ignore[method-assign]
+        buffer._backing.writer.directory.publish = watch  # type: ignore[method-assign]
         for key in range(3, 30):
             buffer.add_trajectories([witness(key)])
         buffer.flush()
@@ -137,7 +138,7 @@ def test_files_that_were_kept_for_a_copy_go_when_it_is_done(tmp_path: Path) -> N
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.flush()
-        with buffer._writer.log.keeping_files():  # type: ignore[union-attr]
+        with buffer._backing.writer.log.keeping_files():
             buffer.evict([0])
             assert len(list((tmp_path / "shards").iterdir())) == 1
         assert not list((tmp_path / "shards").iterdir())

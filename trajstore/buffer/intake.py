@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+
+import torch
 
 from trajstore.buffer.view import View
 from trajstore.columns.memory import Arena
 from trajstore.columns.owned import groups, own
-from trajstore.columns.record import Record
+from trajstore.columns.record import NothingToStoreError, Record, record_of
+from trajstore.errors import InvalidTrajectoryError, listed
+from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.groups import Batch
 from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.queue import WriteQueue, random_uuids
+
+logger = logging.getLogger(__name__)
+
+
+def records_of(trajectories: Iterable[AnyTrajectory]) -> list[Record]:
+    """Return trajectories as columns, all checked; those with nothing in them are passed over with a warning.
+
+    Raises:
+        InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
+    """
+    if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+        raise InvalidTrajectoryError(
+            f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
+            "write add_trajectories([trajectory])"
+        )
+    records = []
+    empty = []
+    for place, trajectory in enumerate(trajectories):
+        try:
+            records.append(record_of(trajectory))
+        except NothingToStoreError:
+            empty.append(place)
+    if empty:
+        logger.warning(
+            "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
+            "the others have ids",
+            listed(str(place) for place in empty),
+            len(empty) + len(records),
+        )
+    return records
 
 
 class Intake(ABC):

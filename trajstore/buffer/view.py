@@ -237,6 +237,22 @@ class View:
 
     # -- leaving ----------------------------------------------------------------------------------
 
+    def newest_id(self) -> int | None:
+        """Return the highest id that is shown; None if nothing is."""
+        with self.contents.lock:
+            ids = self.contents.index["trajectory_id"]
+            return int(ids.max()) if len(ids) else None
+
+    def check_shown(self, ids: Sequence[int]) -> None:
+        """Refuse ids of which one is not shown.
+
+        Raises:
+            TrajectoryUnavailableError: names it.
+        """
+        with self.contents.lock:
+            for number in ids:
+                self.contents.index.position_of(number)
+
     def forget(self, ids: Sequence[int]) -> None:
         """Show these trajectories no longer; unknown ids are passed over."""
         if not len(ids):

@@ -1,0 +1,235 @@
+"""What stands behind a view: a store that the buffer writes, or nothing but memory."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from trajstore.buffer.column_watch import ColumnWatch
+from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, records_of
+from trajstore.buffer.listener import ViewListener, WeakListener, close_quietly
+from trajstore.buffer.retention import Retention
+from trajstore.buffer.rlinf_guard import check_not_rlinf
+from trajstore.buffer.view import View
+from trajstore.errors import StoreError
+from trajstore.exits import forget, remember
+from trajstore.files.base import Directory
+from trajstore.formats.base import TrajectoryFormat
+from trajstore.reading.places import check_no_ranks
+from trajstore.sampling.draws import Draws
+from trajstore.trajectory import AnyTrajectory
+from trajstore.writing.interrupts import uninterrupted
+from trajstore.writing.options import WriterOptions
+from trajstore.writing.writer import StoreWriter
+
+logger = logging.getLogger(__name__)
+
+
+class Backing(ABC):
+    """Takes in what is added and deletes what is evicted. Its methods do what those of the buffer promise.
+
+    Attributes:
+        intake: how records get into the view.
+        keeps: whether what is added is somewhere else than in memory.
+        store_id: UUID of the store; None without one.
+    """
+
+    intake: Intake
+    keeps = False
+    store_id: str | None = None
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._watch = ColumnWatch()
+
+    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        """Add trajectories and return their ids."""
+        records = records_of(trajectories)
+        self._watch.look(records)
+        return self.intake.add(records) if records else []
+
+    def retain(self) -> None:
+        """Let go of what lies beyond the limits, before the next addition; of what was loaded, only here."""
+        if self._view.retention == Retention():
+            return
+        before = len(self._view.contents.index)
+        self._retain()
+        after = len(self._view.contents.index)
+        if after < before:
+            logger.info("retention: %d of %d trajectories are shown no longer", before - after, before)
+
+    @abstractmethod
+    def _retain(self) -> None:
+        """Let go of what lies beyond the limits."""
+
+    @abstractmethod
+    def evict(self, ids: Sequence[int]) -> None:
+        """Delete trajectories, all of which are shown."""
+
+    @property
+    def committed(self) -> int:
+        """Highest id up to which everything survives a crash; -1 before the first."""
+        return -1
+
+    def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
+        """Wait until trajectories are committed; return whether all are."""
+        return False
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Return when everything added before survives a crash."""
+        return
+
+    def compact(self) -> None:
+        """Give back the disk space of evicted trajectories."""
+        return
+
+    @abstractmethod
+    def pin(self, name: str, state: Mapping[str, object]) -> int:
+        """Keep the present state readable under a name; return its generation."""
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin."""
+        return
+
+    def keeping_files(self) -> AbstractContextManager[object]:
+        """Keep files that are to be linked or copied, also those of evicted trajectories."""
+        return nullcontext()
+
+    def figures(self) -> dict[str, float]:
+        """Return numbers of what waits to be written and of disk space."""
+        names = ("pending_bytes", "write_retries", "set_aside", "live_bytes", "shard_bytes", "held_bytes")
+        return dict.fromkeys(names, 0)
+
+    def close(self) -> None:
+        """Write what waits, and give the directory back."""
+        return
+
+
+class MemoryBacking(Backing):
+    """Keeps what is added in memory only."""
+
+    def __init__(self, view: View) -> None:
+        super().__init__(view)
+        self.intake = MemoryIntake(view)
+
+    def _retain(self) -> None:
+        newest = self._view.newest_id()
+        if newest is not None:
+            self._view.forget(self._view.expire(newest))
+
+    def evict(self, ids: Sequence[int]) -> None:
+        self._view.forget(ids)
+
+    def pin(self, name: str, state: Mapping[str, object]) -> int:
+        raise StoreError("pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
+
+
+class StoreBacking(Backing):
+    """Writes what is added to a store, which it creates or continues.
+
+    Args:
+        view: what the buffer shows.
+        draws: its seed goes into the store's metadata.
+        directory: where the store lies.
+        trajectory_format: of new shards.
+        options: the writer's.
+        on_commit: the user's function.
+    """
+
+    keeps = True
+
+    def __init__(
+        self,
+        view: View,
+        draws: Draws,
+        directory: Directory,
+        trajectory_format: TrajectoryFormat,
+        options: WriterOptions,
+        on_commit: Callable[[Sequence[int]], None] | None,
+    ) -> None:
+        super().__init__(view)
+        check_no_ranks(directory)
+        check_not_rlinf(directory)  # before anything is written there, the lock included
+        self._listener = ViewListener(view, draws, on_commit)
+        told = WeakListener(self._listener)
+        self.writer = StoreWriter(
+            directory, trajectory_format, options, told, None if on_commit is None else told.on_commit
+        )
+        # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
+        self._finalizer = weakref.finalize(self, close_quietly, self.writer)
+        self._finalizer.atexit = False  # too late for zarr; see trajstore.exits
+        remember(self.writer)
+        self.writer.start()
+        catalog = self.writer.log.catalog
+        self.store_id = catalog.store_id
+        view.show_own(catalog)
+        if len(catalog.index):
+            self._watch.begin(catalog.shards.schema(int(catalog.index["shard"][-1])))
+        self._listener.opened(catalog.next_id - 1)
+        self.retain()
+        self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
+
+    def _retain(self) -> None:
+        self.writer.retain()
+
+    def evict(self, ids: Sequence[int]) -> None:
+        own_first = self._view.own_first
+        mine = [number for number in ids if number >= own_first]
+        if mine:
+            contents = self._view.contents
+            waiting = {number for number in mine if contents.is_pending(number)}
+            # First what needs no space: on a full disk, writing what waits is only possible afterwards.
+            if len(waiting) < len(mine):
+                uninterrupted(partial(self.writer.log.evict, [number for number in mine if number not in waiting]))
+            if waiting:
+                self.writer.flush()
+                uninterrupted(partial(self.writer.log.evict, list(waiting)))
+            self.writer.rewriter.note()
+        self._view.forget([number for number in ids if number < self._view.own_first])
+
+    @property
+    def committed(self) -> int:
+        return self.writer.queue.committed
+
+    def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
+        return self.writer.queue.wait(max(ids), timeout) if ids else False
+
+    def flush(self, timeout: float | None = None) -> None:
+        self.writer.flush(timeout)
+
+    def compact(self) -> None:
+        self.writer.compact()
+
+    def pin(self, name: str, state: Mapping[str, object]) -> int:
+        return uninterrupted(partial(self.writer.log.pin, name, **state))
+
+    def unpin(self, name: str) -> None:
+        uninterrupted(partial(self.writer.log.unpin, name))
+        self.writer.rewriter.note()
+
+    def keeping_files(self) -> AbstractContextManager[object]:
+        return self.writer.log.keeping_files()
+
+    def figures(self) -> dict[str, float]:
+        queue, log = self.writer.queue, self.writer.log
+        live, files = log.space()
+        return {
+            "pending_bytes": queue.pending_bytes,
+            "write_retries": queue.retries,
+            "set_aside": queue.set_aside,
+            "live_bytes": live,
+            "shard_bytes": files,
+            "held_bytes": log.garbage.held_bytes,
+        }
+
+    def close(self) -> None:
+        try:
+            self.writer.close()
+        finally:
+            if self.writer.closed:  # else interrupted: it is closed in the background, or at exit
+                self._finalizer.detach()
+                forget(self.writer)

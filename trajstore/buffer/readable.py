@@ -1,0 +1,255 @@
+"""The half of the buffer that reads: what is shown, and draws from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.arguments import whole
+from trajstore.buffer.backing import Backing
+from trajstore.buffer.choices import Choices
+from trajstore.buffer.retention import Retention
+from trajstore.buffer.view import View
+from trajstore.columns.fields import nest
+from trajstore.errors import ConfigurationError
+from trajstore.reading.contents import Contents, Prepared
+from trajstore.sampling.base import Drawn, Sampler
+from trajstore.sampling.draws import Draws, Window
+from trajstore.sampling.weighted import WeightedSampler
+from trajstore.trajectory import AnyTrajectory
+
+
+class ReadableBuffer:
+    """Trajectories that can be looked at and drawn from. Users make a ``TrajectoryReplayBuffer``.
+
+    Args:
+        view: what is shown.
+        draws: the generator of the draws.
+        backing: what stands behind the view.
+        sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
+    """
+
+    def __init__(self, view: View, draws: Draws, backing: Backing, sample_window_size: int) -> None:
+        self._view = view
+        self._draws = draws
+        self._backing = backing
+        self._choices = Choices(view, draws)
+        self.sample_window_size = sample_window_size
+
+    @property
+    def sample_window_size(self) -> int:
+        """Samples are drawn from this many newest trajectories; 0 = from all."""
+        return self._sample_window_size
+
+    @sample_window_size.setter
+    def sample_window_size(self, value: int) -> None:
+        self._sample_window_size = whole("sample_window_size", value, 0)
+
+    # -- sampling ---------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        num_chunks: int = 0,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler | None = None,
+    ) -> dict[str, Any]:
+        """Draw transitions from the window of the newest trajectories, uniformly with replacement or by a sampler.
+
+        Args:
+            num_chunks: number of transitions; more than the window has is cut to what it has.
+            columns: dotted names of the columns wanted; None = all.
+            out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
+            sampler: chooses the transitions; the same object each time, as it is told of what was added and evicted.
+
+        Returns:
+            A nested dict of tensors ``[num_chunks, ...]`` with keys and dtypes as they were added. With a sampler it
+            is a :class:`~trajstore.buffer.choices.Batch`, which also says which rows it holds and how much each counts.
+
+        Raises:
+            EmptyBufferError: there is nothing to sample from.
+            SchemaMismatchError: trajectories of the window differ in their columns, or are agent trajectories, which
+                :meth:`sample_trajectories` draws whole.
+            CorruptStoreError: a file is missing or damaged.
+            UnsafeContentError: a pickle would run code; nothing of it was run.
+        """
+        if num_chunks <= 0:
+            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        if sampler is not None:
+            return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
+
+        def draw(contents: Contents) -> tuple[Contents, Prepared]:
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
+            drawn = self._draws.samples(window, num_chunks)
+            return contents, contents.prepare(drawn, window.first, window.end, columns)
+
+        contents, prepared = self._view.locked(draw)
+        return nest(contents.read(prepared, out))
+
+    def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
+        """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.
+
+        Args:
+            count: how many.
+            sampler: chooses instead; one that draws whole trajectories.
+
+        Raises:
+            EmptyBufferError: there is nothing to sample from.
+            ConfigurationError: the sampler draws transitions.
+        """
+        if sampler is not None:
+            return self._choices.trajectories(count, self.sample_window_size, sampler)
+
+        def draw(contents: Contents) -> list[AnyTrajectory]:
+            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
+            return [contents.get(position) for position in self._draws.trajectories(window, count)]
+
+        return self._view.locked(draw)
+
+    def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
+        """Choose rows as :meth:`sample` does, without reading them; :meth:`read` reads them, also in another process.
+
+        Raises:
+            EmptyBufferError: there is nothing to sample from.
+        """
+        if num_chunks <= 0:
+            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        return self._choices.draw(num_chunks, self.sample_window_size, sampler)
+
+    def read(
+        self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return transitions that :meth:`draw` chose, as :meth:`sample` returns them.
+
+        Raises:
+            TrajectoryUnavailableError: one of their trajectories has been evicted since.
+            SchemaMismatchError: their trajectories differ in their columns.
+        """
+        return self._choices.read(drawn, columns, out)
+
+    def follow(self, sampler: Sampler) -> None:
+        """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""
+        self._choices.follow(sampler)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of all draws; part of :meth:`state_dict`."""
+        return self._draws.generator
+
+    def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return T and B of some trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one of them is not in the buffer.
+        """
+        return self._choices.extents(trajectory_ids)
+
+    def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
+        """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
+
+        Args:
+            sampler: the one that drew them.
+            drawn: of the batch (``batch.drawn``).
+            priorities: one for each row, at least 0: usually the absolute TD error.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+        """
+        return self._choices.update(sampler, drawn, priorities)
+
+    def get(self, trajectory_id: int) -> AnyTrajectory:
+        """Return a trajectory by id, its tensors copied.
+
+        Raises:
+            TrajectoryUnavailableError: there is none, or it has left memory.
+            CorruptStoreError: a file is missing or damaged.
+            UnsafeContentError: a pickle would run code; nothing of it was run.
+        """
+        return self._view.locked(lambda contents: contents.get(contents.index.position_of(trajectory_id)))
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the generator; that of the checkpoint after ``load_checkpoint``."""
+        return self._draws.seed
+
+    @property
+    def retention(self) -> Retention:
+        """Limits, beyond which the oldest trajectories go."""
+        return self._view.retention
+
+    def __len__(self) -> int:
+        return len(self._view.contents.index)
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories."""
+        return len(self._view.contents.index)
+
+    @property
+    def total_samples(self) -> int:
+        """Number of samples, T·B summed over the trajectories."""
+        with self._view.contents.lock:
+            return self._view.contents.index.total_samples
+
+    @property
+    def trajectory_ids(self) -> npt.NDArray[np.int64]:
+        """Ids of all trajectories, oldest first, as an int64 array."""
+        with self._view.contents.lock:
+            return np.array(self._view.contents.index["trajectory_id"], np.int64)
+
+    @property
+    def store_id(self) -> str | None:
+        """UUID of the directory that this buffer writes to; None in memory only."""
+        return self._backing.store_id
+
+    @property
+    def trajectory_counter(self) -> int:
+        """One more than the newest id."""
+        return self._backing.intake.counter
+
+    def is_ready(self, min_size: int) -> bool:
+        """Return whether there are at least ``min_size`` trajectories."""
+        return self.size >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """Return whether there are at least ``min_size`` trajectories."""
+        return self.is_ready(min_size)
+
+    def get_stats(self) -> dict[str, float]:
+        """Return flat numbers: trajectories, samples, cached trajectories and bytes, bytes waiting, mapped shards.
+
+        Of the buffer's own store: ``live_bytes`` of its trajectories, ``shard_bytes`` of the files that these and its
+        pins need, ``held_bytes`` of files that stay on disk only because a reader still shows what was evicted.
+        """
+        figures = self._backing.figures()
+        contents = self._view.contents
+        with contents.lock:
+            return {
+                "num_trajectories": self.size,
+                "total_samples": contents.index.total_samples,
+                "cache_size": 0 if contents.cache is None else len(contents.cache),
+                "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
+                "mapped_shards": contents.residency.mapped,
+                **figures,
+            }
+
+    def clear_cache(self) -> None:
+        """Drop what the cache holds; what is nowhere else stays."""
+        self._view.contents.clear_cache()
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
+        return self._draws.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the draws where :meth:`state_dict` left them."""
+        self._draws.load_state_dict(state)
