@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-HIGHEST_LAYOUT_VERSION = 3
+HIGHEST_LAYOUT_VERSION = 4
 
 _SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -280,8 +280,8 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
     if operation not in ("add", "rewrite"):
         raise FormatError(f"operation {operation!r}")
     store.schemas += record["schemas"]
-    shard = _manifest(record["shard"], store.schemas)
     if operation == "rewrite":
+        shard = _manifest(record["shard"], store.schemas)
         ids, extents = ids_of(record["ids"]), [tuple(extent) for extent in record["extents"]]
         for number, extent, starts in zip(ids, extents, _starts(extents), strict=True):
             for entries in (store.live, store.pinned):
@@ -292,23 +292,34 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
                     raise FormatError("a trajectory is moved to where it is not")
                 entry.shard, entry.starts = shard, starts
         return
-    told = record["entries"]
+    added: dict[int, Entry] = {}
+    for one in record.get("shards", [record]):
+        entries = _entries(one["entries"], _manifest(one["shard"], store.schemas))
+        if list(entries) != sorted(entries) or added.keys() & entries.keys():
+            raise FormatError("the ids of a shard do not ascend, or two shards have the same")
+        added |= entries
+    if min(added) < store.next_id:
+        raise FormatError(f"id {min(added)} was given before")
+    store.live |= {number: added[number] for number in sorted(added)}
+    store.next_id = max(added) + 1
+
+
+def _entries(told: dict[str, Any], shard: Shard) -> dict[int, Entry]:
+    """Return the trajectories of an added shard, by id."""
     ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
-    for at, (number, extent, starts) in enumerate(zip(ids, extents, _starts(extents), strict=True)):
-        if number < store.next_id:
-            raise FormatError(f"id {number} was given before")
-        versions = told["versions"][at]
-        store.live[number] = Entry(
+    return {
+        number: Entry(
             number,
             told["uuids"][32 * at : 32 * at + 32],
             extent,
             told["max_episode_length"][at],
             told["weights"][at],
-            None if versions is None else (versions[0], versions[1]),
+            None if told["versions"][at] is None else (told["versions"][at][0], told["versions"][at][1]),
             shard,
             starts,
         )
-        store.next_id = number + 1
+        for at, (number, extent, starts) in enumerate(zip(ids, extents, _starts(extents), strict=True))
+    }
 
 
 def _manifest(value: dict[str, Any], schemas: list[dict[str, Any]]) -> Shard:

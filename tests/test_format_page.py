@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from tests import format_reader
+from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.columns.record import record_of
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
-GOLDEN = Path(__file__).parent / "golden"
-LAYOUTS = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("layout_") and path.is_dir())
-KEYS = {1: 5, 2: 3, 3: 4, 4: 11}
 
 
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
@@ -40,8 +38,8 @@ def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Tr
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_page_is_enough_to_read_every_layout_version(layout: str) -> None:
     store = format_reader.open_store(GOLDEN / layout)
-    assert list(store.live) == list(KEYS)
-    for number, key in KEYS.items():
+    assert list(store.live) == list(keys_of(layout))
+    for number, key in keys_of(layout).items():
         agree(store, store.live[number], witness(key))
     assert format_reader.ids_of(store.pins["start"]["ids"]) == [0, 1]
     agree(store, store.pinned[0], witness(1))

@@ -54,7 +54,7 @@ def drain(target: WriteQueue) -> list[Group]:
     calls=st.lists(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6), max_size=8),
     limit=st.integers(1, 600),
 )
-def test_groups_are_of_one_schema_and_size_and_leave_nothing_out(
+def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
     calls: list[list[tuple[int, bool]]], limit: int
 ) -> None:
     target = queue(shard_bytes=limit)
@@ -63,18 +63,20 @@ def test_groups_are_of_one_schema_and_size_and_leave_nothing_out(
     groups = drain(target)
     assert [number for group in groups for number in group.ids] == ids
     parts = [part for group in groups for part in group.parts]
-    assert [item for part in parts for item in part.owned] == [item for call in items for item in call]
+    assert [part.shard for part in parts] == list(range(len(parts)))
+    placed = {number: item for part in parts for number, item in zip(part.ids, part.owned, strict=True)}
+    assert [placed[number] for number in ids] == [item for call in items for item in call]
     uuids = [part.uuids[at : at + 16] for part in parts for at in range(0, len(part.uuids), 16)]
     assert len(set(uuids)) == len(uuids) == len(ids)
     for number, group in enumerate(groups):
-        (part,) = group.parts
-        assert (group.ticket, part.shard) == (number, number)
-        assert len({id(item.record.schema) for item in part.owned}) == 1
-        assert group.nbytes == part.nbytes
-        assert group.nbytes <= limit or len(part.owned) == 1
+        assert (group.ticket, group.last) == (number, group.ids[-1])
+        schemas = [{id(item.record.schema) for item in part.owned} for part in group.parts]
+        assert sum(map(len, schemas)) == len(group.parts) == len(set.union(*schemas))
+        assert all(part.ids == sorted(part.ids) for part in group.parts)
+        assert group.nbytes == sum(part.nbytes for part in group.parts)
+        assert group.nbytes <= limit or len(group.ids) == 1
     for one, other in pairwise(groups):  # none could have been longer
-        same = one.parts[0].owned[0].record.schema is other.parts[0].owned[0].record.schema
-        assert not same or one.nbytes + other.parts[0].owned[0].nbytes > limit
+        assert one.nbytes + placed[other.ids[0]].nbytes > limit
 
 
 def three_groups() -> tuple[WriteQueue, list[Group]]:

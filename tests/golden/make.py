@@ -11,14 +11,15 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
-KEYS = {0: 1, 1: 5, 2: 3, 3: 4, 4: 11}
+KEYS = {0: 1, 1: 5, 2: 3, 3: 4, 4: 11, 5: 6, 6: 7}
 """Trajectory ids and the keys of the witnesses that they hold; 0 is evicted, but pinned."""
 
 
 def make(target: Path) -> None:
     """Write a store as a crash would leave it, its last commits in the log only, and what a seed draws from it.
 
-    From layout 2 on, one of these commits has moved trajectories to another shard.
+    From layout 2 on, one of these commits has moved trajectories to another shard; from layout 4 on, the last one has
+    two shards with ids of either among the other's.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "store"
@@ -29,9 +30,11 @@ def make(target: Path) -> None:
         second = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl")
         second.add_trajectories([witness(KEYS[2])])
         second.flush()
-        second.add_trajectories([witness(KEYS[3]), witness(KEYS[4])])
+        second.add_trajectories([witness(KEYS[3])])
         second.evict([0])
         second.compact()
+        second.add_trajectories([witness(KEYS[number]) for number in (4, 5, 6)])
+        second.flush()
         copy_live(path, target, "readers", "writer.lock")
         second.close()
     reader = TrajectoryReplayBuffer(seed=5, sample_window_size=0)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trajstore.columns.record import Record
+from trajstore.columns.schema import Schema
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -177,18 +178,18 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
 
 
 def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
-    """Yield trajectories that have no shard to link, in groups of one schema and a shard's size."""
-    group: list[tuple[int, Record]] = []
-    nbytes = 0
+    """Yield trajectories that have no shard to link, in groups of one schema; all open groups are of a shard's size."""
+    groups: dict[Schema, list[tuple[int, Record]]] = {}
+    sizes: dict[Schema, int] = {}
     for at in loose:
         record = _record_at(cut, at)
-        if group and (record.schema != group[0][1].schema or nbytes + record.nbytes > _SHARD_BYTES):
-            yield group
-            group, nbytes = [], 0
-        group.append((at, record))
-        nbytes += record.nbytes
-    if group:
-        yield group
+        if groups and sum(sizes.values()) + record.nbytes > _SHARD_BYTES:
+            largest = max(sizes, key=sizes.__getitem__)
+            del sizes[largest]
+            yield groups.pop(largest)
+        groups.setdefault(record.schema, []).append((at, record))
+        sizes[record.schema] = sizes.get(record.schema, 0) + record.nbytes
+    yield from groups.values()
 
 
 def _record_at(cut: Cut, at: int) -> Record:

@@ -28,6 +28,7 @@ from trajstore.store.log_records import (
     LOG_FOLDER,
     AddedShard,
     LogTail,
+    added_in,
     decode_lines,
     entries_from_json,
     manifest_from_json,
@@ -392,9 +393,10 @@ class Catalog:
         added: list[AddedShard] = []
         for record in records:
             schemas += [Schema.from_json(item) for item in record["schemas"]]
-            manifest = manifest_from_json(record["shard"], schemas)
-            row = len(self.shards) + len(added)
-            added.append(AddedShard(natural(record["number"], MAX_ID // 2), row, manifest, record["entries"]))
+            for one in added_in(record):
+                manifest = manifest_from_json(one["shard"], schemas)
+                row, number = len(self.shards) + len(added), natural(one["number"], MAX_ID // 2)
+                added.append(AddedShard(record["generation"], number, row, manifest, one["entries"]))
         columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.weights)
         ids = columns["trajectory_id"]
         check_lengths(columns)
@@ -406,9 +408,9 @@ class Catalog:
         if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
         self._schemas = schemas
-        for one, record in zip(added, records, strict=True):
-            self.lifetimes.add(self.shards.add(one.number, one.manifest), record["generation"])
-            self.next_shard = max(self.next_shard, one.number + 1)
+        for new in added:
+            self.lifetimes.add(self.shards.add(new.number, new.manifest), new.generation)
+            self.next_shard = max(self.next_shard, new.number + 1)
         self.index.append(columns)
         self.next_id = int(ids[-1]) + 1
         return columns
@@ -424,14 +426,13 @@ class Catalog:
         self._schemas = schemas
         return self.move(number, manifest, ids, extents)
 
-    def add(self, number: int, manifest: ShardManifest, columns: Mapping[str, Any]) -> int:
-        """Take in a committed shard and its entries; return the shard's row."""
-        row = self.shards.add(number, manifest)
-        self.lifetimes.add(row, self.generation + 1)
+    def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
+        """Take in the shards of a commit, number and manifest of each, and its entries, by ascending id."""
+        for number, manifest in shards:
+            self.lifetimes.add(self.shards.add(number, manifest), self.generation + 1)
+            self.next_shard = max(self.next_shard, number + 1)
         self.index.append(columns)
         self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
-        self.next_shard = max(self.next_shard, number + 1)
-        return row
 
     def evict(self, ranges: npt.NDArray[np.int64]) -> int:
         """Take entries in inclusive ranges ``[n, 2]`` out of the live index; return their bytes.

@@ -13,6 +13,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -189,17 +191,43 @@ def entries_to_json(records: Sequence[Record], ids: Sequence[int], uuids: bytes)
     }
 
 
+def added_to_json(schemas: Sequence[Any], shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a record says of the shards that a commit adds: of several a list, a single one stands for itself.
+
+    Args:
+        schemas: those that are new, as JSON values.
+        shards: ``number``, ``shard`` (its manifest) and ``entries`` of each, as JSON values.
+    """
+    if len(shards) > 1:
+        return {"schemas": schemas, "shards": shards}
+    return {"number": shards[0]["number"], "schemas": schemas, **shards[0]}
+
+
+def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return number, manifest and entries of each shard that a record adds.
+
+    Raises:
+        CorruptStoreError: it adds none.
+    """
+    shards = record.get("shards", [record])
+    if not isinstance(shards, list) or not shards:
+        raise CorruptStoreError("a commit without shards")
+    return shards
+
+
 @dataclass(frozen=True, slots=True)
 class AddedShard:
     """What a record says that was added.
 
     Attributes:
+        generation: of the record; several shards may come with one.
         number: of the shard.
         row: in the shard table.
         manifest: the shard's.
         entries: the record's, of its trajectories.
     """
 
+    generation: int
     number: int
     row: int
     manifest: ShardManifest
@@ -207,10 +235,10 @@ class AddedShard:
 
 
 def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of the trajectories of some records, one after the other; ranges are not checked.
+    """Return the index columns of the trajectories of some records, those of each by id; ranges are not checked.
 
     Args:
-        added: what the records say; one or more.
+        added: what the records say, in their order; one shard or more.
         weights: table that takes their ``model_weights_id``.
 
     Raises:
@@ -231,7 +259,7 @@ def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict
     of_steps = np.repeat(np.array([one.manifest.schema.kind == "step" for one in added], np.bool_), counts)
     rows = _rows_of(extents)
     starts, nbytes = _lay_out(added, counts, rows)
-    return {
+    columns: dict[str, npt.NDArray[Any]] = {
         "trajectory_id": _expand(entries, counts),
         "num_samples": np.where(of_steps, rows[Axis.SAMPLES], 1).astype(np.int64),
         **{name: extents[:, at] for at, name in enumerate(("steps", "batch", "extra", "document"))},
@@ -246,6 +274,39 @@ def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict
         "start_extra": np.where(of_steps, starts[Axis.FIRST_EXTRA], starts[Axis.RESPONSE]),
         "start_document": starts[Axis.DOCUMENT],
     }
+    generations = [one.generation for one in added]
+    if len(set(generations)) == len(added):
+        return columns
+    ends = np.cumsum(counts).tolist()
+    shards = [
+        {name: column[end - count : end] for name, column in columns.items()}
+        for end, count in zip(ends, counts.tolist(), strict=True)
+    ]
+    commits = groupby(zip(generations, shards, strict=True), key=itemgetter(0))
+    return _joined([by_id([shard for _, shard in commit]) for _, commit in commits])
+
+
+def by_id(shards: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+    """Return the index columns of the trajectories of one commit, by ascending id.
+
+    Args:
+        shards: columns of the trajectories in each of its shards, by ascending id.
+
+    Raises:
+        CorruptStoreError: the ids within a shard do not ascend.
+    """
+    if len(shards) == 1:
+        return dict(shards[0])
+    for shard in shards:
+        if np.any(np.diff(shard["trajectory_id"]) <= 0):
+            raise CorruptStoreError("the ids within a shard do not ascend")
+    columns = _joined(shards)
+    order = np.argsort(columns["trajectory_id"], kind="stable")
+    return {name: column[order] for name, column in columns.items()}
+
+
+def _joined(parts: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 _UNKNOWN = (UNKNOWN_VERSION, UNKNOWN_VERSION)

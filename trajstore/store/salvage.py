@@ -19,7 +19,7 @@ from trajstore.files.base import Directory
 from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import decode_each, natural
+from trajstore.store.log_records import added_in, decode_each, natural
 from trajstore.store.sealed import LAYOUT, LAYOUT_VERSION, is_of_rlinf, parse_metadata, unseal
 from trajstore.store.shard_table import ShardTable
 
@@ -169,7 +169,9 @@ class SalvagedCatalog(Catalog):
                     "what they committed is left out"
                 )
             if record["operation"] == "add" and record["schemas"]:
-                number = natural(record["shard"]["schema"])  # a record tells no schema but its own
+                # The schemas that a record tells are those of its own shards, and have the highest numbers of these.
+                last = max(natural(one["shard"]["schema"]) for one in added_in(record))
+                number = max(last + 1 - len(record["schemas"]), 0)
                 self._schemas += [_LOST] * (number - len(self._schemas))
                 del self._schemas[number:]
             self.apply([record])

@@ -77,6 +77,10 @@ class ShardTable:
     def __len__(self) -> int:
         return self._count
 
+    def schema_number(self, schema: Schema) -> int | None:
+        """Return a schema's number, None if it has none."""
+        return self._schema_numbers.get(schema)
+
     def number_of_schema(self, schema: Schema) -> int:
         """Return a schema's number, giving it one if it is new."""
         number = self._schema_numbers.get(schema)

@@ -18,13 +18,21 @@ import numpy as np
 import orjson
 
 from trajstore.columns.record import Record
-from trajstore.columns.schema import Extent
+from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.files.base import FULL, Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import columns_of, starts_of
-from trajstore.store.log_records import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
+from trajstore.store.log_records import (
+    LOG_FOLDER,
+    added_to_json,
+    by_id,
+    encode_line,
+    manifest_to_json,
+    ranges_of,
+    segment_name,
+)
 from trajstore.store.moves import Moved, move_to_json
 from trajstore.store.saved_points import pin_file, pin_name
 from trajstore.store.sealed import LAYOUT_VERSION
@@ -124,7 +132,6 @@ class CommitLog:
         self._segment = ""
         self.catalog = self._open()
         self._segment = self._segment or segment_name(self.catalog.generation + 1)
-        self._told_schemas = set(range(len(self.catalog.shards.schemas)))
 
     def _open(self) -> Catalog:
         directory = self.directory
@@ -182,49 +189,61 @@ class CommitLog:
 
     # -- commits ----------------------------------------------------------------------------------
 
-    def record(self, shards: Sequence[NewShard]) -> None:
-        """Append shards to the log in one go, take them into the catalog, and tell the listener.
+    def record(self, commits: Sequence[Sequence[NewShard]]) -> None:
+        """Append commits to the log in one go, take them into the catalog, and tell the listener.
 
         Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
+
+        Args:
+            commits: the shards of each, one or more; a commit is one record, and so there whole or not at all.
 
         Raises:
             StoreWriteError: the log could not be written; nothing of it happened.
         """
-        if not shards:
+        if not commits:
             return
         self._check_in_step()
         catalog = self.catalog
+        schemas = _SchemaNumbers(catalog)
         lines = []
-        commits = []
-        told: set[int] = set()
-        for offset, shard in enumerate(shards):
-            schema = catalog.shards.number_of_schema(shard.manifest.schema)
-            new = [] if schema in self._told_schemas or schema in told else [shard.manifest.schema.to_json()]
-            told.add(schema)
+        committed: list[list[Commit]] = []
+        row = len(catalog.shards)
+        for offset, shards in enumerate(commits):
+            told = [schemas.number(shard.manifest.schema) for shard in shards]
             lines.append(
                 encode_line(
                     {
                         "generation": catalog.generation + 1 + offset,
                         "operation": "add",
-                        "number": shard.number,
-                        "schemas": new,
-                        "shard": manifest_to_json(shard.manifest, schema),
-                        "entries": orjson.Fragment(shard.entries),
+                        **added_to_json(
+                            schemas.news(),
+                            [
+                                {
+                                    "number": shard.number,
+                                    "shard": manifest_to_json(shard.manifest, schema),
+                                    "entries": orjson.Fragment(shard.entries),
+                                }
+                                for shard, schema in zip(shards, told, strict=True)
+                            ],
+                        ),
                     }
                 )
             )
-            records, row = shard.records, len(catalog.shards) + offset
-            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
-            columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
-            commits.append(Commit(tuple(shard.ids), row, columns))
-        catalog.index.reserve(sum([len(shard.ids) for shard in shards]))
+            committed.append([])
+            for shard in shards:
+                records = shard.records
+                columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
+                columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
+                committed[-1].append(Commit(tuple(shard.ids), row, columns))
+                row += 1
+        joined = [by_id([commit.columns for commit in made]) for made in committed]
+        catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in joined]))
         self._append(b"".join(lines))
         with self._durable():
-            self._told_schemas |= told
-            for shard, commit in zip(shards, commits, strict=True):
-                catalog.add(shard.number, shard.manifest, commit.columns)
+            for shards, entries in zip(commits, joined, strict=True):
+                catalog.add([(shard.number, shard.manifest) for shard in shards], entries)
                 catalog.generation += 1
-        self._tell(lambda: self._listener.committed(commits))
+        self._tell(lambda: self._listener.committed([commit for made in committed for commit in made]))
 
     @contextmanager
     def _durable(self) -> Iterator[None]:
@@ -318,18 +337,18 @@ class CommitLog:
         with self._changing():
             self._check_in_step()
             catalog = self.catalog
-            schema = catalog.shards.number_of_schema(manifest.schema)
+            schemas = _SchemaNumbers(catalog)
+            schema = schemas.number(manifest.schema)
             record = {
                 "generation": catalog.generation + 1,
                 "operation": "rewrite",
                 "number": number,
-                "schemas": [] if schema in self._told_schemas else [manifest.schema.to_json()],
+                "schemas": schemas.news(),
                 "shard": manifest_to_json(manifest, schema),
                 **move_to_json(ids, extents),
             }
             self._append(encode_line(record))
             with self._durable():
-                self._told_schemas.add(schema)
                 moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
                 catalog.generation += 1
                 self._tell(lambda: self._listener.moved(moved))
@@ -470,3 +489,31 @@ def check_process(pid: int, url: str) -> None:
     """
     if os.getpid() != pid:
         raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")
+
+
+class _SchemaNumbers:
+    """Numbers of the schemas that new records refer to. The catalog has those of new ones when the records are durable.
+
+    Args:
+        catalog: as the log has it.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._table = catalog.shards
+        self._new: dict[Schema, int] = {}
+        self._untold: list[Schema] = []
+
+    def number(self, schema: Schema) -> int:
+        """Return a schema's number."""
+        number = self._table.schema_number(schema)
+        if number is None:
+            number = self._new.get(schema)
+        if number is None:
+            number = self._new[schema] = len(self._table.schemas) + len(self._new)
+            self._untold.append(schema)
+        return number
+
+    def news(self) -> list[Any]:
+        """Return, as JSON values, the schemas that the next record has to tell; they are new but once."""
+        untold, self._untold = self._untold, []
+        return [schema.to_json() for schema in untold]

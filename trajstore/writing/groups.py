@@ -1,4 +1,4 @@
-"""What is written together: trajectories cut out of the queue into groups, a group into shards."""
+"""What is written together: trajectories cut out of the queue into groups, a group into shards of one schema each."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Trajectories that are committed together.
+    """Trajectories that are committed together, by one record of the log: all of them or none.
 
     Attributes:
         ticket: groups are committed in this order, without gaps.
@@ -102,36 +102,52 @@ class Group:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of all trajectories that are to be written."""
-        return [number for part in self.parts for number in part.ids]
+        """Ids of all trajectories that are to be written, ascending."""
+        return sorted([number for part in self.parts for number in part.ids])
 
 
 def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
-    """Move trajectories from the queue into a group: of one schema, as many as a shard takes.
+    """Move trajectories from the queue into a group: as many as fit, and a shard for each schema among them.
 
-    Nothing is moved if this fails.
+    Within a shard they stay in the order of their ids. Nothing is moved if this fails.
+
+    Args:
+        group: has nothing yet.
+        waiting: where they are taken from, the oldest first; not empty.
+        shard: number of the first shard; the others have the following ones.
+        limit: most bytes of all of them, but at least one trajectory is taken.
     """
-    schema = waiting[0].owned[waiting[0].start].record.schema
-    taken: list[tuple[Batch, int]] = []
+    runs: dict[int, list[tuple[Batch, int, int]]] = {}  # by schema, of which there is one object each
+    stops: list[tuple[Batch, int]] = []
     nbytes = 0
     for batch in waiting:
-        stop = batch.start
-        for item in batch.owned[stop:] if stop else batch.owned:
-            if (nbytes + item.nbytes > limit and nbytes > 0) or item.record.schema is not schema:
+        stop = begin = batch.start
+        schema = batch.owned[begin].record.schema
+        for item in batch.owned[begin:] if begin else batch.owned:
+            if nbytes + item.nbytes > limit and nbytes > 0:
                 break
+            if item.record.schema is not schema:
+                runs.setdefault(id(schema), []).append((batch, begin, stop))
+                schema, begin = item.record.schema, stop
             nbytes += item.nbytes
             stop += 1
-        taken.append((batch, stop))
+        if stop > begin:
+            runs.setdefault(id(schema), []).append((batch, begin, stop))
+        stops.append((batch, stop))
         if stop < len(batch.owned):
             break
-    part = Part(
-        shard,
-        [item for batch, stop in taken for item in batch.owned[batch.start : stop]],
-        [number for batch, stop in taken for number in batch.ids[batch.start : stop]],
-        b"".join([batch.uuids[16 * batch.start : 16 * stop] for batch, stop in taken]),
-    )
-    group.parts, group.nbytes, group.last = [part], nbytes, part.ids[-1]
-    for batch, stop in taken:
-        batch.taken, batch.start = True, stop
+    group.parts = [
+        Part(
+            shard + number,
+            [item for batch, begin, stop in pieces for item in batch.owned[begin:stop]],
+            [identity for batch, begin, stop in pieces for identity in batch.ids[begin:stop]],
+            b"".join([batch.uuids[16 * begin : 16 * stop] for batch, begin, stop in pieces]),
+        )
+        for number, pieces in enumerate(runs.values())
+    ]
+    group.nbytes, group.last = nbytes, max(part.ids[-1] for part in group.parts)
+    for batch, stop in stops:
+        if stop > batch.start:
+            batch.taken, batch.start = True, stop
         if stop == len(batch.owned):
             waiting.popleft()

@@ -213,8 +213,8 @@ class StoreWriter:
                 self.rewriter.note()
                 if self._callbacks is not None:
                     for group in recorded:
-                        for part in group.parts:
-                            self._callbacks.put(tuple(part.ids))
+                        if group.parts:
+                            self._callbacks.put(tuple(group.ids))
                 groups = groups[len(recorded) :]
 
     def _record(self, groups: list[Group]) -> list[Group]:
@@ -225,7 +225,7 @@ class StoreWriter:
             MemoryError: there is none.
         """
         try:
-            self.log.record([part.new_shard() for group in groups for part in group.parts])
+            self.log.record([[part.new_shard() for part in group.parts] for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
         except Exception as error:  # whatever it is, it must not stop what comes behind
