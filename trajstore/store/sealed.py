@@ -12,7 +12,7 @@ from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 4
-"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: they may add several."""
+"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several."""
 
 _FOR_RLINF = (
     b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '
