@@ -294,7 +294,7 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
         return
     added: dict[int, Entry] = {}
     for one in record.get("shards", [record]):
-        entries = _entries(one["entries"], _manifest(one["shard"], store.schemas))
+        entries = _added(one["entries"], _manifest(one["shard"], store.schemas))
         if list(entries) != sorted(entries) or added.keys() & entries.keys():
             raise FormatError("the ids of a shard do not ascend, or two shards have the same")
         added |= entries
@@ -304,7 +304,7 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
     store.next_id = max(added) + 1
 
 
-def _entries(told: dict[str, Any], shard: Shard) -> dict[int, Entry]:
+def _added(told: dict[str, Any], shard: Shard) -> dict[int, Entry]:
     """Return the trajectories of an added shard, by id."""
     ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
     return {

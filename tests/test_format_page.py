@@ -20,7 +20,6 @@ from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
 
-
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
     """Compare what the reader of the page finds with a trajectory as it was added."""
     record = record_of(trajectory)
