@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trajstore.buffer.rlinf_checkpoint import write_rlinf
 from trajstore.columns.record import Record
 from trajstore.columns.schema import Schema
 from trajstore.errors import (
@@ -27,7 +28,6 @@ from trajstore.formats import FORMATS
 from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.contents import Cut, start_of
-from trajstore.reading.rlinf_source import write_rlinf
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import METADATA_NAME, Catalog
 from trajstore.store.index import TrajectoryIndex

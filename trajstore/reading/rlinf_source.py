@@ -1,21 +1,18 @@
-"""Reading RLinf's directories in place, and writing directories that RLinf reads."""
+"""Reading RLinf's directories in place."""
 
 from __future__ import annotations
 
-import io
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from math import prod
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.columns.record import Record, acting_rows, version_range
-from trajstore.columns.schema import DOCUMENT, Extent
+from trajstore.columns.schema import Extent
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
@@ -24,24 +21,17 @@ from trajstore.errors import (
     UnsafeContentError,
     listed,
 )
-from trajstore.files.base import Directory, EncodedFile
-from trajstore.files.parallel import in_order
+from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest, ShardReader, StoredFile
-from trajstore.formats.pickles.safe_pickle import legacy_loads, safe_loads
-from trajstore.formats.torch_zip import TensorPlace, damaged_records, is_torch_zip, locate
+from trajstore.formats.torch_zip import damaged_records
 from trajstore.reading.residency import MappedShard
+from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.reading.sources import Source
-from trajstore.store.index import TrajectoryEntry, TrajectoryIndex
+from trajstore.store.index import TrajectoryIndex
 from trajstore.store.rlinf_layout import (
     INDEX_NAMES,
     METADATA_NAME,
-    TRAJECTORY_CLASSES,
     RLinfEntry,
-    columns_of_file,
-    encode_trajectory,
-    fields_of_file,
-    index_json,
-    metadata_json,
     parse_index,
     parse_metadata,
 )
@@ -50,89 +40,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN_FILES = 8
 
-_GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
-"""How much is written at a time."""
-
 NO_SHARD = -1
-
-
-class _File:
-    """One trajectory file: its columns, mapped (``places``) or decoded."""
-
-    def __init__(self, directory: Directory, name: str) -> None:
-        self.source = f"{directory.url}/{name}"
-        self.map = directory.map(name)
-        content = self._content(name)
-        self.content = columns_of_file(content, self.source, self._read)  # refuses what is no trajectory
-        self.said = fields_of_file(content)
-
-    def _content(self, name: str) -> Any:
-        if name.endswith(".pkl"):
-            return safe_loads(self.map.view, classes=TRAJECTORY_CLASSES, source=self.source)
-        placed = locate(self.map.view, source=self.source)
-        if placed is None or any(isinstance(v, TensorPlace) and not v.is_contiguous for v in _values(placed)):
-            return self._loaded()
-        return placed
-
-    def _loaded(self) -> Any:
-        content = self.map.view
-        if not is_torch_zip(content):
-            return legacy_loads(content, source=self.source)
-        try:
-            return torch.load(io.BytesIO(bytes(content)), weights_only=True, map_location="cpu")
-        except Exception as error:  # torch.load raises nearly anything on damaged files
-            raise CorruptStoreError(
-                f"{self.source}: damaged, or cannot be loaded without running code: {error}"
-            ) from error
-
-    def _read(self, place: TensorPlace) -> torch.Tensor:
-        return self.bytes_at(place.offset, prod(place.shape) * place.dtype.itemsize, place.dtype).reshape(place.shape)
-
-    def bytes_at(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a part of the file as a flat tensor, copied."""
-        data = bytearray(self.map.view[offset : offset + nbytes])
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
-
-    def unrepresented(self) -> Iterator[tuple[str, str]]:
-        """Yield the fields that are not sampled or not kept, and why."""
-        yield from ((name, f"is left out: {reason}") for name, reason in self.content.left_out.items())
-        yield from ((name, f"is kept, but never sampled: {reason}") for name, reason in self.content.kept.items())
-
-    def mapped(self) -> MappedShard | None:
-        base = self.map.address
-        addresses = []
-        for column, leaf in zip(self.content.schema.columns, self.content.leaves, strict=True):
-            if isinstance(leaf, TensorPlace):
-                addresses.append(base + leaf.offset)
-            elif column.name == DOCUMENT:
-                addresses.append(leaf.data_ptr())
-            else:
-                return None
-        keep = (self.map, self.content.leaves)
-        return MappedShard(self.content.schema, tuple(addresses), keep, extent=self.content.extent)
-
-
-class _FileReader(ShardReader):
-    def __init__(self, file: _File) -> None:
-        self._file = file
-
-    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
-        content = self._file.content
-        leaf, spec = content.leaves[column], content.schema.columns[column]
-        if isinstance(leaf, TensorPlace):
-            width = spec.row_nbytes
-            flat = self._file.bytes_at(leaf.offset + start * width, (stop - start) * width, leaf.dtype)
-            return flat.reshape(stop - start, *spec.row_shape)
-        return leaf.reshape(content.extent.rows(spec.axis), *spec.row_shape)[start:stop].contiguous()
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts with keys of any kind."""
-    if isinstance(value, Mapping):
-        for item in value.values():
-            yield from _values(item)
-    else:
-        yield value
 
 
 class RLinfSource(Source):
@@ -162,7 +70,7 @@ class RLinfSource(Source):
         self.before = before
         self.suffix = str(metadata.get("trajectory_format") or "pt")
         self.index = _index_of(directory, before, entries)
-        self._files: OrderedDict[int, _File] = OrderedDict()
+        self._files: OrderedDict[int, RLinfFile] = OrderedDict()
         self._sound: set[int] = set()
         self._told: set[str] = set()
 
@@ -249,12 +157,12 @@ class RLinfSource(Source):
     def shards(self) -> int:
         return len(self.entries)
 
-    def file(self, row: int) -> _File:
+    def file(self, row: int) -> RLinfFile:
         """Return a trajectory's file, opened; the last few are kept."""
         found = self._files.get(row)
         if found is None:
             name = self.entries[row].file_name(self.suffix)
-            found = _File(self.directory, name)
+            found = RLinfFile(self.directory, name)
             extent = found.content.extent
             if (extent.steps, extent.batch) != self.entries[row].shape[:2]:
                 raise CorruptStoreError(
@@ -273,7 +181,7 @@ class RLinfSource(Source):
                 self._sound.add(row)
         return found
 
-    def _tell(self, file: _File) -> None:
+    def _tell(self, file: RLinfFile) -> None:
         """Say once for each field what of it is not sampled or not kept."""
         for fields, outcome in ((file.content.left_out, "left out"), (file.content.kept, "kept, but never sampled")):
             for name, reason in fields.items():
@@ -308,7 +216,7 @@ class RLinfSource(Source):
         return self.file(row).mapped()
 
     def reader(self, row: int) -> ShardReader:
-        return _FileReader(self.file(row))
+        return RLinfFileReader(self.file(row))
 
     def damage(self, row: int) -> list[str]:
         """Return what is wrong with a trajectory's file that can be read; its pickles have no checksums."""
@@ -329,7 +237,7 @@ class RLinfSource(Source):
     def record(self, row: int) -> Record:
         """Return a trajectory as columns."""
         file, entry = self.file(row), self.entries[row]
-        content, reader = file.content, _FileReader(file)
+        content, reader = file.content, RLinfFileReader(file)
         tensors = {
             column.name: reader.rows(number, 0, content.extent.rows(column.axis))
             for number, column in enumerate(content.schema.columns)
@@ -382,40 +290,3 @@ def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfE
         }
     )
     return index
-
-
-def write_rlinf(
-    target: Directory,
-    trajectories: Iterable[tuple[TrajectoryEntry, Record]],
-    trajectory_counter: int,
-    seed: int | None,
-    trajectory_format: str,
-) -> None:
-    """Write a directory that RLinf reads; formats that RLinf does not know are written as ``pt``.
-
-    Raises:
-        ConfigurationError: an agent trajectory is among them.
-    """
-    suffix = "pkl" if trajectory_format == "pkl" else "pt"
-
-    def write(group: list[tuple[TrajectoryEntry, Record]]) -> list[RLinfEntry]:
-        encoded = [encode_trajectory(record, known.trajectory_id, suffix) for known, record in group]
-        target.publish([file for _, file in encoded])  # the folder is synced once for all of them
-        return [entry for entry, _ in encoded]
-
-    entries = [entry for group in in_order(write, _groups(trajectories)) for entry in group]
-    target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
-    target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
-
-
-def _groups(trajectories: Iterable[tuple[TrajectoryEntry, Record]]) -> Iterator[list[tuple[TrajectoryEntry, Record]]]:
-    group: list[tuple[TrajectoryEntry, Record]] = []
-    nbytes = 0
-    for item in trajectories:
-        group.append(item)
-        nbytes += item[1].nbytes
-        if nbytes >= _GROUP_BYTES or len(group) == _GROUP_FILES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group

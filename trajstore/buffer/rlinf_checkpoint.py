@@ -1,0 +1,58 @@
+"""Writing directories that RLinf reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from trajstore.columns.record import Record
+from trajstore.files.base import Directory, EncodedFile
+from trajstore.files.parallel import in_order
+from trajstore.store.index import TrajectoryEntry
+from trajstore.store.rlinf_layout import (
+    INDEX_NAMES,
+    METADATA_NAME,
+    RLinfEntry,
+    encode_trajectory,
+    index_json,
+    metadata_json,
+)
+
+_GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
+"""How much is written at a time."""
+
+
+def write_rlinf(
+    target: Directory,
+    trajectories: Iterable[tuple[TrajectoryEntry, Record]],
+    trajectory_counter: int,
+    seed: int | None,
+    trajectory_format: str,
+) -> None:
+    """Write a directory that RLinf reads; formats that RLinf does not know are written as ``pt``.
+
+    Raises:
+        ConfigurationError: an agent trajectory is among them.
+    """
+    suffix = "pkl" if trajectory_format == "pkl" else "pt"
+
+    def write(group: list[tuple[TrajectoryEntry, Record]]) -> list[RLinfEntry]:
+        encoded = [encode_trajectory(record, known.trajectory_id, suffix) for known, record in group]
+        target.publish([file for _, file in encoded])  # the folder is synced once for all of them
+        return [entry for entry, _ in encoded]
+
+    entries = [entry for group in in_order(write, _groups(trajectories)) for entry in group]
+    target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
+    target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
+
+
+def _groups(trajectories: Iterable[tuple[TrajectoryEntry, Record]]) -> Iterator[list[tuple[TrajectoryEntry, Record]]]:
+    group: list[tuple[TrajectoryEntry, Record]] = []
+    nbytes = 0
+    for item in trajectories:
+        group.append(item)
+        nbytes += item[1].nbytes
+        if nbytes >= _GROUP_BYTES or len(group) == _GROUP_FILES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group
