@@ -7,6 +7,7 @@ Each message names the file or field at fault and says what to do about it. The 
     ├── ConfigurationError (ValueError)          an argument or configuration key is out of range
     ├── SchemaMismatchError (ValueError)         trajectories of one window have different columns
     ├── EmptyBufferError (RuntimeError)          nothing to sample from
+    │   └── EpochsEndedError                         a sampler's epochs have all been drawn
     ├── TrajectoryUnavailableError (KeyError)    no such trajectory, or it is no longer kept
     ├── MissingDependencyError (ImportError)     an optional package is needed; names the extra
     └── StoreError                               something about a directory
@@ -48,6 +49,10 @@ class SchemaMismatchError(TrajstoreError, ValueError):
 
 class EmptyBufferError(TrajstoreError, RuntimeError):
     """There is nothing to sample from."""
+
+
+class EpochsEndedError(EmptyBufferError):
+    """All epochs that a sampler was to draw have been drawn."""
 
 
 class TrajectoryUnavailableError(TrajstoreError, KeyError):

@@ -13,12 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreClosedError, TrajectoryUnavailableError
 from trajstore.feeding import (
     PreloadReplayBufferDataset,
     ReplayBufferDataset,
     ReplayLoader,
+    TokenLoader,
     replay_buffer_collate_fn,
 )
 from trajstore.sampling import Priorities, Sampler, UseLimit, WeightedSampler
@@ -292,3 +293,53 @@ def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffe
             batch = next(loader)
             assert batch["rewards"].is_cuda
             assert batch["rewards"].reshape(-1).tolist() == values
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_token_batches_arrive_on_the_device() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
+    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(20)])
+    state = buffer.state_dict()
+    with TokenLoader(buffer, 50) as loader:
+        expected = [next(loader)[0]["input_ids"] for _ in range(20)]
+    buffer.load_state_dict(state)
+    with TokenLoader(buffer, 50, device="cuda", prefetch=3) as loader:
+        for values in expected:
+            [pack] = next(loader)
+            assert pack["input_ids"].is_cuda
+            assert torch.equal(pack["input_ids"].cpu(), values)
+
+
+def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    buffer = store()
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0))
+    with ReplayLoader(buffer, 16, sampler=sampler, prefetch=1) as loader:
+        batch = next(loader)
+        assert batch["rewards"].reshape(-1).tolist() == (1000 * batch.drawn.ids + batch.drawn.samples).tolist()
+        assert batch.weights is not None
+        assert batch.weights.tolist() == [1.0] * 16
+        assert buffer.update_priorities(sampler, batch.drawn, torch.full((16,), 1e6)) == 0
+        for _ in range(2):  # those that were made before do not know of it
+            next(loader)
+        seen = set(zip(batch.drawn.ids.tolist(), batch.drawn.samples.tolist(), strict=True))
+        later = next(loader)
+        assert (
+            sum(row in seen for row in zip(later.drawn.ids.tolist(), later.drawn.samples.tolist(), strict=True)) >= 14
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": (0, 2), "sampler": WeightedSampler(priorities=Priorities())}, "priorities that training changes"),
+        (
+            {"sampler": WeightedSampler(unit="trajectory")},
+            "draws whole trajectories, and these batches are made of trans",
+        ),
+        ({"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
+        ({"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ReplayLoader(TrajectoryReplayBuffer(), 4, **options)

@@ -13,7 +13,8 @@ import torch
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.reading.contents import Contents, Prepared
+from trajstore.reading.contents import GONE, Contents, Prepared
+from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
@@ -144,6 +145,25 @@ class Choices:
         first = index.first
         samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples
         return contents.prepare(samples, first, index.end, columns)
+
+    def readable(self, ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be read: neither evicted nor gone out of memory."""
+
+        def look(contents: Contents) -> npt.NDArray[np.bool_]:
+            positions = contents.index.find_many(ids)
+            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.arrays["shard"][positions] != GONE)
+            return found
+
+        return self._view.locked(look)
+
+    def tokens(self, ids: IntArray, columns: Sequence[str] | None) -> TokenRows:
+        """Return the token columns of agent trajectories, ready to be copied.
+
+        Raises:
+            TrajectoryUnavailableError: one of them has been evicted meanwhile.
+            SchemaMismatchError: one is no agent trajectory, or lacks a column.
+        """
+        return self._view.locked(lambda found: token_rows(found, self._positions(found, ids), columns))
 
     def trajectories(self, count: int, window_size: int, sampler: Sampler) -> list[AnyTrajectory]:
         """Draw whole trajectories and return them.

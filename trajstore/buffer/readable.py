@@ -17,6 +17,7 @@ from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError
 from trajstore.reading.contents import Contents, Prepared
+from trajstore.reading.tokens import TokenRows
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
@@ -131,6 +132,19 @@ class ReadableBuffer:
             SchemaMismatchError: their trajectories differ in their columns.
         """
         return self._choices.read(drawn, columns, out)
+
+    def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be read: neither evicted nor gone out of memory."""
+        return self._choices.readable(trajectory_ids)
+
+    def token_rows(self, trajectory_ids: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> TokenRows:
+        """Return the token columns of agent trajectories, ready to be copied; what feeds batches of tokens is made of.
+
+        Raises:
+            TrajectoryUnavailableError: one of them has been evicted.
+            SchemaMismatchError: one is no agent trajectory, or lacks a column.
+        """
+        return self._choices.tokens(trajectory_ids, columns)
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""

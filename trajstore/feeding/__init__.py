@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from trajstore.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
-from trajstore.feeding.loader import ReplayLoader
+from trajstore.feeding.loader import ReplayLoader, TokenLoader
+from trajstore.feeding.options import BatchOptions, LoaderOptions, TokenOptions
 
-__all__ = ["PreloadReplayBufferDataset", "ReplayBufferDataset", "ReplayLoader", "replay_buffer_collate_fn"]
+__all__ = [
+    "BatchOptions",
+    "LoaderOptions",
+    "PreloadReplayBufferDataset",
+    "ReplayBufferDataset",
+    "ReplayLoader",
+    "TokenLoader",
+    "TokenOptions",
+    "replay_buffer_collate_fn",
+]

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.feeding.loader import ReplayLoader
+from trajstore.feeding.options import BatchOptions
 from trajstore.feeding.source import BatchSource
 
 _LOOK_AGAIN = 0.01
@@ -47,15 +48,15 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         self.min_demo_buffer_size = min_demo_buffer_size
         self.prefetch_size = prefetch_size
         # RLinf draws the same number from both, so of an odd size one transition less.
-        self._drawn = batch_size if demo_buffer is None else 2 * (batch_size // 2)
+        drawn = batch_size if demo_buffer is None else 2 * (batch_size // 2)
+        options: BatchOptions = {"min_size": min_replay_buffer_size}
+        if demo_buffer is not None:
+            options |= {"demos": demo_buffer, "min_demo_size": min_demo_buffer_size}
         self._closed = False
-        self._source = BatchSource(
-            replay_buffer,
-            self._drawn,
-            demos=demo_buffer,
-            min_size=min_replay_buffer_size,
-            min_demo_size=min_demo_buffer_size,
-        )
+        self._begin(drawn, options)
+
+    def _begin(self, batch_size: int, options: BatchOptions) -> None:
+        self._source = BatchSource(self.replay_buffer, batch_size, **options)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield batches, from when both buffers hold as much as they must until :meth:`close`."""
@@ -81,26 +82,9 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
 class PreloadReplayBufferDataset(ReplayBufferDataset):
     """The same, but ``prefetch_size`` batches are made ahead by a thread."""
 
-    def __init__(
-        self,
-        replay_buffer: TrajectoryReplayBuffer,
-        demo_buffer: TrajectoryReplayBuffer | None,
-        batch_size: int,
-        min_replay_buffer_size: int,
-        min_demo_buffer_size: int,
-        prefetch_size: int = 5,
-    ) -> None:
-        super().__init__(
-            replay_buffer, demo_buffer, batch_size, min_replay_buffer_size, min_demo_buffer_size, prefetch_size
-        )
-        self._loader = ReplayLoader(
-            replay_buffer,
-            self._drawn,
-            demos=demo_buffer,
-            min_size=min_replay_buffer_size,
-            min_demo_size=min_demo_buffer_size,
-            prefetch=prefetch_size,
-        )
+    def _begin(self, batch_size: int, options: BatchOptions) -> None:
+        options["prefetch"] = self.prefetch_size
+        self._loader = ReplayLoader(self.replay_buffer, batch_size, **options)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Return the iterator."""

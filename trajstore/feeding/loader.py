@@ -1,114 +1,94 @@
-"""The loader: batches for a learner, made while it computes."""
+"""Loaders: batches for a learner, made while it computes."""
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, StoreClosedError
-from trajstore.feeding.memory import Ready, memory_for, nbytes_of
+from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
+from trajstore.feeding.memory import Memory, Ready, memory_for, nbytes_of
+from trajstore.feeding.options import BatchOptions, LoaderOptions, TokenOptions
 from trajstore.feeding.prefetch import Prefetcher
-from trajstore.feeding.source import BatchSource, DrawnBatch
-from trajstore.sampling.base import Sampler
+from trajstore.feeding.source import BatchSource, DrawnBatch, Source
+from trajstore.feeding.tokens import TokenSource
+from trajstore.sampling.base import Drawn
+from trajstore.sampling.weighted import WeightedSampler
+
+D = TypeVar("D")
+T = TypeVar("T")
 
 
-class ReplayLoader(IterableDataset[dict[str, Any]]):
-    """An endless iterator of batches from a replay buffer, or from one and a buffer of demonstrations.
+class Loader(IterableDataset[T], Generic[D, T]):
+    """An iterator of batches that a thread draws and reads ahead; it ends only where its sampler's epochs do.
 
-    A thread draws and reads batches ahead. The sequence of batches is that of the draws alone: prefetching, reused
-    memory and ranks change when and where a batch is read, never what is in it. Iterate it in the process that trains;
-    it needs no DataLoader. Inside one with ``batch_size=None`` and n workers, each reads every n-th batch of the same
-    sequence.
-
-    Args:
-        replay: buffer of rollouts.
-        batch_size: transitions of a global batch.
-        demos: buffer of demonstrations that are mixed into each batch.
-        demo_share: which part of a batch they are.
-        min_size: trajectories that ``replay`` must hold before the first batch.
-        min_demo_size: the same for ``demos``.
-        sampler: chooses from ``replay`` instead of its uniform draws.
-        demo_sampler: the same for ``demos``.
-        columns: dotted names of the columns to read; None = all.
-        prefetch: batches that are kept ready.
-        prefetch_bytes: bytes of batches that are kept ready; None = no bound.
-        device: where batches go; a CUDA device gets them through pinned memory, on a stream of its own.
-        reuse: batches on the CPU take turns in the same memory; each is valid until the next one is asked for.
-        rank: (r, W): this is rank r of W, and gets its part of every global batch.
-        timeout: seconds after which ``next`` raises TimeoutError; None waits for as long as it takes.
-
-    Raises:
-        ConfigurationError: an argument is out of range.
+    The sequence of batches is that of the draws alone: prefetching, reused memory and ranks change when and where a
+    batch is read, never what is in it. Iterate it in the process that trains; it needs no DataLoader. Inside one with
+    ``batch_size=None`` and n workers, each reads every n-th batch of the same sequence.
     """
 
-    def __init__(
-        self,
-        replay: TrajectoryReplayBuffer,
-        batch_size: int,
-        *,
-        demos: TrajectoryReplayBuffer | None = None,
-        demo_share: float = 0.5,
-        min_size: int = 1,
-        min_demo_size: int = 1,
-        sampler: Sampler | None = None,
-        demo_sampler: Sampler | None = None,
-        columns: Sequence[str] | None = None,
-        prefetch: int = 2,
-        prefetch_bytes: int | None = None,
-        device: torch.device | str | None = None,
-        reuse: bool = False,
-        rank: tuple[int, int] = (0, 1),
-        timeout: float | None = None,
-    ) -> None:
-        if prefetch < 1 or (prefetch_bytes is not None and prefetch_bytes < 1):
-            raise ConfigurationError(f"prefetch {prefetch} and prefetch_bytes {prefetch_bytes} must be at least 1")
-        self._source = BatchSource(
-            replay,
-            batch_size,
-            demos=demos,
-            demo_share=demo_share,
-            min_size=min_size,
-            min_demo_size=min_demo_size,
-            sampler=sampler,
-            demo_sampler=demo_sampler,
-            columns=columns,
-            rank=rank,
-        )
-        self._prefetch, self._prefetch_bytes = prefetch, prefetch_bytes
+    def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
+        self._prefetch = options.get("prefetch", 2)
+        self._prefetch_bytes = options.get("prefetch_bytes")
+        if self._prefetch < 1 or (self._prefetch_bytes is not None and self._prefetch_bytes < 1):
+            raise ConfigurationError(
+                f"prefetch {self._prefetch} and prefetch_bytes {self._prefetch_bytes} must be at least 1"
+            )
+        sampler = options.get("sampler")
+        if isinstance(sampler, WeightedSampler) and sampler.priorities and options.get("rank", (0, 1))[1] > 1:
+            raise ConfigurationError(
+                "rank: ranks draw the same batches each by itself, and priorities that training changes would differ "
+                "between them; use a sampler without priorities, or let each rank draw from a store of its own"
+            )
+        device = options.get("device")
+        self._source = source
         self._device = None if device is None else torch.device(device)
-        self._reuse = reuse
-        self._timeout = timeout
-        memory_for(self._device, reuse, prefetch)  # refuses now what could not work later
-        self._running: Prefetcher[Ready | None] | None = None
+        self._reuse, self._even = reuse, even
+        self._timeout = options.get("timeout")
+        self._memory()  # refuses now what could not work later
+        self._running: Prefetcher[D, Ready | None] | None = None
         self._pid = 0
         self._state: Mapping[str, Any] | None = None
         self._closed = False
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def _memory(self) -> Memory:
+        return memory_for(self._device, self._prefetch, reuse=self._reuse, even=self._even)
+
+    @abstractmethod
+    def _batch(self, values: Any, drawn: D) -> T:
+        """Return a batch that was read as users get it."""
+
+    def __iter__(self) -> Self:
         """Return the iterator; all iterators of a loader share one sequence of batches."""
         return self
 
-    def __next__(self) -> dict[str, Any]:
+    def __next__(self) -> T:
         """Return the next batch.
 
         Raises:
+            StopIteration: all epochs of the sampler have been drawn.
             TimeoutError: none was ready in time.
             StoreClosedError: the loader, or a buffer, was closed.
             StoreError: reading failed; every further call raises the same.
         """
         running = self._start()
-        while (ready := running.next(self._timeout)) is None:  # another worker's
-            pass
-        return ready.take()
+        try:
+            while True:
+                drawn, ready = running.next(self._timeout)
+                if ready is not None:  # else it is another worker's
+                    return self._batch(ready.take(), drawn)
+        except EpochsEndedError:
+            raise StopIteration from None
 
-    def _start(self) -> Prefetcher[Ready | None]:
+    def _start(self) -> Prefetcher[D, Ready | None]:
         if self._closed:
             raise StoreClosedError("the loader was closed")
         if self._running is None or self._pid != os.getpid():  # a forked worker has no thread of its parent's
@@ -120,15 +100,14 @@ class ReplayLoader(IterableDataset[dict[str, Any]]):
             self._running.start()
         return self._running
 
-    def _prefetcher(self) -> Prefetcher[Ready | None]:
-        memory = memory_for(self._device, self._reuse, self._prefetch)
+    def _prefetcher(self) -> Prefetcher[D, Ready | None]:
+        memory = self._memory()
         worker = get_worker_info()
 
-        def make(drawn: DrawnBatch, number: int) -> tuple[Ready | None, int]:
+        def make(drawn: D, number: int) -> tuple[Ready | None, int]:
             if worker is not None and number % worker.num_workers != worker.id:
                 return None, 0
-            part = self._source.part(drawn)
-            ready = memory.read(lambda out: self._source.read(part, out), len(part))
+            ready = memory.read(lambda out: self._source.read(drawn, out), self._source.rows(drawn))
             return ready, nbytes_of(ready.values)
 
         return Prefetcher(self._source, make, self._prefetch, self._prefetch_bytes)
@@ -136,12 +115,15 @@ class ReplayLoader(IterableDataset[dict[str, Any]]):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the batch that ``next`` gave last: generators, samplers, rows of batches under way."""
+        """Return the state after the batch that ``next`` gave last: generators, samplers, rows of batches under way.
+
+        Plain containers, numbers and tensors: ``torch.load`` reads it with ``weights_only=True``.
+        """
         if self._running is not None and self._pid == os.getpid():
             return self._running.state_dict()
         if self._state is not None:
             return dict(self._state)
-        return {"source": self._source.state_dict(), "under_way": [], "handed_out": 0}
+        return {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "redrawn": 0}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch at which a state was taken, with any number of ranks.
@@ -154,11 +136,16 @@ class ReplayLoader(IterableDataset[dict[str, Any]]):
         self._state = state
 
     def figures(self) -> dict[str, float]:
-        """Return flat numbers for metrics: batches ready, batches drawn anew."""
+        """Return flat numbers for metrics.
+
+        ``batches_ready``: made and not handed out. ``batches_redrawn``: drawn anew because a trajectory of theirs was
+        evicted before it was read; the log tells of the first only. Further ones are the source's.
+        """
         running = self._running
         return {
             "batches_ready": 0.0 if running is None else float(running.ready),
             "batches_redrawn": 0.0 if running is None else float(running.redrawn),
+            **self._source.figures(),
         }
 
     # -- the end ----------------------------------------------------------------------------------
@@ -184,3 +171,51 @@ class ReplayLoader(IterableDataset[dict[str, Any]]):
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update({**values, "_state": pickle.loads(values["_state"])})
+
+
+class ReplayLoader(Loader[DrawnBatch, Batch]):
+    """An iterator of batches of transitions from a replay buffer, or from one and a buffer of demonstrations.
+
+    A batch is a nested dict of tensors ``[n, ...]``; ``batch.drawn`` says which rows of ``replay`` it holds (they come
+    before the demonstrations), and ``batch.weights`` how much each of these counts, where the sampler says so.
+
+    Args:
+        replay: buffer of rollouts.
+        batch_size: transitions of a global batch.
+        options: see :class:`~trajstore.feeding.options.BatchOptions` and
+            :class:`~trajstore.feeding.options.LoaderOptions`.
+
+    Raises:
+        ConfigurationError: an argument is unknown or out of range.
+    """
+
+    def __init__(self, replay: TrajectoryReplayBuffer, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+        self._batches = BatchSource(replay, batch_size, **options)
+        super().__init__(self._batches, options, reuse=options.get("reuse", False), even=True)
+
+    def _batch(self, values: Any, drawn: DrawnBatch) -> Batch:
+        return Batch(values, self._batches.part(drawn).replay)
+
+
+class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
+    """An iterator of batches of whole agent trajectories, packed or padded to a budget of tokens.
+
+    A batch is a list of packs: this rank's share of ``batch_size`` of them, each a micro-batch of at most ``tokens``
+    tokens. What a pack holds says :func:`~trajstore.feeding.packing.lay_out`. Nothing is ever cut.
+
+    Args:
+        buffer: of agent trajectories.
+        tokens: most tokens of a pack; of a padded one, with what it is filled up with.
+        options: see :class:`~trajstore.feeding.options.TokenOptions` and
+            :class:`~trajstore.feeding.options.LoaderOptions`.
+
+    Raises:
+        ConfigurationError: an argument is unknown or out of range.
+    """
+
+    def __init__(self, buffer: TrajectoryReplayBuffer, tokens: int, **options: Unpack[TokenOptions]) -> None:
+        super().__init__(TokenSource(buffer, tokens, **options), options, reuse=False, even=False)
+
+    def _batch(self, values: Any, drawn: tuple[Drawn, ...]) -> list[dict[str, Any]]:
+        packs: list[dict[str, Any]] = values
+        return packs

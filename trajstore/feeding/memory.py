@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trajstore.columns.fields import join_name, nest, walk
+from trajstore.columns.fields import join_name, walk
 from trajstore.errors import ConfigurationError
+from trajstore.feeding.device import Arrival, CudaDevice, Device
 
 Tensors = dict[str, torch.Tensor]
-Reader = Callable[[Mapping[str, torch.Tensor] | None], dict[str, Any]]
+Reader = Callable[[Mapping[str, torch.Tensor] | None], Any]
 """Reads a batch into the tensors given, by dotted name, or into fresh ones."""
 
 
@@ -22,26 +23,44 @@ class Ready:
     """A batch, and what says that it has arrived where it is to be.
 
     Attributes:
-        values: nested dict of tensors.
-        arrived: CUDA event after the copy to the device; None where there was none.
+        values: the batch: dicts and lists of tensors and of other values.
+        arrival: of the copy to the device; None where there was none.
     """
 
-    values: dict[str, Any]
-    arrived: Any = None
+    values: Any
+    arrival: Arrival | None = None
 
-    def take(self) -> dict[str, Any]:
+    def take(self) -> Any:
         """Return the batch for use on the current stream, which waits for the copy; the host does not."""
-        if self.arrived is not None:
-            stream = torch.cuda.current_stream(self.arrived.device)
-            stream.wait_event(self.arrived)
-            for _, tensor in walk(self.values):
-                tensor.record_stream(stream)
+        if self.arrival is not None:
+            self.arrival.use(list(tensors_of(self.values)))
         return self.values
 
 
-def nbytes_of(values: Mapping[str, Any]) -> int:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors of nested dicts and lists, always in the same order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def with_tensors(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return nested dicts and lists with other tensors, given in the order of :func:`tensors_of`."""
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    if isinstance(value, Mapping):
+        return {key: with_tensors(item, tensors) for key, item in value.items()}
+    return [with_tensors(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+def nbytes_of(values: Any) -> int:
     """Return the bytes of all tensors of a batch."""
-    return sum(tensor.nbytes for _, tensor in walk(values))
+    return sum(tensor.nbytes for tensor in tensors_of(values))
 
 
 class FreshMemory:
@@ -79,46 +98,55 @@ class ReusedMemory:
 
 
 class DeviceMemory:
-    """Batches are read into pinned memory and copied to a CUDA device on a stream of their own.
+    """Batches are read into pinned memory, and copied from there to a device.
 
     The pinned memory of a batch is used again when its copy has ended; nobody waits for that unless all of it is busy.
 
     Args:
         device: where batches go.
         batches: how many copies may be under way.
+        reuse: batches have the same columns and at most as many rows, so that one's memory fits another.
     """
 
-    def __init__(self, device: torch.device, batches: int) -> None:
+    def __init__(self, device: Device, batches: int, *, reuse: bool = True) -> None:
         self._device = device
         self._batches = batches
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._busy: deque[tuple[Any, Tensors]] = deque()
+        self._reuse = reuse
+        self._busy: deque[tuple[Arrival, Any]] = deque()
 
     def read(self, reader: Reader, count: int) -> Ready:
         """Return the batch that ``reader`` reads, ``count`` rows, on its way to the device."""
-        pinned = self._free()
-        values = None if pinned is None else _read_into(reader, pinned, count)
+        free = self._free()
+        values = None if free is None or not self._reuse else _read_into(reader, free, count)
+        pinned = free
         if values is None:
-            fresh = _flat(reader(None))
-            pinned = {name: tensor.pin_memory() for name, tensor in fresh.items()}
-            values = nest(pinned)
-        with torch.cuda.stream(self._stream):
-            moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in _flat(values).items()}
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record(self._stream)
-        self._busy.append((arrived, pinned or {}))
-        return Ready(nest(moved), arrived)
+            fresh = reader(None)
+            values = with_tensors(fresh, (self._device.pin(tensor) for tensor in tensors_of(fresh)))
+            pinned = _flat(values) if self._reuse else values
+        moved, arrival = self._device.send(list(tensors_of(values)))
+        self._busy.append((arrival, pinned))
+        return Ready(with_tensors(values, iter(moved)), arrival)
 
-    def _free(self) -> Tensors | None:
-        if not self._busy or (len(self._busy) < self._batches and not self._busy[0][0].query()):
+    def _free(self) -> Any:
+        """Return pinned memory whose copy has ended; None while there is none and more may be made."""
+        if not self._busy or (len(self._busy) < self._batches and not self._busy[0][0].done()):
             return None
-        arrived, pinned = self._busy.popleft()
-        arrived.synchronize()
+        arrival, pinned = self._busy.popleft()
+        arrival.wait()
         return pinned
 
 
-def memory_for(device: torch.device | None, reuse: bool, depth: int) -> FreshMemory | ReusedMemory | DeviceMemory:
+Memory = FreshMemory | ReusedMemory | DeviceMemory
+
+
+def memory_for(device: torch.device | None, depth: int, *, reuse: bool, even: bool) -> Memory:
     """Return the memory for batches of a loader that keeps ``depth`` of them ready.
+
+    Args:
+        device: where batches go; None = the CPU.
+        depth: how many are kept ready.
+        reuse: batches on the CPU take turns.
+        even: batches have the same columns and at most as many rows as the first.
 
     Raises:
         ConfigurationError: the device is neither the CPU nor a CUDA device that is there.
@@ -127,7 +155,7 @@ def memory_for(device: torch.device | None, reuse: bool, depth: int) -> FreshMem
         return ReusedMemory(depth + 2) if reuse else FreshMemory()
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigurationError(f"device: {device}, must be the CPU or a CUDA device that is there")
-    return DeviceMemory(device, depth + 1)
+    return DeviceMemory(CudaDevice(device), depth + 1, reuse=even)
 
 
 def _read_into(reader: Reader, target: Tensors, count: int) -> dict[str, Any] | None:
@@ -135,7 +163,7 @@ def _read_into(reader: Reader, target: Tensors, count: int) -> dict[str, Any] | 
     if not target or any(len(tensor) < count for tensor in target.values()):
         return None
     try:
-        values = reader(target)
+        values: dict[str, Any] = reader(target)
     except ConfigurationError:  # a column that the target lacks, or has in another shape
         return None
     return values if _flat(values).keys() == target.keys() else None

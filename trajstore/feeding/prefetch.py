@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from trajstore.errors import EmptyBufferError, StoreClosedError, TrajectoryUnavailableError
-from trajstore.feeding.source import BatchSource, DrawnBatch
+from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
+from trajstore.feeding.source import Source
 
 logger = logging.getLogger(__name__)
 
+D = TypeVar("D")
 T = TypeVar("T")
 
 _LOOK_AGAIN = 0.01
@@ -24,13 +25,13 @@ _REDRAWS = 100
 
 
 @dataclass(slots=True)
-class _Made(Generic[T]):
-    drawn: DrawnBatch
+class _Made(Generic[D, T]):
+    drawn: D
     batch: T
     nbytes: int
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher(Generic[D, T]):
     """A thread that draws and reads batches while earlier ones are used.
 
     A batch that is drawn but not yet handed out is *under way*; the state names these by their rows, so that a resumed
@@ -45,8 +46,8 @@ class Prefetcher(Generic[T]):
 
     def __init__(
         self,
-        source: BatchSource,
-        make: Callable[[DrawnBatch, int], tuple[T, int]],
+        source: Source[D],
+        make: Callable[[D, int], tuple[T, int]],
         depth: int,
         max_bytes: int | None,
     ) -> None:
@@ -55,9 +56,9 @@ class Prefetcher(Generic[T]):
         self._depth = depth
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
-        self._resumed: deque[DrawnBatch] = deque()
-        self._making: DrawnBatch | None = None
-        self._made: deque[_Made[T]] = deque()
+        self._resumed: deque[D] = deque()
+        self._making: D | None = None
+        self._made: deque[_Made[D, T]] = deque()
         self._nbytes = 0
         self._handed_out = 0
         self._error: BaseException | None = None
@@ -72,8 +73,8 @@ class Prefetcher(Generic[T]):
             self._thread = threading.Thread(target=self._run, name="trajstore-prefetch", daemon=True)
             self._thread.start()
 
-    def next(self, timeout: float | None = None) -> T:
-        """Return the next batch, waiting for it.
+    def next(self, timeout: float | None = None) -> tuple[D, T]:
+        """Return the rows of the next batch and the batch, waiting for it.
 
         Raises:
             TimeoutError: none was finished within ``timeout`` seconds.
@@ -87,7 +88,7 @@ class Prefetcher(Generic[T]):
                 self._nbytes -= made.nbytes
                 self._handed_out += 1
                 self._changed.notify_all()
-                return made.batch
+                return made.drawn, made.batch
             if self._error is not None:
                 raise self._error
             if self._stopping:
@@ -119,15 +120,17 @@ class Prefetcher(Generic[T]):
                 under_way.append(self._making)
             return {
                 "source": self._source.state_dict(),
-                "under_way": [*under_way, *self._resumed],
+                "under_way": [self._source.state_of(drawn) for drawn in (*under_way, *self._resumed)],
                 "handed_out": self._handed_out,
+                "redrawn": self.redrawn,
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up a state; before :meth:`start`."""
         self._source.load_state_dict(state["source"])
-        self._resumed = deque(state["under_way"])
+        self._resumed = deque(map(self._source.drawn_of, state["under_way"]))
         self._handed_out = int(state["handed_out"])
+        self.redrawn = int(state["redrawn"])
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class Prefetcher(Generic[T]):
                     in_a_row += 1
                     if in_a_row > _REDRAWS:
                         raise
-                    self._draw_again()
+                    self._draw_again(drawn)
                     continue
                 in_a_row = 0
                 number += 1
@@ -156,14 +159,20 @@ class Prefetcher(Generic[T]):
                 self._error = error
                 self._changed.notify_all()
 
-    def _draw_again(self) -> None:
+    def _draw_again(self, drawn: D) -> None:
         with self._changed:
             self._making = None
+            mended = self._source.mend(drawn)
+            if mended is not None:
+                self._resumed.appendleft(mended)
             self.redrawn += 1
         if self.redrawn == 1:
-            logger.warning("a trajectory was evicted between draw and read; the batch is drawn anew")
+            logger.warning(
+                "a trajectory was evicted between draw and read; its rows are drawn anew, here and in later batches: "
+                "figures() counts these in batches_redrawn"
+            )
 
-    def _next_drawn(self) -> DrawnBatch | None:
+    def _next_drawn(self) -> D | None:
         """Wait until there is room and something to draw; None at the end."""
         while True:
             with self._changed:
@@ -177,6 +186,8 @@ class Prefetcher(Generic[T]):
                     try:
                         self._making = self._source.draw()
                         return self._making
+                    except EpochsEndedError:
+                        raise
                     except EmptyBufferError:
                         if self._source.ready():  # else emptied between look and draw: wait for more
                             raise

@@ -2,16 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar, Unpack
 
+import numpy as np
 import torch
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
-from trajstore.errors import ConfigurationError, SchemaMismatchError
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+from trajstore.feeding.options import BatchOptions, check_options, check_rank, check_sampler
 from trajstore.sampling.base import Drawn, Sampler
+
+D = TypeVar("D")
+
+
+class Source(ABC, Generic[D]):
+    """Draws batches and reads them, two steps that may lie far apart. ``D`` says which rows a batch has."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Return whether every buffer holds as many trajectories as it must."""
+
+    @abstractmethod
+    def draw(self) -> D:
+        """Choose the rows of the next global batch.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+        """
+
+    @abstractmethod
+    def mend(self, drawn: D) -> D | None:
+        """Return a batch with other rows in place of those whose trajectories were evicted; None if none is left."""
+
+    @abstractmethod
+    def read(self, drawn: D, out: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """Return this rank's part of a batch.
+
+        Args:
+            drawn: the rows of the global batch.
+            out: tensors to fill, by dotted name; None = fresh ones.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
+        """
+
+    @abstractmethod
+    def rows(self, drawn: D) -> int:
+        """Return how many rows this rank's part of a batch has."""
+
+    @abstractmethod
+    def state_of(self, drawn: D) -> Any:
+        """Return the rows of a batch as plain containers and tensors."""
+
+    @abstractmethod
+    def drawn_of(self, state: Any) -> D:
+        """Return the rows that :meth:`state_of` described."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return generators and samplers, as they are after the last draw."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` said.
+
+        Raises:
+            ConfigurationError: it is the state of a source with other parts.
+        """
+
+    def figures(self) -> dict[str, float]:
+        """Return flat numbers for metrics."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,70 +90,67 @@ class DrawnBatch:
         return len(self.replay) + (0 if self.demos is None else len(self.demos))
 
 
-class BatchSource:
-    """Draws batches and reads them, two steps that may lie far apart.
+class BatchSource(Source[DrawnBatch]):
+    """Draws transitions.
 
     Args:
         replay: buffer of rollouts.
         batch_size: transitions of a global batch.
-        demos: buffer of demonstrations, mixed in.
-        demo_share: which part of a batch comes from ``demos``, rounded down to whole transitions.
-        min_size, min_demo_size: trajectories that each buffer must hold before anything is drawn.
-        sampler, demo_sampler: choose instead of the buffers' uniform draws.
-        columns: dotted names of the columns to read; None = all.
-        rank: (r, W): of every global batch, this reads the r-th of W parts, as equal as can be; all ranks draw
-            the same batches, and their parts together are that batch, whatever W is.
+        options: those of :class:`BatchOptions` that say what a batch is.
 
     Raises:
         ConfigurationError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        replay: TrajectoryReplayBuffer,
-        batch_size: int,
-        *,
-        demos: TrajectoryReplayBuffer | None = None,
-        demo_share: float = 0.5,
-        min_size: int = 1,
-        min_demo_size: int = 1,
-        sampler: Sampler | None = None,
-        demo_sampler: Sampler | None = None,
-        columns: Sequence[str] | None = None,
-        rank: tuple[int, int] = (0, 1),
-    ) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size: {batch_size}, must be at least 1")
-        if demos is not None and not 0 < demo_share < 1:
-            raise ConfigurationError(f"demo_share: {demo_share}, must be between 0 and 1")
-        if demos is None and demo_sampler is not None:
-            raise ConfigurationError("demo_sampler: has no effect without demos")
-        if not 0 <= rank[0] < rank[1]:
-            raise ConfigurationError(f"rank: {rank}, must be (r, W) with 0 <= r < W")
-        if batch_size < rank[1]:
-            raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
+    def __init__(self, replay: TrajectoryReplayBuffer, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+        check_options("ReplayLoader", options, BatchOptions)
+        demos, share = options.get("demos"), options.get("demo_share", 0.5)
+        if demos is not None and not 0 < share < 1:
+            raise ConfigurationError(f"demo_share: {share}, must be between 0 and 1")
+        for name in ("demo_sampler", "demo_share", "min_demo_size"):
+            if demos is None and options.get(name) is not None:
+                raise ConfigurationError(f"{name}: has no effect without demos")
+        self._rank = options.get("rank", (0, 1))
+        check_rank(self._rank, batch_size)
         self.replay, self.demos = replay, demos
         self.batch_size = batch_size
-        self._demo_count = 0 if demos is None else int(batch_size * demo_share)
+        self._demo_count = 0 if demos is None else int(batch_size * share)
         if demos is not None and not 0 < self._demo_count < batch_size:
             raise ConfigurationError(
-                f"demo_share: {demo_share} of {batch_size} transitions leaves one of both buffers without any"
+                f"demo_share: {share} of {batch_size} transitions leaves one of both buffers without any"
             )
-        self._needed = min_size, min_demo_size
-        self._samplers = sampler, demo_sampler
-        self._columns = columns
-        self._rank = rank
+        self._needed = options.get("min_size", 1), options.get("min_demo_size", 1)
+        self._samplers = options.get("sampler"), options.get("demo_sampler")
+        for name, sampler in zip(("sampler", "demo_sampler"), self._samplers, strict=True):
+            check_sampler(name, sampler, "sample")
+        self._columns = options.get("columns")
 
     def ready(self) -> bool:
-        """Return whether every buffer holds as many trajectories as it must."""
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))
 
     def draw(self) -> DrawnBatch:
-        """Choose the rows of the next global batch."""
         replay = self.replay.draw(self.batch_size - self._demo_count, sampler=self._samplers[0])
         if self.demos is None:
             return DrawnBatch(replay)
         return DrawnBatch(replay, self.demos.draw(self._demo_count, sampler=self._samplers[1]))
+
+    def mend(self, drawn: DrawnBatch) -> DrawnBatch | None:
+        replay = self._mended(self.replay, drawn.replay, self._samplers[0])
+        demos = drawn.demos
+        if self.demos is not None and demos is not None:
+            demos = self._mended(self.demos, demos, self._samplers[1])
+        return DrawnBatch(replay, demos) if len(replay) and (demos is None or len(demos)) else None
+
+    def _mended(self, buffer: TrajectoryReplayBuffer, drawn: Drawn, sampler: Sampler | None) -> Drawn:
+        left = still_there(buffer, drawn)
+        lacking = len(drawn) - len(left)
+        try:
+            return joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
+        except EmptyBufferError:  # the sampler has nothing more, or the buffer was emptied
+            return left
+
+    def rows(self, drawn: DrawnBatch) -> int:
+        return len(self.part(drawn))
 
     def part(self, drawn: DrawnBatch) -> DrawnBatch:
         """Return this rank's part of a global batch, the same share of both buffers' rows."""
@@ -99,25 +161,32 @@ class BatchSource:
         )
 
     def read(self, drawn: DrawnBatch, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
-        """Return a batch as a nested dict of tensors ``[n, ...]``.
+        """Return this rank's part of a batch as a nested dict of tensors ``[n, ...]``.
 
         Args:
-            drawn: its rows.
+            drawn: the rows of the global batch.
             out: tensors to fill, by dotted name, ``[>= n, ...]``.
 
         Raises:
             TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
             SchemaMismatchError: both buffers differ in their columns.
         """
-        if self.demos is None or drawn.demos is None:
-            return self.replay.read(drawn.replay, columns=self._columns, out=out)
-        count = len(drawn.replay)
-        first = _flat(self.replay.read(drawn.replay, columns=self._columns, out=out))
+        part = self.part(drawn)
+        if not len(part):  # the end of the last epoch, with fewer rows than ranks
+            one = _flat(self._read(DrawnBatch(_part(drawn.replay, 0, len(drawn.replay))), None))
+            return nest({name: tensor[:0] for name, tensor in one.items()})
+        return self._read(part, out)
+
+    def _read(self, part: DrawnBatch, out: Mapping[str, torch.Tensor] | None) -> dict[str, Any]:
+        if self.demos is None or part.demos is None:
+            return self.replay.read(part.replay, columns=self._columns, out=out)
+        count = len(part.replay)
+        first = _flat(self.replay.read(part.replay, columns=self._columns, out=out))
         if out is not None:
             rest = {name: tensor[count:] for name, tensor in out.items()}
-            self.demos.read(drawn.demos, columns=self._columns, out=rest)
-            return nest({name: out[name][: len(drawn)] for name in first})
-        second = _flat(self.demos.read(drawn.demos, columns=self._columns))
+            self.demos.read(part.demos, columns=self._columns, out=rest)
+            return nest({name: out[name][: len(part)] for name in first})
+        second = _flat(self.demos.read(part.demos, columns=self._columns))
         differing = sorted(
             name
             for name in first.keys() | second.keys()
@@ -132,8 +201,15 @@ class BatchSource:
             )
         return nest({name: torch.cat([first[name], second[name]]) for name in first})
 
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_of(self, drawn: DrawnBatch) -> Any:
+        return [rows_state(drawn.replay), None if drawn.demos is None else rows_state(drawn.demos)]
+
+    def drawn_of(self, state: Any) -> DrawnBatch:
+        return DrawnBatch(rows_of(state[0]), None if state[1] is None else rows_of(state[1]))
+
     def state_dict(self) -> dict[str, Any]:
-        """Return generators and samplers."""
         return {
             "replay": self.replay.state_dict(),
             "demos": None if self.demos is None else self.demos.state_dict(),
@@ -141,11 +217,8 @@ class BatchSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` said.
-
-        Raises:
-            ConfigurationError: it is the state of a source with other parts.
-        """
+        if "samplers" not in state:
+            raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
         given = [part is not None for part in (state["demos"], *state["samplers"])]
         here = [part is not None for part in (self.demos, *self._samplers)]
         if given != here:
@@ -161,6 +234,34 @@ class BatchSource:
             if buffer is not None and sampler is not None:
                 buffer.follow(sampler)
                 sampler.load_state_dict(chosen)
+
+
+def still_there(buffer: TrajectoryReplayBuffer, drawn: Drawn) -> Drawn:
+    """Return the rows whose trajectories can still be read."""
+    there = buffer.readable(drawn.ids)
+    if there.all():
+        return drawn
+    return Drawn(drawn.ids[there], drawn.samples[there], None if drawn.weights is None else drawn.weights[there])
+
+
+def joined(first: Drawn, second: Drawn) -> Drawn:
+    """Return the rows of both; importance weights where both have them."""
+    ids, samples = np.concatenate([first.ids, second.ids]), np.concatenate([first.samples, second.samples])
+    if first.weights is None or second.weights is None:
+        return Drawn(ids, samples)
+    return Drawn(ids, samples, np.concatenate([first.weights, second.weights]))
+
+
+def rows_state(drawn: Drawn) -> dict[str, torch.Tensor]:
+    """Return drawn rows as tensors."""
+    named = {"ids": drawn.ids, "samples": drawn.samples, "weights": drawn.weights}
+    return {name: torch.from_numpy(values.copy()) for name, values in named.items() if values is not None}
+
+
+def rows_of(state: Mapping[str, torch.Tensor]) -> Drawn:
+    """Return the rows that :func:`rows_state` described."""
+    weights = state.get("weights")
+    return Drawn(state["ids"].numpy(), state["samples"].numpy(), None if weights is None else weights.numpy())
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -409,11 +409,25 @@ class Contents:
             [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
             reading,
         )
-        # What was decoded for this batch and is not to be cached goes when the copy has ended.
+        self.forget_decoded()
+        return prepared
+
+    def make_resident(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Let trajectories be read in place, with ``lock`` held, and return their slots; then :meth:`forget_decoded`.
+
+        Raises:
+            TrajectoryUnavailableError: one is no longer in memory and was never on disk.
+            CorruptStoreError: a file is missing or damaged.
+        """
+        ends, sizes = self.index.ends[positions], self.index.arrays["num_samples"][positions]
+        first = self.index.first
+        return self._locate(ends - sizes - self.index.samples_before(first), first, self.index.end).slot
+
+    def forget_decoded(self) -> None:
+        """Let what was decoded for a batch and is not to be cached go, once the copies that have begun have ended."""
         self._trim()
         self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
         self._decoded.clear()
-        return prepared
 
     def read(self, prepared: Prepared, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """Return the rows found by :meth:`prepare`, by dotted column name; without ``lock``.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
 from trajstore.sampling.permutation import permuted
 from trajstore.sampling.roster import Growing, Roster
@@ -25,7 +25,7 @@ class EpochSampler(Sampler):
     Args:
         unit: what is drawn.
         epochs: how many epochs; the batch that ends the last one may be shorter, and after it
-            :class:`EmptyBufferError` is raised. None = no end.
+            :class:`EpochsEndedError` is raised. None = no end.
     """
 
     def __init__(self, *, unit: Unit = "sample", epochs: int | None = None) -> None:
@@ -67,7 +67,7 @@ class EpochSampler(Sampler):
                 if self._epochs is not None and self._begun == self._epochs:
                     if ids:
                         break
-                    raise EmptyBufferError(f"all {self._epochs} epochs have been drawn")
+                    raise EpochsEndedError(f"all {self._epochs} epochs have been drawn")
                 self._begin(generator, first)
                 continue
             places = np.arange(self._place, min(total, self._place + missing))

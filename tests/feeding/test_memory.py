@@ -1,0 +1,116 @@
+"""Memory of batches that go to a device, with a device made up: what is pinned, when it is used again, who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from trajstore.errors import ConfigurationError
+from trajstore.feeding.device import Arrival
+from trajstore.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for, nbytes_of
+
+
+class Copy:
+    """A copy that ends when it is waited for, or by :meth:`end`; until then it has not read its source."""
+
+    def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self._pairs = list(zip(sources, targets, strict=True))
+        self.waited = False
+        self.used: list[torch.Tensor] = []
+
+    def end(self) -> None:
+        for source, target in self._pairs:
+            target.copy_(source)
+        self._pairs.clear()
+
+    def done(self) -> bool:
+        return not self._pairs
+
+    def wait(self) -> None:
+        self.waited = not self.done()
+        self.end()
+
+    def use(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.used += tensors
+        self.end()
+
+
+class Slow:
+    """A device to which nothing arrives before somebody asks."""
+
+    def __init__(self) -> None:
+        self.pinned = 0
+        self.copies: list[Copy] = []
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.pinned += 1
+        return tensor.clone()
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Arrival]:
+        moved = [torch.full_like(tensor, -1) for tensor in tensors]
+        self.copies.append(Copy(tensors, moved))
+        return moved, self.copies[-1]
+
+
+def reader(value: int, rows: int = 4, extra: bool = False) -> Any:
+    def read(out: Mapping[str, torch.Tensor] | None) -> dict[str, Any]:
+        if out is not None and extra != ("more" in out):
+            raise ConfigurationError("out has no such column")
+        first = torch.empty(rows, 2) if out is None else out["obs.s"][:rows]
+        first.fill_(value)
+        return {"obs": {"s": first}} | ({"more": torch.zeros(rows)} if extra else {})
+
+    return read
+
+
+def test_pinned_memory_is_used_again_only_when_its_copy_has_ended() -> None:
+    device = Slow()
+    memory = DeviceMemory(device, batches=2)
+    ready = [memory.read(reader(value), 4) for value in range(5)]
+    assert device.pinned == 2  # the third batch waited for the first one's copy, and took its memory
+    assert [copy.waited for copy in device.copies] == [True, True, True, False, False]
+    for value, one in enumerate(ready):
+        assert torch.equal(one.take()["obs"]["s"], torch.full((4, 2), float(value)))
+    assert all(len(copy.used) == 1 for copy in device.copies)
+
+
+def test_memory_whose_copy_has_ended_is_taken_without_waiting() -> None:
+    device = Slow()
+    memory = DeviceMemory(device, batches=3)
+    memory.read(reader(0), 4)
+    device.copies[0].end()
+    memory.read(reader(1), 3)  # fewer rows fit too
+    assert device.pinned == 1
+    assert not device.copies[0].waited
+
+
+def test_other_columns_and_more_rows_get_pinned_memory_of_their_own() -> None:
+    device = Slow()
+    memory = DeviceMemory(device, batches=1)
+    for value, (rows, extra) in enumerate([(4, False), (4, True), (9, True), (9, True)]):
+        one = memory.read(reader(value, rows, extra), rows)
+        assert torch.equal(one.take()["obs"]["s"], torch.full((rows, 2), float(value)))
+    assert device.pinned == 1 + 2 + 2
+
+
+def test_uneven_batches_keep_what_is_no_tensor_and_are_pinned_each_time() -> None:
+    device = Slow()
+    memory = DeviceMemory(device, batches=1, reuse=False)
+    for rows in (3, 5):
+        one = memory.read(lambda out, rows=rows: [{"ids": torch.arange(rows), "tasks": ["a"] * rows, "k": rows}], 1)  # type: ignore[misc]
+        [pack] = one.take()
+        assert pack["ids"].tolist() == list(range(rows))
+        assert (pack["tasks"], pack["k"]) == (["a"] * rows, rows)
+    assert device.pinned == 2
+    assert nbytes_of([pack]) == 40
+
+
+def test_what_memory_a_loader_gets() -> None:
+    assert isinstance(memory_for(None, 2, reuse=False, even=True), FreshMemory)
+    assert isinstance(memory_for(torch.device("cpu"), 2, reuse=True, even=True), ReusedMemory)
+    for name in ("meta", *(() if torch.cuda.is_available() else ("cuda",))):
+        with pytest.raises(ConfigurationError, match="must be the CPU or a CUDA device that is there"):
+            memory_for(torch.device(name), 2, reuse=True, even=True)

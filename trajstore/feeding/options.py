@@ -1,0 +1,122 @@
+"""What loaders can be told, each option in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError
+from trajstore.sampling.base import Sampler, Unit
+
+Layout = Literal["packed", "padded"]
+LongTrajectories = Literal["refuse", "skip", "alone"]
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of every loader.
+
+    Attributes:
+        sampler: chooses instead of the buffer's uniform draws.
+        min_size: trajectories that the buffer must hold before the first batch (1).
+        columns: names of the columns to read; None = all.
+        rank: (r, W): this is rank r of W, and gets its part of every global batch; all ranks draw the same batches,
+            and their parts together are that batch, whatever W is ((0, 1)).
+        prefetch: batches that are kept ready (2).
+        prefetch_bytes: bytes of batches that are kept ready; None = no bound.
+        device: where batches go; a CUDA device gets them through pinned memory, on a stream of its own (CPU).
+        timeout: seconds after which ``next`` raises TimeoutError; None waits for as long as it takes.
+    """
+
+    sampler: Sampler | None
+    min_size: int
+    columns: Sequence[str] | None
+    rank: tuple[int, int]
+    prefetch: int
+    prefetch_bytes: int | None
+    device: torch.device | str | None
+    timeout: float | None
+
+
+class BatchOptions(LoaderOptions, total=False):
+    """Options of :class:`~trajstore.feeding.ReplayLoader`, beside those of every loader.
+
+    Attributes:
+        demos: buffer of demonstrations that are mixed into each batch.
+        demo_share: which part of a batch they are, rounded down to whole transitions (0.5).
+        min_demo_size: trajectories that ``demos`` must hold before the first batch (1).
+        demo_sampler: chooses from ``demos`` instead of its uniform draws.
+        reuse: batches on the CPU take turns in the same memory; each is valid until the next one is asked for (False).
+    """
+
+    demos: TrajectoryReplayBuffer | None
+    demo_share: float
+    min_demo_size: int
+    demo_sampler: Sampler | None
+    reuse: bool
+
+
+class TokenOptions(LoaderOptions, total=False):
+    """Options of :class:`~trajstore.feeding.TokenLoader`, beside those of every loader.
+
+    Attributes:
+        layout: ``"packed"``: trajectories stand one after the other; ``"padded"``: below each other, each filled up to
+            the longest ("packed").
+        batch_size: packs of a global batch; ranks share them out (1).
+        lookahead: trajectories that are drawn ahead, among which a pack finds those that still fit (32).
+        long: what becomes of a trajectory that is longer than the budget, or has no tokens: ``"refuse"`` is an error,
+            ``"skip"`` leaves it out and counts it, ``"alone"`` gives a long one a pack of its own beyond the budget
+            ("refuse").
+        pad_id: token with which padded rows are filled up (0).
+    """
+
+    layout: Layout
+    batch_size: int
+    lookahead: int
+    long: LongTrajectories
+    pad_id: int
+
+
+def check_options(who: str, options: Mapping[str, Any], known: type[Any]) -> None:
+    """Refuse options that there are not.
+
+    Args:
+        who: takes them.
+        options: by name.
+        known: the TypedDict that names them.
+
+    Raises:
+        ConfigurationError: names the unknown one, and those that there are.
+    """
+    unknown = sorted(options.keys() - known.__annotations__.keys() - LoaderOptions.__annotations__.keys())
+    if unknown:
+        raise ConfigurationError(f"{who} has no option {unknown[0]!r}; there are {', '.join(known.__annotations__)}")
+
+
+def check_rank(rank: tuple[int, int], batch_size: int) -> None:
+    """Refuse a rank that is none of its world, and more ranks than a batch has parts.
+
+    Raises:
+        ConfigurationError: says which.
+    """
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size: {batch_size}, must be at least 1")
+    if not 0 <= rank[0] < rank[1]:
+        raise ConfigurationError(f"rank: {rank}, must be (r, W) with 0 <= r < W")
+    if batch_size < rank[1]:
+        raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
+
+
+def check_sampler(name: str, sampler: Sampler | None, unit: Unit) -> None:
+    """Refuse a sampler that draws something else.
+
+    Raises:
+        ConfigurationError: says what it draws.
+    """
+    if sampler is not None and sampler.unit != unit:
+        drawn = {"sample": "transitions", "trajectory": "whole trajectories"}
+        raise ConfigurationError(
+            f"{name}: draws {drawn[sampler.unit]}, and these batches are made of {drawn[unit]}; give it unit={unit!r}"
+        )

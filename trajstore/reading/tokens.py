@@ -1,0 +1,165 @@
+"""Token columns of whole agent trajectories, copied to wherever a batch wants each of them to begin."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.columns.document import decode_document
+from trajstore.columns.fields import Axis
+from trajstore.columns.schema import DOCUMENT, ColumnSpec
+from trajstore.errors import CorruptStoreError, SchemaMismatchError
+from trajstore.reading.contents import Contents
+from trajstore.reading.residency import Reading, Residency
+
+IntArray = npt.NDArray[np.int64]
+
+_STARTS = {Axis.SAMPLES: "start_samples", Axis.RESPONSE: "start_extra", Axis.DOCUMENT: "start_document"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of n trajectories: the dtype of its rows and the address of the first one in each."""
+
+    axis: Axis
+    dtypes: list[torch.dtype]
+    sources: IntArray
+
+
+class TokenRows:
+    """Columns of n agent trajectories that only have to be copied: :meth:`copy` as often as wanted, then :meth:`end`.
+
+    Attributes:
+        ids: trajectory ids, ``[n]``.
+        lengths: L, tokens of each, ``[n]``.
+        responses: R, entries of each column of the response, ``[n]``; 0 where there are no such columns.
+        versions: policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where it is not known.
+    """
+
+    def __init__(
+        self, contents: Contents, positions: IntArray, columns: Mapping[str, _Column], documents: IntArray
+    ) -> None:
+        index = contents.index.arrays
+        of = {name: index[name][positions].astype(np.int64) for name in ("trajectory_id", "steps", "extra", "document")}
+        self.ids, self.lengths, self.responses = of["trajectory_id"], of["steps"], of["extra"]
+        self.versions: IntArray = index["version_high"][positions].astype(np.int64)
+        self._columns = columns
+        self._documents = documents
+        self._document_sizes = of["document"]
+        self._residency: Residency = contents.residency
+        self._reading: Reading = contents.residency.begin_reading()
+
+    def end(self) -> None:
+        """Let go of the rows."""
+        self._residency.end_reading(self._reading)
+
+    def copy(self, starts: IntArray, total: int) -> dict[str, torch.Tensor]:
+        """Return every column as one tensor ``[total]``, by name, zero where no trajectory has a value for it.
+
+        Args:
+            starts: where the first token of each trajectory goes, ``[n]``. A column of the response begins where the
+                response does.
+            total: places of the batch.
+        """
+        from trajstore._kernels import copy_blocks
+
+        result = {}
+        for name, column in self._columns.items():
+            counts = self.responses if column.axis is Axis.RESPONSE else self.lengths
+            begins = starts + self.lengths - counts
+            if len(begins) and (begins.min() < 0 or (begins + counts).max() > total):
+                raise ValueError(f"starts: a trajectory lies outside the {total} places")
+            wanted = column.dtypes[0]
+            for dtype in column.dtypes[1:]:
+                wanted = torch.promote_types(wanted, dtype)
+            target = torch.zeros(total, dtype=wanted)
+            same = np.array([dtype == wanted for dtype in column.dtypes], np.bool_)
+            width = wanted.itemsize
+            copy_blocks(target.data_ptr() + begins[same] * width, column.sources[same], counts[same] * width)
+            for at in np.flatnonzero(~same).tolist():  # of another dtype than the widest
+                own = torch.empty(int(counts[at]), dtype=column.dtypes[at])
+                ctypes.memmove(own.data_ptr(), int(column.sources[at]), own.nbytes)
+                target[int(begins[at]) : int(begins[at] + counts[at])] = own
+            result[name] = target
+        return result
+
+    def documents(self) -> list[dict[str, Any]]:
+        """Return the fields of each trajectory that are no tensors; an empty dict for one without.
+
+        Raises:
+            CorruptStoreError: one is damaged; names its trajectory.
+        """
+        found: list[dict[str, Any]] = []
+        rows = zip(self.ids.tolist(), self._documents.tolist(), self._document_sizes.tolist(), strict=True)
+        for number, address, size in rows:
+            try:
+                found.append(decode_document(ctypes.string_at(address, size)) if size and address else {})
+            except CorruptStoreError as error:
+                raise CorruptStoreError(f"trajectory {number}: column {DOCUMENT}: {error}") from error
+        return found
+
+
+def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | None) -> TokenRows:
+    """Find the rows of agent trajectories, with ``contents.lock`` held; they stay where they are until ``end``.
+
+    Args:
+        contents: what the buffer shows.
+        positions: of the trajectories, ``[n]``, none twice in vain: each is copied.
+        names: columns wanted; None = all, which all must have then.
+
+    Raises:
+        SchemaMismatchError: a trajectory has no tokens, or lacks a column.
+        TrajectoryUnavailableError, CorruptStoreError: one cannot be read.
+    """
+    slots = contents.make_resident(positions)
+    residency, index = contents.residency, contents.index.arrays
+    starts = {axis: index[name][positions].astype(np.int64) for axis, name in _STARTS.items()}
+    ids = index["trajectory_id"][positions]
+    by_slot = {slot: _columns_of(residency, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
+    of_each = [by_slot[slot] for slot in slots.tolist()]
+    taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
+    wrong = []
+    for name in taken:
+        lacking = [int(ids[at]) for at, columns in enumerate(of_each) if name not in columns]
+        if lacking and name != DOCUMENT:
+            wrong.append(f"{name} (absent from trajectory {lacking[0]})")
+    if wrong:
+        raise SchemaMismatchError(f"trajectories differ in {'; '.join(wrong)}; name the columns to read")
+    short = np.flatnonzero(index["extra"][positions] > index["steps"][positions])
+    if len(short):
+        raise SchemaMismatchError(f"trajectory {int(ids[short[0]])}: has more entries for its response than tokens")
+    columns = {}
+    for name in taken:
+        if name == DOCUMENT:
+            continue
+        specs = [columns[name] for columns in of_each]
+        axis = specs[0][0].axis
+        widths = np.array([spec.row_nbytes for spec, _ in specs], np.int64)
+        bases = np.array([address for _, address in specs], np.int64)
+        columns[name] = _Column(axis, [spec.torch_dtype for spec, _ in specs], bases + starts[axis] * widths)
+    bases = np.array([columns[DOCUMENT][1] if DOCUMENT in columns else 0 for columns in of_each], np.int64)
+    rows = TokenRows(contents, positions, columns, np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0))
+    contents.forget_decoded()
+    return rows
+
+
+def _columns_of(residency: Residency, slot: int, ids: npt.NDArray[Any]) -> dict[str, tuple[ColumnSpec, int]]:
+    """Return the columns of a resident slot by name, each with the address of its first row."""
+    schema = residency.schema(slot)
+    if schema.kind != "agent":
+        raise SchemaMismatchError(
+            f"trajectory {int(ids[0])} is a block of steps; batches of tokens are made of agent trajectories"
+        )
+    for column in schema.columns:
+        if column.row_shape:
+            raise CorruptStoreError(f"trajectory {int(ids[0])}: column {column.name} has rows of {column.row_shape}")
+    return {
+        column.name: (column, address)
+        for column, address in zip(schema.columns, residency.addresses_of(slot), strict=True)
+    }
