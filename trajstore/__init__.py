@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from trajstore import errors
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.buffer.retention import Retention
+    from trajstore.buffer.saved_points import saved_points, saved_state
     from trajstore.builder import EmbodiedRolloutResult
+    from trajstore.store.saved_points import SavedPoint
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
     from trajstore.writing.options import WriterOptions
 
@@ -24,10 +26,13 @@ __all__ = [
     "EmbodiedRolloutResult",
     "Retention",
     "Reward",
+    "SavedPoint",
     "Trajectory",
     "TrajectoryReplayBuffer",
     "WriterOptions",
     "errors",
+    "saved_points",
+    "saved_state",
 ]
 
 _MODULES = {
@@ -36,9 +41,12 @@ _MODULES = {
     "EmbodiedRolloutResult": "builder",
     "Retention": "buffer.retention",
     "Reward": "trajectory",
+    "SavedPoint": "store.saved_points",
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "buffer.replay_buffer",
     "WriterOptions": "writing.options",
+    "saved_points": "buffer.saved_points",
+    "saved_state": "buffer.saved_points",
 }
 
 

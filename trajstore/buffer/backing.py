@@ -92,7 +92,7 @@ class Backing(ABC):
         """Keep the present state readable under a name; return its generation."""
 
     def unpin(self, name: str) -> None:
-        """Let go of a pin."""
+        """Let go of a pin, a saved point, or what a rollback set aside."""
         return
 
     def keeping_files(self) -> AbstractContextManager[object]:
@@ -205,10 +205,10 @@ class StoreBacking(Backing):
         self.writer.compact()
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:
-        return uninterrupted(partial(self.writer.log.pin, name, **state))
+        return uninterrupted(partial(self.writer.points.pin, name, **state))
 
     def unpin(self, name: str) -> None:
-        uninterrupted(partial(self.writer.log.unpin, name))
+        uninterrupted(partial(self.writer.points.unpin, name))
         self.writer.rewriter.note()
 
     def keeping_files(self) -> AbstractContextManager[object]:

@@ -15,12 +15,14 @@ from trajstore.buffer.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.buffer.readable import ReadableBuffer
 from trajstore.buffer.reloading import load, refresh
 from trajstore.buffer.retention import Retention
+from trajstore.buffer.saved_points import KEPT, PointsOfBuffer
 from trajstore.buffer.view import LoadRequest, View
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
 from trajstore.reading.contents import Contents, Cut
 from trajstore.sampling.draws import Draws
+from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
 
@@ -216,13 +218,87 @@ class TrajectoryReplayBuffer(ReadableBuffer):
 
         Raises:
             StoreError: the buffer has no store (``auto_save=False``).
+            ConfigurationError: the name is one that saved points have.
         """
         self.flush()
         return self._backing.pin(name, CheckpointState.rng_json(self.seed, self._draws.rng_state))
 
     def unpin(self, name: str) -> None:
-        """Let go of a pin; evicted trajectories that only it named are deleted."""
+        """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
+
+        Evicted trajectories that only it named are deleted.
+        """
         self._backing.unpin(name)
+
+    # -- saved points -----------------------------------------------------------------------------
+
+    @property
+    def _points(self) -> PointsOfBuffer:
+        return PointsOfBuffer(self._backing, self._view, self._draws)
+
+    @property
+    def saved_points(self) -> list[SavedPoint]:
+        """The saved points of this buffer's store, lowest step first; :func:`trajstore.saved_points` asks any store.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+        """
+        return self._points.saved()
+
+    def save_point(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
+        """Mark what the store holds now with the model's step, so that :meth:`rollback` can go back to it.
+
+        Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
+        checkpoint of the model has its point.
+
+        Args:
+            step: of the model; a point of the same step is replaced.
+            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
+                a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
+            keep: points that stay, those of the highest steps; older ones are released, with the trajectories that
+                only they held. None = all.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            ConfigurationError: there is a point of a later step; or ``state`` has what cannot be saved; says where.
+            StoreWriteError: it could not be written; an earlier point of this step is still there.
+        """
+        return self._points.save(step, state, keep)
+
+    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
+        """Go back to the saved point of a step: the store shows what it showed then, and draws go on from there.
+
+        Trajectories that were evicted since come back. Those that were added since are set aside: they are no longer
+        shown, their ids are not given again, and :meth:`take_back` or ``load_checkpoint(path, pin="aside-...")`` have
+        them. Saved points of later steps are set aside with them.
+
+        Args:
+            step: of the point.
+            aside: False deletes what was written since the point.
+
+        Returns:
+            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
+
+        Raises:
+            StoreNotFoundError: there is no point of this step; names those that there are.
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            CorruptStoreError: the point is damaged; nothing was changed.
+            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
+        """
+        return self._points.roll_back(step, aside)
+
+    def take_back(self, name: str) -> int:
+        """Show again what a rollback set aside, beside what is there now; return how many trajectories.
+
+        Args:
+            name: ``"aside-..."``, as the rollback's warning and ``trajstore inspect`` say it.
+
+        Raises:
+            StoreNotFoundError: nothing was set aside under this name.
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
+        """
+        return self._points.take_back(name)
 
     def load_checkpoint(
         self,

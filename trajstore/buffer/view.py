@@ -120,15 +120,27 @@ class View:
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
         self._own = catalog
-        source = StoreSource(catalog, self._verify_shards)
-        index = catalog.index.slice(0, len(catalog.index))
+        with self.contents.lock:
+            self.contents.attach(StoreSource(catalog, self._verify_shards))
+            self._show_own(self.contents)
+
+    def show_own_again(self) -> None:
+        """Show what the buffer's own store has by now, after a rollback; while nothing is being added or loaded."""
+        contents = self._empty()
+        self._show_own(contents)
+        with self.contents.lock:
+            self.contents = contents
+
+    def _show_own(self, contents: Contents) -> None:
+        source = contents.sources[OWN_SOURCE]
+        if self._own is None or not isinstance(source, StoreSource):
+            raise AssertionError("a view without a store of its own")
+        index = self._own.index.slice(0, len(self._own.index))
         lost = source.lost(index)
         if lost is not None:
-            self._tell(f"{catalog.directory.url}: {lost}; they are not shown. Copy the files back and open it again")
+            self._tell(f"{self._own.directory.url}: {lost}; they are not shown. Copy the files back and open it again")
             index.drop(lost.positions)
-        with self.contents.lock:
-            self.contents.attach(source)
-            self.contents.show(OWN_SOURCE, index)
+        contents.show(OWN_SOURCE, index)
 
     def _tell(self, warning: str) -> None:
         """Log a warning, once: a follower opens the same directory again and again."""

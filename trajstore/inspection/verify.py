@@ -153,6 +153,7 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
         result.problems.append(Problem(METADATA_NAME, f"belongs to another store than {INDEX_NAME}"))
     for name in catalog.pins.names:
         _check_state(pin_name(name), catalog.pins.state(name), result)
+    _check_saved_states(catalog, result)
     _check_entries(catalog, result)
     ids_in = _ids_by_shard(catalog)
     needed = np.flatnonzero(catalog.needed_shards()).tolist()
@@ -255,6 +256,24 @@ def _check_state(file: str, values: Mapping[str, Any], result: Verification) -> 
         CheckpointState.from_json(values)
     except CorruptStoreError as error:
         result.problems.append(Problem(file, str(error)))
+
+
+def _check_saved_states(catalog: Catalog, result: Verification) -> None:
+    """Check the states of saved points: that each is there, as it was written."""
+    for head in catalog.pins.heads.values():
+        if head.state is None:
+            continue
+        result.files += 1
+        result.nbytes += head.state.size
+        try:
+            catalog.pins.read_state(head.state)
+        except CorruptStoreError as error:
+            result.problems.append(Problem(head.state.name, str(error)))
+    unnamed = catalog.pins.unnamed_states()
+    if unnamed:
+        result.notes.append(
+            f"{len(unnamed):,} states in pins/ are named by no saved point; the next writer removes them"
+        )
 
 
 def _check_entries(catalog: Catalog, result: Verification) -> None:

@@ -1,20 +1,106 @@
-"""Checkpoints inside a store: files that each name the trajectories of one generation."""
+"""Pins: files that each keep the trajectories of one moment readable. Saved points, and what a rollback set aside."""
 
 from __future__ import annotations
 
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trajstore.columns.limits import MAX_GENERATION
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
-from trajstore.files.base import Directory, EncodedFile, check_name
+from trajstore.files.base import Buffer, Directory, EncodedFile, check_name
 from trajstore.store.index import lie_in
-from trajstore.store.log_records import parse_ranges
+from trajstore.store.log_records import natural, parse_ranges
 from trajstore.store.sealed import seal, unseal
+from trajstore.store.states import decode_state
 
 PINS_FOLDER = "pins"
+
+_ATTEMPTS = 20  # a reader whose state file was replaced reads the pin again
+
+_ASIDE = re.compile(r"aside-(\d+)(?:-step-(\d+))?")
+_STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """Where the state of a saved point lies.
+
+    Attributes:
+        name: of the file.
+        size: in bytes.
+        crc32: of all its bytes.
+    """
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinHead:
+    """What a pin says of itself.
+
+    Attributes:
+        name: of the pin.
+        ids: of its trajectories, as inclusive ranges ``[n, 2]``.
+        generation: of the store when it was made; of what a rollback set aside, that of the rollback.
+        step: of a saved point; None for other pins.
+        state: of a saved point that has one.
+        back_to: step to which the rollback went that set this aside; None for other pins.
+    """
+
+    name: str
+    ids: npt.NDArray[np.int64]
+    generation: int
+    step: int | None = None
+    state: StateFile | None = None
+    back_to: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of trajectories."""
+        return int((self.ids[:, 1] - self.ids[:, 0] + 1).sum())
+
+    @property
+    def is_point(self) -> bool:
+        """Whether it is a saved point, and no rollback has set it aside."""
+        return self.step is not None and _STEP.fullmatch(self.name) is not None
+
+    @property
+    def aside(self) -> str | None:
+        """Of a saved point that a rollback has set aside, the name of what else it set aside."""
+        match = _ASIDE.fullmatch(self.name)
+        return None if match is None or match[2] is None else aside_name(int(match[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPoint:
+    """A saved point of a store.
+
+    Attributes:
+        step: of the model.
+        generation: of the store.
+        trajectories: how many it names.
+        state_bytes: of its state's file; 0 without one.
+    """
+
+    step: int
+    generation: int
+    trajectories: int
+    state_bytes: int
+
+    @staticmethod
+    def of(head: PinHead) -> SavedPoint:
+        """Return what users see of a pin that is a saved point."""
+        size = 0 if head.state is None else head.state.size
+        return SavedPoint(head.step or 0, head.generation, head.count, size)
 
 
 class Pins:
@@ -22,7 +108,8 @@ class Pins:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._ranges: dict[str, npt.NDArray[np.int64]] = {}
+        self._heads: dict[str, PinHead] = {}
+        self._coming: dict[str, npt.NDArray[np.int64]] = {}
 
     def load(self) -> None:
         """Read all pins anew.
@@ -30,17 +117,17 @@ class Pins:
         Raises:
             CorruptStoreError: one is damaged.
         """
-        found: dict[str, npt.NDArray[np.int64]] = {}
+        found: dict[str, PinHead] = {}
         files, folders = self._directory.listing(PINS_FOLDER)
-        for name in sorted([*files, *folders]):  # a folder in place of a file is refused when it is read
-            if not name.endswith(".json"):
+        for file in sorted([*files, *folders]):  # a folder in place of a file is refused when it is read
+            if not file.endswith(".json"):
                 continue
             try:
-                value = self._read(name)
+                value = self._read(file)
             except FileNotFoundError:
                 continue
-            found[_name_in(name)] = parse_ranges(value["ids"])
-        self._ranges = found
+            found[_name_in(file)] = _head_of(value, _name_in(file), f"{self._directory.url}/{file}")
+        self._heads = found
 
     def _read(self, file: str) -> dict[str, Any]:
         source = f"{self._directory.url}/{file}"
@@ -54,14 +141,27 @@ class Pins:
     @property
     def names(self) -> list[str]:
         """Names of all pins."""
-        return list(self._ranges)
+        return list(self._heads)
+
+    @property
+    def heads(self) -> Mapping[str, PinHead]:
+        """What each pin says of itself, by name."""
+        return self._heads
 
     def name(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per id, whether any pin names it."""
         named = np.zeros(len(ids), np.bool_)
-        for ranges in self._ranges.values():
+        for ranges in (*(head.ids for head in self._heads.values()), *self._coming.values()):
             named |= lie_in(ids, ranges)
         return named
+
+    def expect(self, name: str, ids: npt.NDArray[np.int64]) -> None:
+        """Count trajectories as named by a pin that is about to be written, until :meth:`arrived`."""
+        self._coming[name] = id_ranges(ids)
+
+    def arrived(self, name: str) -> None:
+        """A pin was written, or will not be."""
+        self._coming.pop(name, None)
 
     def ranges(self, name: str) -> npt.NDArray[np.int64]:
         """Return the ids that a pin names, as inclusive ranges ``[n, 2]``.
@@ -69,14 +169,14 @@ class Pins:
         Raises:
             StoreNotFoundError: there is no such pin.
         """
-        if name not in self._ranges:
+        if name not in self._heads:
             raise StoreNotFoundError(
-                f"{self._directory.url}: no pin is called {name!r}; there are {sorted(self._ranges)}"
+                f"{self._directory.url}: no pin is called {name!r}; there are {sorted(self._heads)}"
             )
-        return self._ranges[name]
+        return self._heads[name].ids
 
     def state(self, name: str) -> dict[str, Any]:
-        """Return what was saved with a pin.
+        """Return what the file of a pin says.
 
         Raises:
             StoreNotFoundError: there is no such pin.
@@ -85,6 +185,117 @@ class Pins:
             return self._read(pin_name(name))
         except FileNotFoundError as error:
             raise StoreNotFoundError(f"{self._directory.url}: no pin is called {name!r}") from error
+
+    # -- saved points -----------------------------------------------------------------------------
+
+    def void(self, generation: int) -> dict[str, int]:
+        """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback.
+
+        Args:
+            generation: of the store; a rollback of a later one was begun and has not happened.
+        """
+        backs = [head for head in self._heads.values() if head.back_to is not None and head.generation <= generation]
+        return {
+            head.name: back.generation
+            for head in self._heads.values()
+            for back in sorted(backs, key=lambda back: back.generation, reverse=True)
+            if head.is_point and back.generation > head.generation and (back.back_to or 0) < (head.step or 0)
+        }
+
+    def points(self, generation: int) -> list[PinHead]:
+        """Return the saved points that are not void, lowest step first."""
+        void = self.void(generation)
+        points = [head for head in self._heads.values() if head.is_point and head.name not in void]
+        return sorted(points, key=lambda head: head.step or 0)
+
+    def point(self, step: int, generation: int) -> PinHead:
+        """Return the saved point of a step.
+
+        Raises:
+            StoreNotFoundError: there is none; names those that there are.
+        """
+        points = self.points(generation)
+        for head in points:
+            if head.step == step:
+                return head
+        steps = ", ".join(str(head.step) for head in points) or "none"
+        raise StoreNotFoundError(f"{self._directory.url}: no saved point of step {step}; there are: {steps}")
+
+    def state_of(self, head: PinHead) -> dict[str, Any]:
+        """Return the state that was saved with a point; empty if none was.
+
+        Raises:
+            CorruptStoreError: its file is missing or damaged.
+        """
+        return {} if head.state is None else decode_state(self.read_state(head.state), self._source(head.state))
+
+    def read_state(self, state: StateFile) -> bytes:
+        """Return the bytes of a state's file, compared with their checksum.
+
+        Raises:
+            CorruptStoreError: it is missing or damaged.
+        """
+        source = self._source(state)
+        try:
+            data = self._directory.read(state.name)
+        except FileNotFoundError as error:
+            raise CorruptStoreError(
+                f"{source}: the state of a saved point is missing; restore it from a copy"
+            ) from error
+        if len(data) != state.size or zlib.crc32(data) != state.crc32:
+            raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
+        return data
+
+    def _source(self, state: StateFile) -> str:
+        return f"{self._directory.url}/{state.name}"
+
+    def unnamed_states(self) -> list[str]:
+        """Return the state files that no pin names; an interrupted writer left them."""
+        named = {head.state.name for head in self._heads.values() if head.state is not None}
+        files, _ = self._directory.listing(PINS_FOLDER)
+        return [file for file in files if file.endswith(STATE_SUFFIX) and file not in named]
+
+
+STATE_SUFFIX = ".state"
+
+
+def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
+    """Return what the file of a pin says, checked.
+
+    Raises:
+        CorruptStoreError: it makes no sense.
+    """
+    ids = parse_ranges(value["ids"])
+    try:
+        step = None if value.get("step") is None else natural(value["step"])
+        back_to = None if value.get("back_to") is None else natural(value["back_to"])
+        generation = natural(value.get("generation", 0), MAX_GENERATION)
+        state = None
+        if value.get("state") is not None:
+            file, size, crc = (value["state"][key] for key in ("file", "size", "crc32"))
+            if check_name(file).split("/")[0] != PINS_FOLDER:
+                raise ValueError(f"state: {file!r} is not in {PINS_FOLDER}/")
+            state = StateFile(file, natural(size), natural(crc, 0xFFFFFFFF))
+        if step is None and back_to is None:
+            return PinHead(name, ids, generation)
+        return PinHead(name, ids, generation, step, state, back_to)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
+
+
+def point_name(step: int) -> str:
+    """Return the name of the pin that is the saved point of a step."""
+    return f"step-{step}"
+
+
+def aside_name(generation: int, step: int | None = None) -> str:
+    """Return the name of the pin of what a rollback set aside, or of a saved point that it set aside."""
+    return f"aside-{generation}" + ("" if step is None else f"-{point_name(step)}")
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether a name is that of a saved point, or of what a rollback set aside."""
+    return (_STEP.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
 
 
 def _name_in(file: str) -> str:
@@ -100,6 +311,13 @@ def pin_name(name: str) -> str:
     return check_name(f"{PINS_FOLDER}/{name}.json")
 
 
+def id_ranges(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return ascending ids as inclusive ranges ``[n, 2]``."""
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    lows, highs = np.append(0, breaks + 1), np.append(breaks, len(ids) - 1)
+    return np.stack([ids[lows], ids[highs]], axis=1) if len(ids) else np.zeros((0, 2), np.int64)
+
+
 def pin_file(name: str, ids: npt.NDArray[np.int64], generation: int, **state: Any) -> EncodedFile:
     """Return the file that pins trajectories under a name.
 
@@ -109,17 +327,60 @@ def pin_file(name: str, ids: npt.NDArray[np.int64], generation: int, **state: An
         generation: of the store.
         state: saved with it.
     """
-    breaks = np.flatnonzero(np.diff(ids) != 1)
-    lows, highs = (
-        ids[np.append(0, breaks + 1)] if len(ids) else ids,
-        ids[np.append(breaks, len(ids) - 1)] if len(ids) else ids,
-    )
-    body = orjson.dumps(
-        {
-            **state,
-            "name": name,
-            "generation": generation,
-            "ids": [[int(a), int(b)] for a, b in zip(lows, highs, strict=True)],
-        }
-    )
-    return EncodedFile(pin_name(name), [seal("pin", body)])
+    return _file(name, {**state, "name": name, "generation": generation, "ids": id_ranges(ids).tolist()})
+
+
+def renamed_pin(value: Mapping[str, Any], name: str) -> EncodedFile:
+    """Return the file of a pin under another name.
+
+    Args:
+        value: what its file says.
+        name: the other name.
+    """
+    return _file(name, {**value, "name": name})
+
+
+def _file(name: str, value: Mapping[str, Any]) -> EncodedFile:
+    return EncodedFile(pin_name(name), [seal("pin", orjson.dumps(value))])
+
+
+def state_file(name: str, unique: str, pieces: Sequence[Buffer]) -> tuple[EncodedFile, dict[str, Any]]:
+    """Return the file of a saved point's state, and what the pin says of it.
+
+    Args:
+        name: of the pin.
+        unique: part of the file's name; a point that is saved again must not touch the state of the earlier one.
+        pieces: of the file.
+    """
+    file = EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{STATE_SUFFIX}"), pieces)
+    return file, {"file": file.name, "size": _size(pieces), "crc32": _crc32(pieces)}
+
+
+def _size(pieces: Iterable[Buffer]) -> int:
+    return sum(memoryview(piece).nbytes for piece in pieces)
+
+
+def _crc32(pieces: Iterable[Buffer]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def read_point(directory: Directory, step: int, generation: int) -> tuple[SavedPoint, dict[str, Any]]:
+    """Return a saved point and its state, read now, also while a writer saves it anew.
+
+    Raises:
+        StoreNotFoundError: there is none of this step; names those that there are.
+        CorruptStoreError: a pin or the state is damaged.
+    """
+    pins = Pins(directory)
+    for attempt in range(_ATTEMPTS):
+        pins.load()
+        head = pins.point(step, generation)
+        try:
+            return SavedPoint.of(head), pins.state_of(head)
+        except CorruptStoreError as error:
+            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, FileNotFoundError):
+                raise
+    raise AssertionError("unreachable")

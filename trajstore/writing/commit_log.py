@@ -5,6 +5,7 @@ Only for the holder of the writer's lock. What a crash leaves at each point is w
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -23,7 +24,7 @@ from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.files.base import FULL, Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import columns_of, starts_of
+from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
 from trajstore.store.log_records import (
     LOG_FOLDER,
     added_to_json,
@@ -34,7 +35,7 @@ from trajstore.store.log_records import (
     segment_name,
 )
 from trajstore.store.moves import Moved, move_to_json
-from trajstore.store.saved_points import pin_file, pin_name
+from trajstore.store.saved_points import pin_name
 from trajstore.store.sealed import LAYOUT_VERSION
 from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
 
@@ -166,7 +167,7 @@ class CommitLog:
         return catalog
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def changing(self) -> Iterator[None]:
         """Hold the lock for a change that the writer's user asked for."""
         check_process(self._pid, self.directory.url)  # first: in a forked child the lock may never come free
         with self.lock:
@@ -296,7 +297,7 @@ class CommitLog:
         if not self.directory.can_append:
             self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
 
-    # -- eviction and pins ------------------------------------------------------------------------
+    # -- eviction, moving, pins -------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
         """Take committed trajectories out of the store, durably; their files go when nobody needs them.
@@ -305,7 +306,7 @@ class CommitLog:
             StoreWriteError: the log could not be written; nothing was evicted.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        with self._changing():
+        with self.changing():
             self._evict(ids)
 
     def _evict(self, ids: Sequence[int]) -> None:
@@ -334,7 +335,7 @@ class CommitLog:
             StoreWriteError: the log could not be written; nothing was moved.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        with self._changing():
+        with self.changing():
             self._check_in_step()
             catalog = self.catalog
             schemas = _SchemaNumbers(catalog)
@@ -364,36 +365,34 @@ class CommitLog:
         with self.lock:
             self._collect_garbage(self.catalog)
 
-    def pin(self, name: str, **state: Any) -> int:
-        """Keep what is committed now readable under a name, and return its generation.
+    def release_pins(self, names: Sequence[str]) -> None:
+        """Let go of pins; evicted trajectories that only they named are deleted. The caller holds the lock."""
+        # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
+        self.directory.remove([pin_name(name) for name in names], durable=True)
+        before = int(self.catalog.pinned["nbytes"].sum())
+        self.catalog.load_pins()
+        self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
+        self._collect_garbage(self.catalog)
+
+    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex) -> None:
+        """Commit other live and pinned entries than there are, by writing the index whole; the caller holds the lock.
+
+        The one commit that is not in the log: whoever follows finds that the log does not go on, and loads again.
 
         Raises:
-            StoreWriteError: it could not be written.
-            StoreClosedError: the writer was closed, or belongs to the parent process.
+            StoreWriteError: it could not be written. Nothing more can be, until the store is opened again: on disk is
+                the state before or the one after.
         """
-        with self._changing():
-            try:
-                self.directory.publish(
-                    [pin_file(name, self.catalog.index["trajectory_id"], self.catalog.generation, **state)]
-                )
-            except OSError as error:
-                raise StoreWriteError(f"{error}: nothing was pinned") from error
-            self.catalog.load_pins()
-            return self.catalog.generation
-
-    def unpin(self, name: str) -> None:
-        """Let go of a pin; evicted trajectories that only it named are deleted.
-
-        Raises:
-            StoreClosedError: the writer was closed, or belongs to the parent process.
-        """
-        with self._changing():
-            # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
-            self.directory.remove([pin_name(name)], durable=True)
-            before = int(self.catalog.pinned["nbytes"].sum())
-            self.catalog.load_pins()
-            self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
-            self._collect_garbage(self.catalog)
+        self._check_in_step()
+        changed = copy.copy(self.catalog)
+        changed.index, changed.pinned, changed.generation = index, pinned, self.catalog.generation + 1
+        try:
+            self._write_snapshot(changed)
+        except BaseException as error:
+            self._out_of_step = error if isinstance(error, Exception) else StoreWriteError("interrupted")
+            raise
+        self.catalog.__dict__.update(changed.__dict__)
+        self._segment = segment_name(self.catalog.generation + 1)
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from trajstore.writing.commit_log import CommitListener, CommitLog, check_proces
 from trajstore.writing.groups import Group
 from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.options import WriterOptions
+from trajstore.writing.points import Points
 from trajstore.writing.publishing import Publisher, Unwritable
 from trajstore.writing.queue import WriteQueue
 from trajstore.writing.rewriting import Rewriter
@@ -41,7 +42,8 @@ class StoreWriter:
 
     Attributes:
         queue: takes what is to be written, and tells what is committed.
-        log: evicts, pins, and has the catalog.
+        log: evicts, and has the catalog.
+        points: pins, saved points, and rollback to them.
         rewriter: gives back the space of shards that are partly alive.
 
     Raises:
@@ -68,6 +70,7 @@ class StoreWriter:
             raise StoreWriteError(f"{error}: cannot be written; to read it use load_checkpoint") from error
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
+            self.points = Points(self.log)
         except BaseException:
             self._lock.release()
             raise

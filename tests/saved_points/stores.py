@@ -1,0 +1,52 @@
+"""Stores whose trajectories tell by their key what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trajstore import Trajectory, TrajectoryReplayBuffer
+
+
+def block(key: int, steps: int = 4) -> Trajectory:
+    """Return a trajectory ``[steps, 2, ...]`` whose every row has its own reward."""
+    rewards = 1000.0 * key + torch.arange(2 * steps, dtype=torch.float64).reshape(steps, 2, 1)
+    return Trajectory(rewards=rewards, versions=torch.full((steps, 2, 1), float(key)))
+
+
+def make(path: str | Path, **more: Any) -> TrajectoryReplayBuffer:
+    """Open a store for writing."""
+    return TrajectoryReplayBuffer(seed=3, auto_save=True, auto_save_path=path, sample_window_size=0, **more)
+
+
+def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
+    """Add trajectories and flush; return their ids."""
+    ids = buffer.add_trajectories([block(key) for key in keys])
+    buffer.flush()
+    return ids
+
+
+def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+    """Return id and key of every trajectory, each read whole."""
+    found = {}
+    for number in buffer.trajectory_ids.tolist():
+        rewards = buffer.get(number).rewards
+        key = int(rewards[0, 0, 0]) // 1000
+        assert torch.equal(rewards, block(key, rewards.shape[0]).rewards)
+        found[number] = key
+    return found
+
+
+def loaded(path: str | Path, pin: str | None = None) -> dict[int, int]:
+    """Return id and key of everything that a reader sees."""
+    with TrajectoryReplayBuffer(seed=0, sample_window_size=0) as reader:
+        reader.load_checkpoint(path, pin=pin)
+        return keys_of(reader)
+
+
+def state_files(path: Path) -> int:
+    """Return how many files with states of saved points there are."""
+    return len(list((path / "pins").glob("*.state")))

@@ -1,0 +1,187 @@
+"""A kill before every change on disk, simulated: the directory as it was then is opened by the next writer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.saved_points.stores import add, keys_of, loaded, make, state_files
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreError
+from trajstore.files.local import LocalDirectory
+from trajstore.inspection.verify import verify
+from trajstore.store.saved_points import PinHead
+
+
+class Moments:
+    """Keeps a copy of a directory before each call that changes it."""
+
+    def __init__(self, path: Path, kept: Path, patch: pytest.MonkeyPatch) -> None:
+        self.copies: list[Path] = []
+        self._path, self._kept = path, kept
+        for name in ("publish", "remove", "append"):
+            patch.setattr(LocalDirectory, name, self._noting(getattr(LocalDirectory, name)))
+
+    def _noting(self, genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def call(directory: LocalDirectory, *arguments: Any, **options: Any) -> Any:
+            if directory.url != str(self._path):
+                return genuine(directory, *arguments, **options)
+            self.copy()
+            return genuine(directory, *arguments, **options)
+
+        return call
+
+    def copy(self) -> None:
+        target = self._kept / f"{len(self.copies):04d}"
+        shutil.copytree(self._path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
+        self.copies.append(target)
+
+
+@pytest.fixture
+def moments(tmp_path: Path) -> Callable[[Callable[[TrajectoryReplayBuffer], Any]], list[Path]]:
+    def record(change: Callable[[TrajectoryReplayBuffer], Any]) -> list[Path]:
+        path = tmp_path / "store"
+        with make(path) as buffer:
+            add(buffer, range(4))
+            buffer.save_point(1, {"step": 1})
+            buffer.evict([0])
+            add(buffer, range(4, 6))
+            buffer.save_point(2, {"step": 2})
+            add(buffer, [6])
+            if change is taking_back:
+                buffer.rollback(1)
+            with pytest.MonkeyPatch.context() as patch:
+                noted = Moments(path, tmp_path / "moments", patch)
+                change(buffer)
+                noted.copy()
+        assert len(noted.copies) >= 5
+        return noted.copies
+
+    return record
+
+
+def heads(buffer: TrajectoryReplayBuffer) -> list[PinHead]:
+    """Return what each pin of a buffer's store says of itself."""
+    return list(buffer._backing.writer.log.catalog.pins.heads.values())  # type: ignore[attr-defined]
+
+
+def taking_back(buffer: TrajectoryReplayBuffer) -> None:
+    [name] = [head.name for head in heads(buffer) if head.back_to is not None]
+    buffer.take_back(name)
+
+
+NOW = {number: number for number in range(1, 7)}
+THEN = {number: number for number in range(4)}
+
+
+def look(copy: Path) -> tuple[dict[int, int], list[int]]:
+    """Return what a reader and then a writer find, which must agree; and the steps of the saved points."""
+    before = loaded(copy)
+    assert verify(copy).sound
+    with make(copy) as buffer:
+        assert keys_of(buffer) == before
+        steps = [point.step for point in buffer.saved_points]
+        named = {
+            head.state.name for head in buffer._backing.writer.log.catalog.pins.heads.values() if head.state is not None
+        }  # type: ignore[attr-defined]
+        assert {f"pins/{path.name}" for path in (copy / "pins").glob("*.state")} == named
+        assert add(buffer, [50]) == [7]
+    assert loaded(copy) == {**before, 7: 50}
+    assert verify(copy).sound
+    return before, steps
+
+
+def test_a_kill_during_a_rollback_leaves_the_store_before_or_after_it(moments: Any) -> None:
+    seen = []
+    for copy in moments(lambda buffer: buffer.rollback(1)):
+        found, steps = look(copy)
+        assert (found, steps) in ((NOW, [1, 2]), (THEN, [1]))
+        seen.append(found == THEN)
+        with make(copy) as buffer:  # either way the loop that resumes gets what it asks for
+            assert buffer.rollback(1) == {"step": 1}
+            assert keys_of(buffer) == THEN
+            assert add(buffer, [51]) == [8]
+    assert seen == sorted(seen), "once rolled back, always rolled back"
+    assert set(seen) == {False, True}
+
+
+def test_a_kill_while_what_came_later_is_deleted_leaves_none_of_it_live(moments: Any) -> None:
+    for copy in moments(lambda buffer: buffer.rollback(1, aside=False)):
+        assert look(copy) in ((NOW, [1, 2]), (THEN, [1]))
+
+
+def test_a_kill_while_a_point_is_saved_leaves_the_earlier_point_or_the_new_one(moments: Any) -> None:
+    seen = set()
+    for copy in moments(lambda buffer: buffer.save_point(2, {"step": "again"}, keep=1)):
+        with make(copy) as buffer:
+            steps = [point.step for point in buffer.saved_points]
+            assert steps in ([1, 2], [2])
+            assert state_files(copy) == len(steps)
+            state = buffer.rollback(2)
+            assert state in ({"step": 2}, {"step": "again"})
+            seen.add(state["step"])
+            assert len(keys_of(buffer)) == (5 if state["step"] == 2 else 6)
+    assert seen == {2, "again"}
+
+
+def test_a_kill_while_it_is_taken_back_leaves_it_aside_or_live(moments: Any) -> None:
+    both = THEN | NOW
+    seen = set()
+    for copy in moments(taking_back):
+        found, _ = look(copy)
+        assert found in (THEN, both)
+        seen.add(len(found))
+        with make(copy) as buffer:
+            asides = [
+                head.name for head in buffer._backing.writer.log.catalog.pins.heads.values() if head.back_to is not None
+            ]  # type: ignore[attr-defined]
+            for name in asides:
+                buffer.take_back(name)
+            assert keys_of(buffer) == {**both, 7: 50}
+            assert [point.step for point in buffer.saved_points] == [1, 2]
+    assert seen == {len(THEN), len(both)}
+
+
+@pytest.mark.parametrize("what", ["pins/aside", "trajectory_index.json", "metadata.json", "pins/aside-3-step"])
+def test_a_rollback_that_cannot_be_written_says_so_and_is_decided_when_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    genuine = LocalDirectory.publish
+
+    def failing(directory: LocalDirectory, files: Any) -> None:
+        if any(file.name.startswith(what) for file in files):
+            raise OSError(28, "No space left on device", what)
+        genuine(directory, files)
+
+    buffer = make(tmp_path)
+    add(buffer, range(4))
+    buffer.save_point(1)
+    add(buffer, range(4, 6))
+    buffer.save_point(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDirectory, "publish", failing)
+        if what == "pins/aside-3-step":  # the rollback has happened by then, and nobody lists the later point
+            buffer.rollback(1)
+            assert "No space left" in caplog.text
+            assert [point.step for point in buffer.saved_points] == [1]
+            with pytest.raises(StoreError, match="No space left"):
+                buffer.save_point(2)
+        else:
+            with pytest.raises(StoreError, match="No space left"):
+                buffer.rollback(1)
+        if what == "pins/aside":
+            assert len(keys_of(buffer)) == 6
+    try:
+        buffer.close()
+    except StoreError:
+        assert what in ("trajectory_index.json", "metadata.json")
+    with make(tmp_path) as buffer:
+        assert len(keys_of(buffer)) == (6 if what in ("pins/aside", "trajectory_index.json") else 4)
+        buffer.rollback(1)
+        assert keys_of(buffer) == THEN
+        assert [point.step for point in buffer.saved_points] == [1]
+    assert verify(tmp_path).sound

@@ -1,0 +1,120 @@
+"""Readers and samplers beside a rollback: the state before, then the one after, never a part of each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.saved_points.stores import add, keys_of, loaded, make
+from trajstore import TrajectoryReplayBuffer
+from trajstore.sampling import EpochSampler
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Callable[[], TrajectoryReplayBuffer]:
+    def open_reader() -> TrajectoryReplayBuffer:
+        buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
+        buffer.load_checkpoint(tmp_path)
+        return buffer
+
+    return open_reader
+
+
+def test_a_follower_shows_what_was_before_until_it_refreshes(
+    tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
+) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.save_point(1)
+        add(buffer, range(4, 8))
+        follower = reader()
+        buffer.rollback(1, aside=False)
+        buffer.compact()
+        assert len(keys_of(follower)) == 8, "its lease keeps what was deleted"
+        assert follower.refresh()
+        assert keys_of(follower) == {number: number for number in range(4)}
+        add(buffer, [9])
+        assert follower.refresh()
+        assert list(keys_of(follower)) == [0, 1, 2, 3, 8]
+        assert not follower.refresh()
+        follower.close()
+
+
+def test_a_follower_that_comes_late_finds_the_newest_state(
+    tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
+) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.save_point(1)
+        follower = reader()
+        for number in range(3):
+            add(buffer, [10 + number])
+            buffer.rollback(1)
+        add(buffer, [20])
+        follower.refresh()
+        assert sorted(keys_of(follower).values()) == [0, 1, 2, 3, 20]
+        follower.close()
+
+
+def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(
+    tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
+) -> None:
+    """Point 1 has keys 0 to 3; what comes later has keys from 100 on, one after the other."""
+    stop = threading.Event()
+    problems: list[str] = []
+
+    def follow() -> None:
+        with reader() as buffer:
+            while not stop.is_set():
+                buffer.refresh()
+                found = sorted(keys_of(buffer).values())
+                later = found[4:]
+                first = later[0] if later else 100
+                if found[:4] != [0, 1, 2, 3] or first % 100 or later != list(range(first, first + len(later))):
+                    problems.append(str(found))
+
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.save_point(1)
+        thread = threading.Thread(target=follow)
+        thread.start()
+        try:
+            for number in range(6):
+                for key in range(3):
+                    add(buffer, [100 * (number + 1) + key])
+                buffer.rollback(1, aside=number % 2 == 0)
+        finally:
+            stop.set()
+            thread.join()
+    assert problems == []
+
+
+def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        sampler = EpochSampler(unit="trajectory")
+        add(buffer, range(4))
+        buffer.save_point(1, {"sampler": sampler})
+        buffer.evict([0])
+        add(buffer, range(4, 8))
+        buffer.sample_trajectories(2, sampler=sampler)
+        assert sorted(sampler.ids.tolist()) == list(range(1, 8))
+        sampler.load_state_dict(buffer.rollback(1)["sampler"])
+        drawn = buffer.sample_trajectories(4, sampler=sampler)
+        assert sorted(sampler.ids.tolist()) == [0, 1, 2, 3]
+        assert sorted(int(one.rewards[0, 0, 0]) // 1000 for one in drawn) == [0, 1, 2, 3]
+
+
+def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.save_point(1)
+        expected = buffer.sample(8)["rewards"]
+        add(buffer, range(4, 8))
+        with TrajectoryReplayBuffer(sample_window_size=0) as other:
+            other.load_checkpoint(tmp_path, pin="step-1")
+            assert torch.equal(other.sample(8)["rewards"], expected)
+        assert len(loaded(tmp_path)) == 8

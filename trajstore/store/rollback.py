@@ -1,0 +1,88 @@
+"""Rollback: which trajectories leave, which come back, and what the catalog is then. Pure; no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import CorruptStoreError
+from trajstore.store.catalog import Catalog
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.saved_points import PinHead
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackPlan:
+    """What a rollback changes.
+
+    Attributes:
+        point: to which it goes.
+        leaving: ids of trajectories that are live and not of the point, ascending.
+        returning: ids of trajectories of the point that were evicted since, ascending.
+        void: saved points of later steps.
+        nbytes: of the trajectories that leave.
+    """
+
+    point: PinHead
+    leaving: npt.NDArray[np.int64]
+    returning: npt.NDArray[np.int64]
+    void: tuple[PinHead, ...]
+    nbytes: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the store is at the point already."""
+        return not (len(self.leaving) or len(self.returning) or self.void)
+
+
+def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
+    """Return what a rollback to the saved point of a step would change.
+
+    Raises:
+        StoreNotFoundError: there is no such point; names those that there are.
+        CorruptStoreError: the store lacks trajectories that the point names.
+    """
+    point = catalog.pins.point(step, catalog.generation)
+    stays = catalog.index.positions_in(point.ids)
+    back = catalog.pinned.positions_in(point.ids)
+    if len(stays) + len(back) != point.count:
+        raise CorruptStoreError(
+            f"{catalog.directory.url}: the saved point of step {step} names {point.count} trajectories, of which "
+            f"{point.count - len(stays) - len(back)} are not in the store; roll back to another point"
+        )
+    leaves = np.ones(len(catalog.index), np.bool_)
+    leaves[stays - catalog.index.first] = False
+    later = [head for head in catalog.pins.points(catalog.generation) if (head.step or 0) > step]
+    return RollbackPlan(
+        point,
+        np.sort(catalog.index["trajectory_id"][leaves]),
+        np.sort(catalog.pinned.arrays["trajectory_id"][back]),
+        tuple(later),
+        int(catalog.index["nbytes"][leaves].sum()),
+    )
+
+
+def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[TrajectoryIndex, TrajectoryIndex]:
+    """Return index and pinned entries of a catalog in which the trajectories in these ranges alone are live.
+
+    Args:
+        catalog: stays as it is.
+        ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
+    """
+    live, pinned = TrajectoryIndex(), TrajectoryIndex()
+    live.weights, pinned.weights = catalog.index.weights.copy(), catalog.pinned.weights.copy()
+    for source in (catalog.index, catalog.pinned):
+        inside = np.zeros(source.end, np.bool_)
+        inside[source.positions_in(ranges)] = True
+        outside = ~inside
+        outside[: source.first] = False
+        outside[source.first :] &= catalog.pins.name(source["trajectory_id"])
+        for target, chosen, home in ((live, inside, catalog.index), (pinned, outside, catalog.pinned)):
+            columns = source.take(np.flatnonzero(chosen))
+            if source is not home:
+                columns["weights"] = target.weights.extend(source.weights, columns["weights"].tolist())
+            target.append(columns)
+    live.replace(live.take(np.argsort(live["trajectory_id"], kind="stable")))
+    return live, pinned

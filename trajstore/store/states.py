@@ -1,0 +1,102 @@
+"""What a saved point has besides trajectories: nested plain values and tensors, to bytes and back. Pure; no I/O."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.errors import ConfigurationError, CorruptStoreError
+
+_ARRAY = "__numpy_array__"
+"""Key of the dict that stands for an array of numpy, which ``torch.load(weights_only=True)`` does not admit."""
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def encode_state(state: Mapping[str, Any]) -> memoryview:
+    """Return the bytes of a state, as ``torch.save`` writes them.
+
+    Args:
+        state: dicts, lists, tuples, numbers, texts, bytes, None, tensors and arrays of numpy, nested.
+
+    Raises:
+        ConfigurationError: something else is in it; says where.
+    """
+    file = io.BytesIO()
+    torch.save(_plain(state, "state"), file)
+    return file.getbuffer()
+
+
+def decode_state(data: bytes, source: str) -> dict[str, Any]:
+    """Return the state that :func:`encode_state` wrote. Runs nothing that is in it.
+
+    Args:
+        data: its bytes.
+        source: name of the file, for messages.
+
+    Raises:
+        CorruptStoreError: it is no such state.
+    """
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        raise CorruptStoreError(f"{source}: not the state of a saved point; restore it from a copy") from error
+    if not isinstance(state, dict):
+        raise CorruptStoreError(f"{source}: not the state of a saved point; restore it from a copy")
+    restored: dict[str, Any] = _restored(state)
+    return restored
+
+
+def asked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state in which every value that has a method ``state_dict`` was asked for it."""
+    return {
+        name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        for name, value in state.items()
+    }
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: _tensor_of(value, where)}
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {_key(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{where}[{at}]") for at, item in enumerate(value))
+    raise ConfigurationError(
+        f"{where}: a {type(value).__name__} cannot be saved; give plain values, dicts, lists, tuples, tensors, arrays, "
+        "or (right in the dict) something with a state_dict()"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if type(key) not in _PLAIN:
+        raise ConfigurationError(f"{where}: a key is a {type(key).__name__}, must be a text or a number")
+    return key
+
+
+def _tensor_of(array: np.ndarray[Any, Any], where: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except TypeError as error:
+        raise ConfigurationError(f"{where}: an array of {array.dtype} cannot be saved: {error}") from error
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_ARRAY}:
+            return value[_ARRAY].numpy()
+        return {key: _restored(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_restored(item) for item in value)
+    return value

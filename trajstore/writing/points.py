@@ -1,0 +1,289 @@
+"""Saved points of a store, and rollback to them. Only for the holder of the writer's lock.
+
+What a crash leaves at each point is written in docs/design/saved-points.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError
+from trajstore.files.base import EncodedFile
+from trajstore.store.rollback import RollbackPlan, plan_rollback, with_live
+from trajstore.store.saved_points import (
+    PinHead,
+    SavedPoint,
+    aside_name,
+    id_ranges,
+    is_reserved,
+    pin_file,
+    pin_name,
+    point_name,
+    renamed_pin,
+    state_file,
+)
+from trajstore.store.states import encode_state
+from trajstore.writing.commit_log import CommitLog
+
+logger = logging.getLogger(__name__)
+
+Capture = Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""Returns the state of a point, and what its pin says besides."""
+
+
+class Points:
+    """Saves points of a store, releases old ones, and goes back to them. Safe to call from several threads.
+
+    Args:
+        log: of the store. What an interrupted rollback left is brought to its end here.
+
+    Raises:
+        StoreWriteError: it could not be.
+    """
+
+    def __init__(self, log: CommitLog) -> None:
+        self._log = log
+        self._directory = log.directory
+        self._one = threading.Lock()
+        """Held by one change at a time: what a point has written and not yet named must not pass for left over."""
+        with log.lock:
+            self._end_interrupted()
+
+    # -- pins of the user's -----------------------------------------------------------------------
+
+    def pin(self, name: str, **state: Any) -> int:
+        """Keep what is committed now readable under a name, and return its generation.
+
+        Raises:
+            ConfigurationError: the name is that of a saved point, or of what a rollback set aside.
+            StoreWriteError: it could not be written.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        if is_reserved(name):
+            raise ConfigurationError(f"pin {name!r}: names like this are those of saved points; choose another")
+        catalog = self._log.catalog
+        with self._one, self._log.changing():
+            self._publish(pin_file(name, catalog.index["trajectory_id"], catalog.generation, **state), "was pinned")
+            catalog.load_pins()
+            return catalog.generation
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin, a saved point, or what a rollback set aside with its points.
+
+        Evicted trajectories that only it named are deleted. A name that is not there is no error.
+
+        Raises:
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._one, self._log.changing():
+            self._rename_void()  # first: without what a rollback set aside, nothing says which points are void
+            heads = self._log.catalog.pins.heads.values()
+            self._release([head for head in heads if name in (head.name, head.aside)])
+
+    def _publish(self, file: EncodedFile, what: str) -> None:
+        try:
+            self._directory.publish([file])
+        except OSError as error:
+            raise StoreWriteError(f"{error}: nothing {what}") from error
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
+        """Save a point of what is committed now, and release the oldest ones.
+
+        Args:
+            step: of the model.
+            capture: called while nothing can be committed or evicted; returns the state, and what the pin's file shall
+                say besides (the buffer's generator).
+            keep: most points that stay, those of the highest steps; None = all.
+
+        Raises:
+            ConfigurationError: a point of a later step is there; or the state has something that cannot be saved.
+            StoreWriteError: it could not be written; an earlier point of this step is still there.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._one:
+            return self._save(step, capture, keep)
+
+    def _save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
+        catalog, name = self._log.catalog, point_name(step)
+        with self._log.changing():
+            self._rename_void()  # first: a void point of this step must not be written over
+            self._check_order(step)
+            state, said = capture()
+            ids, generation = catalog.index["trajectory_id"].copy(), catalog.generation
+            catalog.pins.expect(name, ids)
+        try:
+            told: dict[str, Any] = {"step": step, **said}
+            if state:
+                file, told["state"] = state_file(name, uuid.uuid4().hex, [encode_state(state)])
+                self._publish(file, "was saved")
+            with self._log.changing():
+                self._publish(pin_file(name, ids, generation, **told), "was saved")
+        finally:
+            with self._log.lock:
+                catalog.pins.arrived(name)
+                catalog.load_pins()
+        with self._log.changing():
+            saved = SavedPoint.of(catalog.pins.point(step, catalog.generation))
+            self._release(() if keep is None else catalog.pins.points(catalog.generation)[:-keep])
+        return saved
+
+    def _check_order(self, step: int) -> None:
+        catalog = self._log.catalog
+        newest = max([head.step or 0 for head in catalog.pins.points(catalog.generation)], default=step)
+        if newest > step:
+            raise ConfigurationError(
+                f"save_point({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
+                f"back with rollback first, or let go of it with unpin({point_name(newest)!r})"
+            )
+        head = catalog.pins.heads.get(point_name(step))
+        if head is not None and head.step is None:
+            raise ConfigurationError(
+                f"save_point({step}): a pin made with pin() is called {head.name!r}; let go of it with unpin first"
+            )
+
+    def _release(self, heads: Sequence[PinHead]) -> None:
+        """Let go of pins, and delete state files that none names; the caller holds the lock."""
+        if heads:
+            names = [head.name for head in heads]
+            logger.info("%s: lets go of %s", self._directory.url, ", ".join(names))
+            self._log.release_pins(names)
+        if unnamed := self._log.catalog.pins.unnamed_states():
+            self._directory.remove(unnamed)
+
+    # -- going back -------------------------------------------------------------------------------
+
+    def roll_back(self, step: int, *, aside: bool) -> tuple[RollbackPlan, Mapping[str, Any], Mapping[str, Any]]:
+        """Make the trajectories of a saved point the live ones.
+
+        Args:
+            step: of the point.
+            aside: keep what leaves readable; False deletes it.
+
+        Returns:
+            What changed; the state that was saved with the point; what the pin's file says besides.
+
+        Raises:
+            StoreNotFoundError: there is no such point; names those that there are.
+            CorruptStoreError: a file of the point is damaged; nothing was changed.
+            StoreWriteError: it could not be written; open the store again.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        catalog = self._log.catalog
+        with self._one, self._log.changing():
+            plan = plan_rollback(catalog, step)
+            state, said = catalog.pins.state_of(plan.point), catalog.pins.state(plan.point.name)
+            if plan.is_empty:
+                return plan, state, said
+            name = aside_name(catalog.generation + 1)
+            if len(plan.leaving) or plan.void:
+                self._publish(pin_file(name, plan.leaving, catalog.generation + 1, back_to=step), "was rolled back")
+                catalog.load_pins()
+            self._log.replace(*with_live(catalog, plan.point.ids))
+            renamed = self._try_to_rename_void()
+            aside = aside or not renamed
+            if not aside:
+                self._release([head for head in catalog.pins.heads.values() if name in (head.name, head.aside)])
+        logger.warning(
+            "%s: rolled back to step %d: %d trajectories (%d bytes) added since were %s, %d evicted since are back",
+            self._directory.url,
+            step,
+            len(plan.leaving),
+            plan.nbytes,
+            f"set aside as {name!r}" if aside else "deleted",
+            len(plan.returning),
+        )
+        return plan, state, said
+
+    def take_back(self, name: str) -> int:
+        """Make live again what a rollback set aside; return how many trajectories.
+
+        Raises:
+            StoreNotFoundError: no rollback set anything aside under this name.
+            StoreWriteError: it could not be written; open the store again.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        catalog = self._log.catalog
+        with self._one, self._log.changing():
+            asides = {head.name: head for head in catalog.pins.heads.values() if head.back_to is not None}
+            if name not in asides:
+                there = ", ".join(asides) or "none"
+                raise StoreNotFoundError(
+                    f"{self._directory.url}: nothing was set aside as {name!r}; there are: {there}"
+                )
+            head = asides[name]
+            before = len(catalog.index)
+            live = id_ranges(catalog.index["trajectory_id"])
+            self._log.replace(*with_live(catalog, np.concatenate([live, head.ids])))
+            self._return_points(head)
+            self._release([head])
+            return len(catalog.index) - before
+
+    def _return_points(self, aside: PinHead) -> None:
+        catalog = self._log.catalog
+        newest = max([head.step or 0 for head in catalog.pins.points(catalog.generation)], default=-1)
+        theirs = [head for head in catalog.pins.heads.values() if head.aside == aside.name]
+        if newest > (aside.back_to or 0):
+            names = ", ".join(head.name for head in theirs)
+            if theirs:
+                logger.warning(
+                    "%s: step %d was saved after the rollback to step %d: the points %s stay aside",
+                    self._directory.url,
+                    newest,
+                    aside.back_to,
+                    names,
+                )
+            return
+        self._rename({head.name: point_name(head.step or 0) for head in theirs})
+
+    # -- what a crash leaves ----------------------------------------------------------------------
+
+    def _end_interrupted(self) -> None:
+        """Bring to its end what an interrupted writer began; the caller holds the lock."""
+        catalog = self._log.catalog
+        asides = [head for head in catalog.pins.heads.values() if head.back_to is not None]
+        self._release([head for head in asides if head.generation > catalog.generation])  # the rollback never came
+        self._try_to_rename_void()
+        self._release([head for head in asides if head.generation <= catalog.generation and self._is_live(head)])
+
+    def _is_live(self, head: PinHead) -> bool:
+        """Return whether what a rollback set aside was taken back, all of it."""
+        catalog = self._log.catalog
+        theirs = any(other.aside == head.name for other in catalog.pins.heads.values())
+        return head.count > 0 and not theirs and len(catalog.index.positions_in(head.ids)) == head.count
+
+    def _try_to_rename_void(self) -> bool:
+        """Rename void points and return whether that worked; else it is tried again before the next change of pins."""
+        try:
+            self._rename_void()
+        except StoreWriteError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    def _rename_void(self) -> None:
+        """Give points that a rollback made void the name of what it set aside; the caller holds the lock."""
+        catalog = self._log.catalog
+        void = catalog.pins.void(catalog.generation)
+        heads = catalog.pins.heads
+        self._rename({name: aside_name(generation, heads[name].step) for name, generation in void.items()})
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        if not names:
+            return
+        pins = self._log.catalog.pins
+        try:
+            self._directory.publish([renamed_pin(pins.state(old), new) for old, new in names.items()])
+            self._directory.remove([pin_name(old) for old in names], durable=True)
+        except OSError as error:
+            raise StoreWriteError(
+                f"{error}: saved points of later steps could not be renamed; they are void all the same"
+            ) from error
+        self._log.catalog.load_pins()
