@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
+from trajstore.errors import listed
 from trajstore.experience import ExperienceManager
 from trajstore.experience.outcomes import outcome_of
 from trajstore.trajectory import AgentTrajectory
@@ -169,9 +170,18 @@ class ReplayWatch:
             self._tell(f"nothing to replay in {self._empty_steps} steps")
 
     def closed(self) -> None:
-        """Warn at the end of a run in which nothing at all was replayed although it should have been."""
+        """Say at the end of a run which tasks wait for their turn; warn if nothing was replayed although it should."""
         if self._empty_steps and not self._ever:
             self._tell("nothing was replayed in this run")
+        waiting = list(self._manager.waiting_tasks)
+        if waiting:
+            logger.warning(
+                "experience replay: %d tasks gave way to history and still wait for their turn at the end of this run"
+                " (%s). They come first when it goes on; else train longer, lower exp_ratio, or begin later"
+                " (replay_start_ratio)",
+                len(waiting),
+                listed(waiting, 3),
+            )
 
     def _tell(self, what: str) -> None:
         if self._told:

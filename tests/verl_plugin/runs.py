@@ -46,6 +46,30 @@ def comparable(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in record.items() if not is_measured(name)}
 
 
+COLUMNS = (
+    ("fresh rollouts", "recording/rollouts"),
+    ("dropped", "recording/dropped"),
+    ("replayed rows", "experience_replay/replayed_rows"),
+    ("replayed score", "experience_replay/replayed_score_mean"),
+    ("fresh score", "experience_replay/fresh_score_mean"),
+    ("critic/score/mean", "critic/score/mean"),
+    ("fresh success rate", "experience_replay/fresh_success_rate"),
+    ("fresh length", "experience_replay/fresh_response_length_mean"),
+    ("response_length/mean", "response_length/mean"),
+    ("on_ppo_kl", "experience_replay/on_ppo_kl"),
+    ("off_ppo_kl", "experience_replay/off_ppo_kl"),
+)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return what steps were made of, fresh figures beside mixed ones, as a table in Markdown."""
+    rows = [["step", *(name for name, _ in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
+    for record in records:
+        values = [record.get(name) for _, name in COLUMNS]
+        rows.append([str(record["step"]), *("" if value is None else f"{value:.3g}" for value in values)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def recorded(folder: Path) -> list[AgentTrajectory]:
     """Return all rollouts that the run with this folder recorded, read by a process that writes nothing."""
     with TrajectoryReplayBuffer() as buffer:

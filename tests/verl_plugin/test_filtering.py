@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from .assets import Assets
 from .harness import VerlSession, make_config
-from .runs import GROUP, PROMPTS, REPLAY, check_loss_rows, check_replay_metrics, recorded
+from .runs import GROUP, PROMPTS, REPLAY, check_loss_rows, check_replay_metrics, recorded, table
 from .witness import Witness
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -31,6 +32,7 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(
     )
     run = verl_session.run(make_config(verl_assets, tmp_path, overrides))
     records = [record for record in run.metrics if "training/global_step" in record]
+    sys.stdout.write("\n" + table(records) + "\n")  # shown with -s; the how-to has it
     assert len(records) == STEPS
     check_replay_metrics(records)
 

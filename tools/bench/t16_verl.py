@@ -28,6 +28,7 @@ PROMPTS, GROUP = 16, 8
 STEPS, WARM_UP_STEPS = 10, 2
 ROWS = (512, 2048)
 PROMPT_TOKENS, RESPONSE_TOKENS = 256, 1024
+VOCABULARY = 150_000
 WARM_UP = 2
 MODES = ("sync", "sync_replay", "sync_replay", "sync")
 
@@ -200,6 +201,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
     from trainer_hooks.config import ExperienceReplayConfig
     from trainer_hooks.verl import dataplane, session
     from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
+    from trainer_hooks.verl.reading import RunTokenizer, Scribe
     from trainer_hooks.verl.recorder import RolloutRecorder
 
     OmegaConf.resolve(config)
@@ -207,6 +209,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
         "get": (transfer_queue, "kv_batch_get"),
         "read": (dataplane, "read_rows"),
         "build": (session, "trajectories_of"),
+        "text": (Scribe, "write"),
         "record": (RolloutRecorder, "record"),
     }
     block = ReplayBlock(
@@ -217,7 +220,8 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
         n_rollout=GROUP,
     )
     transfer_queue.init(config.transfer_queue)
-    ours = session.ReplaySession(block, None, fingerprint="0" * 16, run="benchmark", checkpoints=folder)
+    tokenizer = RunTokenizer("0" * 16, decoder=_tokenizer())
+    ours = session.ReplaySession(block, None, tokenizer=tokenizer, run="benchmark", checkpoints=folder)
     try:
         result = []
         for size in sizes:
@@ -234,6 +238,16 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
     finally:
         ours.close()
         transfer_queue.close()
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer of 150,000 tokens that decodes bytes as those of language models do."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({f"Ġ{number:x}": number for number in range(VOCABULARY)}, unk_token="Ġ0"))
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 def _record_once(ours: Any, batch: Any, step: int, parts: Mapping[str, tuple[Any, str]]) -> dict[str, float]:
@@ -282,8 +296,8 @@ def _row(group: int, number: int, random: Any) -> tuple[str, dict[str, Any], dic
     import numpy as np
     import torch
 
-    prompt = torch.randint(0, 150_000, (PROMPT_TOKENS,), generator=random)
-    response = torch.randint(0, 150_000, (RESPONSE_TOKENS,), generator=random)
+    prompt = torch.randint(0, VOCABULARY, (PROMPT_TOKENS,), generator=random)
+    response = torch.randint(0, VOCABULARY, (RESPONSE_TOKENS,), generator=random)
     mask = torch.ones(RESPONSE_TOKENS, dtype=torch.int64)
     scores = torch.zeros(RESPONSE_TOKENS)
     scores[-1] = 1.0

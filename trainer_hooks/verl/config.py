@@ -45,14 +45,17 @@ class RecordingConfig:
     format: str = "pt"
     capacity: int | None = None
     """Trajectories to keep, the oldest go first; ``None`` = all."""
+    text: bool = True
+    """Whether the response's turns are also recorded as text, in ``messages``. Tokens always are."""
     on_error: OnError = "raise"
     """What a write that fails does to the run, here and in the pool. With ``warn`` it goes on, the metrics count what
     was lost, and what waits is written when there is space again."""
 
     def __post_init__(self) -> None:
         problems = []
-        if not isinstance(self.enable, bool):
-            problems.append(f"enable: {self.enable!r}, must be true or false")
+        for name in ("enable", "text"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name}: {getattr(self, name)!r}, must be true or false")
         if self.path is not None and (not isinstance(self.path, str) or not self.path):
             problems.append(f"path: {self.path!r}, must be a directory or URL, or null")
         try:

@@ -19,6 +19,7 @@ from torch import Tensor
 from trainer_hooks.verl.config import OutcomeRule
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
+from trajstore.experience.compact import with_small_columns, with_usual_columns
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
@@ -82,7 +83,8 @@ def trajectories_of(
     crash may have taken a part: ``outputs`` of the session, and ``task_rollouts``, the task's rows of this step that
     are the only output of their session. ``trained`` is false for rows of a group that the sampler dropped; they
     have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
-    ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt.
+    ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt. Ids and
+    masks are in few bytes (``with_small_columns``).
     A rollout whose reward gave no outcome has none: its ``reward.outcome`` is ``None``.
 
     Args:
@@ -135,14 +137,13 @@ def lost_beside(found: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
 
 def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
     columns = row.columns
-    prompt, response, response_mask = columns["prompts"], columns["responses"], columns["response_mask"]
-    mask = _smallest(response_mask)
+    prompt, response, mask = columns["prompts"], columns["responses"], columns["response_mask"]
     scores = columns.get("rm_scores")
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
     places = [] if scores is None else scores.nonzero().flatten().tolist()
     entropys = columns.get("entropy")
-    return AgentTrajectory(
+    made = AgentTrajectory(
         messages=_messages(columns.get("raw_prompt")),
         input_ids=torch.cat([prompt, response]),
         loss_mask=torch.cat([torch.zeros(prompt.numel(), dtype=mask.dtype), mask]),
@@ -168,6 +169,7 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
             **_told_by_the_loop(columns, extra),
         },
     )
+    return with_small_columns(made)
 
 
 def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward:
@@ -203,14 +205,6 @@ def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> d
     return told | ({"extra_fields": rest} if rest else {})
 
 
-def _smallest(mask: Tensor) -> Tensor:
-    """Return a mask of zeros and ones in one byte a token instead of verl's eight; any other as it is.
-
-    :func:`replayed_row` makes 64-bit integers of it again.
-    """
-    return mask.to(torch.uint8) if bool(((mask == 0) | (mask == 1)).all()) else mask
-
-
 def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool) -> Row:
     """Return the row by which a recorded trajectory joins the group of a row that was generated in this step.
 
@@ -235,10 +229,11 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
             f"rows have {', '.join(present)}, which recorded trajectories have not: they cannot be replayed beside"
             " them. Set exp_manager.experience_replay.enable=false; recording works"
         )
+    trajectory = with_usual_columns(trajectory)
     ids, start, mask = trajectory.input_ids, trajectory.response_start, trajectory.response_mask
     if ids is None or start is None or mask is None or trajectory.old_log_probs is None:
         raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks tokens, mask or log-probs")
-    ids, response, mask = ids.long(), ids[start:].long(), mask.long()
+    response = ids[start:]
     session = FIRST_REPLAYED_SESSION + number
     uid = str(template.columns["uid"])
     oldest, newest = _versions(trajectory)

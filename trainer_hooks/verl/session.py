@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
 from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
+from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
@@ -56,7 +58,7 @@ class ReplaySession:
     Args:
         block: the configuration.
         tasks: finds tasks in the training data; None if nothing is replayed.
-        fingerprint: tokenizer and chat template.
+        tokenizer: of the run.
         run: identifies this process; goes into every recorded rollout.
         checkpoints: ``trainer.default_local_dir``.
 
@@ -67,11 +69,12 @@ class ReplaySession:
     """
 
     def __init__(
-        self, block: ReplayBlock, tasks: TaskTable | None, *, fingerprint: str, run: str, checkpoints: str | Path
+        self, block: ReplayBlock, tasks: TaskTable | None, *, tokenizer: RunTokenizer, run: str, checkpoints: str | Path
     ) -> None:
         self._block = block
         self._tasks = tasks
-        self._fingerprint = fingerprint
+        self._fingerprint = tokenizer.fingerprint
+        self._scribe = Scribe(tokenizer, text=block.recording.text)
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
         own_group = block.experience_replay.group_offpolicy == "separate"
@@ -91,7 +94,7 @@ class ReplaySession:
                     block.experience_replay,
                     n_rollout=block.n_rollout,
                     get_task=lambda task: task if tasks is not None and task in tasks else None,
-                    tokenizer_fingerprint=fingerprint,
+                    tokenizer_fingerprint=tokenizer.fingerprint,
                 )
             self.hold_checkpoints()
         except BaseException:
@@ -221,10 +224,11 @@ class ReplaySession:
         return figures | (taken or {}) | score_metrics(made, histories)
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
-        """Return rollouts; tell, once, of those that have no outcome, and count them."""
+        """Return rollouts with their text; tell, once, of those that have no outcome, and count them."""
         made = trajectories_of(
             rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
         )
+        self._scribe.write(made)
         without = [one for one in made if not has_outcome(one)]
         self._without_outcome += len(without)
         if without and not self._told_outcome:
@@ -311,8 +315,10 @@ class ReplaySession:
     def resume(self, folder: Path | None, step: int) -> None:
         """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.
 
-        Where no checkpoint says so, the pool is used as it lies in its store. With ``on_resume: keep``, rollouts
-        recorded since enter the pool again; without a checkpoint, all that are recorded.
+        Where no checkpoint says so, the newest ``step_N`` of ``pool_path`` that is not after ``step`` is loaded;
+        without one the pool is used as it lies in its store. With ``on_resume: keep``, rollouts recorded since enter
+        the pool again; without a checkpoint, all that are recorded. With ``on_error: warn`` those that cannot be
+        written are told of, and training goes on.
 
         Args:
             folder: the checkpoint; ``None`` = there is none yet.
@@ -321,10 +327,25 @@ class ReplaySession:
         Raises:
             CorruptStoreError: the checkpoint's cut is damaged.
             ConfigurationError: it is of another tokenizer.
+            StoreWriteError: the pool's store could not write; the message names the option.
         """
-        manager = self._hook.manager
-        if manager is None:
+        if self._hook.manager is None:
             return
+        keeps = self._block.on_resume == "keep"
+        try:
+            cut = self._go_back(folder, step)
+            if keeps:
+                self._take_in_since(cut)
+        except StoreWriteError as error:
+            wanted = "and takes in the rollouts recorded since" if keeps else ", no more"
+            error.add_note(
+                f"{SECTION}.on_resume: {self._block.on_resume}: the pool goes back to the checkpoint {wanted}; it could"
+                " not write that down. Make room where its store is and resume again: nothing recorded is lost"
+            )
+            raise
+
+    def _go_back(self, folder: Path | None, step: int) -> Cut | None:
+        """Put the pool to where it stood at a checkpoint; return the checkpoint's cut."""
         cut = None if folder is None else find_cut(folder, step)
         if cut is not None and cut.pool is not None:
             if cut.step != step:
@@ -332,14 +353,11 @@ class ReplaySession:
             self._hook.load_state_dict(cut.pool)
             if cut.step == step:
                 self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
-        elif folder is not None:
-            logger.warning(
-                "%s says nothing of the experience pool; it is used as it is: %d trajectories", folder, len(manager)
-            )
         else:
-            logger.info("experience pool: no checkpoint yet; used as it lies, with %d trajectories", len(manager))
-        if self._block.on_resume == "keep":
-            self._take_in_since(cut)
+            if folder is not None:
+                logger.warning("%s says nothing of the experience pool", folder)
+            self._hook.resume(None, step)
+        return cut
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Let rollouts that were recorded after a checkpoint, or at all, enter the pool, step by step."""
@@ -353,7 +371,7 @@ class ReplaySession:
             found = replayable(made)
             trained = [one for one in found if one.metadata.get("trained", True)]
             self._judge([one for one in found if not one.metadata.get("trained", True)], {})
-            self._hook.admit([*trained, *lost_beside(trained)])
+            self._on_disk(partial(self._hook.admit, [*trained, *lost_beside(trained)]))
             steps += 1
         if steps:
             logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)

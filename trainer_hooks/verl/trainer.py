@@ -30,6 +30,7 @@ from trainer_hooks.verl.callback import ReplayCheckpointCallback
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
+from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.rows import task_id_of
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
@@ -84,7 +85,9 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         self._session = ReplaySession(
             self._block,
             TaskTable(self.train_dataset) if replays else None,
-            fingerprint=tokenizer_fingerprint(self.tokenizer),
+            tokenizer=RunTokenizer(
+                tokenizer_fingerprint(self.tokenizer), name_of(self.tokenizer), decoder=self.tokenizer
+            ),
             run=uuid.uuid4().hex,
             checkpoints=self.config.trainer.default_local_dir,
         )

@@ -1,9 +1,9 @@
 """Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
 
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
-``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``journal`` → ``store``, ``selection`` → ``rules``, ``entry`` →
-``buckets``, ``outcomes``; ``persistence`` and ``agentevolver`` read and write a pool's files, ``contract`` compares
-tokenizers.
+``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``journal`` → ``store``, ``selection``, ``compact`` →
+``rules``, ``entry`` → ``buckets``, ``outcomes``; ``persistence`` and ``agentevolver`` read and write a pool's files,
+``contract`` compares tokenizers.
 """
 
 from trajstore.experience.buckets import TASK_SAMPLING, TaskSampling

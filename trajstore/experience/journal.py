@@ -20,6 +20,7 @@ import numpy as np
 
 from trajstore.errors import CorruptStoreError, StoreError, TrajectoryUnavailableError
 from trajstore.experience.buckets import DifficultyBuckets
+from trajstore.experience.compact import with_small_columns, with_usual_columns
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of
 from trajstore.experience.outcomes import REPLAY_MARK
 from trajstore.experience.rules import PoolRules
@@ -191,10 +192,10 @@ def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> 
 
 
 def entry_record(trajectory: AgentTrajectory, global_steps: int, *, staged: bool = False) -> AgentTrajectory:
-    """Return the record of a replayable trajectory."""
+    """Return the record of a replayable trajectory, its ids and masks in few bytes."""
     head = {"kind": "staged" if staged else "entry", "step": global_steps}
     metadata = {**trajectory.metadata, JOURNAL_KEY: head}
-    return dataclasses.replace(trajectory, metadata=metadata)
+    return dataclasses.replace(with_small_columns(trajectory), metadata=metadata)
 
 
 def trajectory_of_entry(record: AgentTrajectory) -> AgentTrajectory:
@@ -204,8 +205,8 @@ def trajectory_of_entry(record: AgentTrajectory) -> AgentTrajectory:
 
 
 def replayed_copy(record: AgentTrajectory) -> AgentTrajectory:
-    """Return a private copy of an entry's trajectory that says that it is replayed."""
-    trajectory = copy.deepcopy(trajectory_of_entry(record))
+    """Return a private copy of an entry's trajectory that says that it is replayed; ids and masks are ``int64``."""
+    trajectory = with_usual_columns(copy.deepcopy(trajectory_of_entry(record)))
     trajectory.metadata[REPLAY_MARK] = True
     return trajectory
 

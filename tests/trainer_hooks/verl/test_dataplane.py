@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,12 +30,13 @@ from trainer_hooks.verl.cuts import read_cut
 from trainer_hooks.verl.dataplane import add_rows, prompts_under_way, read_rows, read_whole_row, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 
@@ -134,7 +136,8 @@ def make_session(tmp_path: Path) -> Iterator[MakeSession]:
             folder=tmp_path,
             n_rollout=N,
         )
-        made.append(ReplaySession(block, TaskTable(Dataset()), fingerprint="tokens", run=run, checkpoints=tmp_path))
+        tokenizer = RunTokenizer("tokens")
+        made.append(ReplaySession(block, TaskTable(Dataset()), tokenizer=tokenizer, run=run, checkpoints=tmp_path))
         return made[-1]
 
     yield make
@@ -480,6 +483,71 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
         recorded.load_checkpoint(tmp_path / "run-a" / "rollouts")
         assert len(recorded) == 5 * N - figures["recording/lost"]
     assert figures["recording/lost"] == 0
+
+
+def second_step(session: ReplaySession) -> None:
+    """Record a step whose rollouts are new to the pool."""
+    rows = [
+        fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
+        for index in range(len(TASKS))
+        for number in range(N)
+    ]
+    rate(joined := session.join(put(rows)))
+    session.scored(joined, 2)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_keeping_what_was_recorded_since_on_a_full_disk(
+    on_error: OnError, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool"), "capacity": 256}}
+    session = make_session(**pool)
+    fill(session)
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    second_step(session)
+    session.close()
+    resumed = make_session(on_resume="keep", on_error=on_error, **pool)
+    manager = resumed._hook.manager
+    assert manager is not None
+    manager.flush()
+    real = manager.admit
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StoreWriteError(f"{tmp_path}: No space left on device")
+
+    manager.admit = full  # type: ignore[method-assign]
+    if on_error == "warn":
+        resumed.resume(folder, 1)
+        assert "a change was not made, training goes on" in caplog.text
+        assert len(manager) == 8, "the pool is that of the checkpoint"
+    else:
+        with pytest.raises(StoreWriteError) as caught:
+            resumed.resume(folder, 1)
+        assert "exp_manager.on_resume: keep" in caught.value.__notes__[-1]
+        assert "Make room" in caught.value.__notes__[-1]
+    manager.admit = real  # type: ignore[method-assign]
+    resumed.resume(folder, 1)
+    assert len(manager) == 16, "nothing recorded was lost"
+
+
+def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
+    make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint that was written without the plugin, or copied without its file."""
+    files: Mapping[str, Any] = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1, "store": None}
+    session = make_session(**files)
+    session.plan(TASKS, 0.5, 1)
+    fill(session)
+    session.plan(TASKS, 0.5, 2)
+    second_step(session)
+    session.close()
+    assert sorted(path.name for path in (tmp_path / "experience_pool").iterdir()) == ["step_1", "step_2"]
+    resumed = make_session(**files)
+    with caplog.at_level(logging.INFO):
+        resumed.resume(tmp_path / "global_step_1", 1)
+    assert "step_1 with 8 trajectories of 4 tasks" in caplog.text
+    assert sum(len(one.histories) for one in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
 
 
 # ---- validation ----

@@ -130,6 +130,8 @@ def test_what_a_trajectory_says_of_its_row(tmp_path: Path) -> None:
     assert held.loss_mask.tolist() == [0, 0, 0, *row.columns["response_mask"].tolist()]
     assert held.response_mask is not None
     assert held.loss_mask.dtype == held.response_mask.dtype == torch.uint8, "a byte for each token, not verl's eight"
+    assert held.input_ids is not None
+    assert held.input_ids.dtype == torch.int32
     assert replayed_row(row, held, 0, own_group=False).columns["response_mask"].dtype == torch.int64
     assert held.entropys is not None
     assert torch.equal(held.entropys, row.columns["entropy"])

@@ -1,0 +1,117 @@
+"""What people read of a recorded rollout: turns as messages, query and tokenizer, and what a token costs on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from tests.trainer_hooks.verl.builders import fresh_row, rated
+from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
+from trainer_hooks.verl.reading import RunTokenizer, Scribe, name_of
+from trainer_hooks.verl.rows import Row, trajectories_of
+from trajstore import TrajectoryReplayBuffer
+from trajstore.cli import main
+from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+
+def conversation(tokenizer: Any) -> Row:
+    """Return the row of a rollout in which the model wrote twice and was told something in between."""
+    parts = [("say 1<eos>", 1), ("<user>go on<eos><assistant>", 0), ("1<eos>", 1)]
+    spoken = [(tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in parts]
+    response = torch.tensor([one for ids, _ in spoken for one in ids])
+    mask = torch.tensor([mask for ids, mask in spoken for _ in ids])
+    row = rated(fresh_row("u1", response=len(response), index=17))
+    columns = {**row.columns, "responses": response, "response_mask": mask, "loss_mask": mask}
+    return Row(row.key, row.tag, columns)
+
+
+def made_of(row: Row, tokenizer: RunTokenizer, *, text: bool = True) -> AgentTrajectory:
+    made = trajectories_of([row], OutcomeRule(), step=5, run="run-a", fingerprint=tokenizer.fingerprint)
+    Scribe(tokenizer, text=text).write(made)
+    return made[0]
+
+
+def test_inspect_shows_what_an_agent_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = make_tokenizer()
+    decoder.save_pretrained(tmp_path / "model")
+    one = made_of(conversation(decoder), RunTokenizer("f1", str(tmp_path / "model"), decoder))
+    assert [(said["role"], said["content"]) for said in one.messages] == [
+        ("user", "task 17"),
+        ("assistant", "say 1"),
+        ("environment", "<user>go on<eos><assistant>"),
+        ("assistant", "1"),
+    ]
+    assert [said.get("author") for said in one.messages] == [None, "llm", "env", "llm"]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        (number,) = buffer.add_trajectories([one])
+    assert main(["inspect", str(tmp_path / "store"), "--trajectory", str(number)]) == 0
+    shown = capsys.readouterr().out
+    for told in ("sums:17", "task 17", "outcome", "step", "assistant (llm)", "say 1", "go on", "ground_truth"):
+        assert told in shown, told
+    assert "the model wrote, tokens 3 to 8" in shown, "the tokenizer is found where the rollout says"
+
+
+def test_text_can_be_left_out(tmp_path: Path) -> None:
+    decoder = make_tokenizer()
+    one = made_of(conversation(decoder), RunTokenizer("f1", "hub/model", decoder), text=False)
+    assert one.messages == [{"role": "user", "content": "task 17"}]
+    assert (one.query, one.metadata["tokenizer"]) == ("task 17", "hub/model")
+    with pytest.raises(ConfigurationError, match=r"recording: text: 'no', must be true or false"):
+        RecordingConfig(text="no")  # type: ignore[arg-type]
+
+
+class Broken:
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        raise IndexError("token 99")
+
+
+def test_a_tokenizer_that_fails_costs_the_text_only(caplog: pytest.LogCaptureFixture) -> None:
+    row = conversation(make_tokenizer())
+    scribe = Scribe(RunTokenizer("f1", decoder=Broken()), text=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            made = trajectories_of([row], OutcomeRule(), step=5, run="run-a", fingerprint="f1")
+            scribe.write(made)
+    assert [message for message in caplog.messages if "recorded without text" in message] == caplog.messages[:1]
+    assert made[0].messages == [{"role": "user", "content": "task 17"}]
+
+
+def test_names_of_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Named:
+        name_or_path = "model"
+
+    assert name_of(Named()) == "model"
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert name_of(Named()) == str(tmp_path / "model")
+    assert name_of(object()) == ""
+
+
+def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int = 32) -> float:
+    rows = []
+    for number in range(rollouts):
+        row = rated(fresh_row(f"{number:032x}", prompt=prompt, response=response, seed=number))
+        rows.append(Row(row.key, row.tag, row.columns))
+    made = trajectories_of(rows, OutcomeRule(), step=5, run="f" * 32, fingerprint="f" * 16)
+    Scribe(RunTokenizer("f" * 16, "/models/some-model-7b"), text=False).write(made)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder) as buffer:
+        buffer.add_trajectories(made)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / rollouts
+
+
+def test_what_a_token_costs_on_disk(tmp_path: Path) -> None:
+    """The figures of the how-to."""
+    size = bytes_of_a_rollout(tmp_path / "a", 300, 700)
+    assert bytes_of_a_rollout(tmp_path / "b", 1300, 700) - size == pytest.approx(5 * 1000, rel=0.02)
+    assert bytes_of_a_rollout(tmp_path / "c", 300, 1700) - size == pytest.approx(18 * 1000, rel=0.02)
+    assert size - 5 * 300 - 18 * 700 < 1200

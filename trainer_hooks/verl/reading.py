@@ -1,0 +1,105 @@
+"""What people read of a recorded rollout: its conversation as messages, its query, the name of its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trajstore.inspection.trajectory_report import TOKENIZER_KEY
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 64
+"""Rollouts whose tokens are Python's numbers at the same time, eight times the size of a tensor's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTokenizer:
+    """The tokenizer of a run, as far as recording needs it."""
+
+    fingerprint: str
+    """Tells tokenizers and chat templates apart."""
+    name: str = ""
+    """Folder, or name in a model hub; empty = unknown."""
+    decoder: Any = None
+    """Has transformers' ``batch_decode``; ``None``: no text is recorded."""
+
+
+def name_of(tokenizer: Any) -> str:
+    """Return from where a tokenizer was loaded: an absolute path if it is a folder here."""
+    name = str(getattr(tokenizer, "name_or_path", "") or "")
+    return str(Path(name).absolute()) if name and Path(name).is_dir() else name
+
+
+class Scribe:
+    """Adds to rollouts what people read.
+
+    Args:
+        tokenizer: of the run.
+        text: whether the response's turns are decoded.
+    """
+
+    def __init__(self, tokenizer: RunTokenizer, *, text: bool) -> None:
+        self._tokenizer = tokenizer
+        self._text = text and tokenizer.decoder is not None
+        self._told = False
+
+    def write(self, made: Sequence[AgentTrajectory]) -> None:
+        """Set ``query``, ``metadata["tokenizer"]`` and, behind the prompt's ``messages``, a message for each turn.
+
+        A turn is a run of response tokens that the model wrote (role ``assistant``, author ``llm``; special tokens
+        left out) or that it was told (role ``environment``, author ``env``; special tokens shown, since they part
+        what several speakers said). Tokens are what is trained on; the text is for reading.
+
+        Args:
+            made: with the prompt's messages; changed in place.
+        """
+        for one in made:
+            one.query = _query(one.messages)
+            if self._tokenizer.name:
+                one.metadata[TOKENIZER_KEY] = self._tokenizer.name
+        if not self._text:
+            return
+        try:
+            for first in range(0, len(made), _AT_ONCE):
+                self._write_turns(made[first : first + _AT_ONCE])
+        except Exception as error:  # a tokenizer's own code may fail in any way, and tokens are recorded without it
+            if not self._told:
+                self._told = True
+                logger.warning("rollouts are recorded without text: the tokenizer cannot decode them: %r", error)
+
+    def _write_turns(self, made: Sequence[AgentTrajectory]) -> None:
+        turns = [(one, written, ids) for one in made for written, ids in _turns(one)]
+        texts = [""] * len(turns)
+        for kind in (True, False):
+            places = [place for place, (_, written, _) in enumerate(turns) if written is kind]
+            if not places:
+                continue
+            decoded = self._tokenizer.decoder.batch_decode(
+                [turns[place][2] for place in places], skip_special_tokens=kind
+            )
+            for place, text in zip(places, decoded, strict=True):
+                texts[place] = str(text)
+        for (one, written, _), text in zip(turns, texts, strict=True):
+            role, author = ("assistant", "llm") if written else ("environment", "env")
+            one.messages.append({"role": role, "content": text, "author": author})
+
+
+def _query(messages: Sequence[dict[str, Any]]) -> str:
+    """Return what the user asked last; empty if nobody did in words."""
+    asked = [one.get("content") for one in messages if one.get("role") == "user"]
+    return asked[-1] if asked and isinstance(asked[-1], str) else ""
+
+
+def _turns(one: AgentTrajectory) -> list[tuple[bool, list[int]]]:
+    """Return the runs of a response that one side wrote: whether it was the model, and the token ids."""
+    if one.input_ids is None or one.response_start is None or one.response_mask is None:
+        return []
+    ids, written = one.input_ids[one.response_start :].tolist(), one.response_mask != 0
+    edges = [0, *((written[1:] != written[:-1]).nonzero().flatten() + 1).tolist(), len(ids)]
+    return [(bool(written[first]), ids[first:end]) for first, end in pairwise(edges) if first < end]
