@@ -23,12 +23,13 @@ def compute_grpo_outcome_advantage(
     index: Groups,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    rollouts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return every row's score relative to its group, spread over its response tokens.
 
     The score s of a row is the sum of its token rewards. With mean m and standard deviation d (divisor n - 1)
     of the group's scores, the advantage is ``(s - m) / (d + epsilon)``, or ``s - m`` without normalization. A
-    group of one row has m = 0 and d = 1. The rows of a group may stand anywhere in the batch.
+    group of one rollout has m = 0 and d = 1. The rows of a group may stand anywhere in the batch.
 
     Mean and deviation are formed in float64: rounding in float32 leaves a group of equal scores with a tiny
     deviation instead of none, which the division by ``d + epsilon`` would blow up.
@@ -39,6 +40,9 @@ def compute_grpo_outcome_advantage(
         index: [B], the group of each row: ``uid`` or ``group_ids``. Objects are told apart by their text.
         epsilon: added to the standard deviation.
         norm_adv_by_std_in_grpo: divide by the standard deviation (GRPO) or not (Dr. GRPO, arXiv 2503.20783).
+        rollouts: [B] int64, the rollout of each row (``Batch.rollouts``), where rollouts have several rows: each row
+            carries the rollout's reward, the group counts the rollout once, and its rows share the advantage. ``None``:
+            each row is a rollout.
 
     Returns:
         Advantages and returns, [B, R] in the dtype of the rewards; with outcome rewards they are the same tensor.
@@ -59,15 +63,32 @@ def compute_grpo_outcome_advantage(
             "correct the reward function or leave these rows out"
         )
     group = _group_numbers(index, scores)
-    rows = _sum_by_group(torch.ones_like(scores), group)
-    alone = rows == 1
-    mean = (_sum_by_group(scores, group) / rows).masked_fill(alone, 0.0)
+    weight = torch.ones_like(scores)  # of a row: a rollout's rows have 1 together
+    if rollouts is not None:
+        rollout = _group_numbers(rollouts, scores)
+        weight /= _sum_by_group(weight, rollout)
+        scores = _sum_by_group(scores * weight, rollout)
+    count = _sum_by_group(weight, group).round()
+    alone = count == 1
+    mean = (_sum_by_group(scores * weight, group) / count).masked_fill(alone, 0.0)
     advantage = scores - mean
     if norm_adv_by_std_in_grpo:
-        variance = _sum_by_group(advantage.square(), group) / (rows - 1.0).clamp(min=1.0)
+        variance = _sum_by_group(advantage.square() * weight, group) / (count - 1.0).clamp(min=1.0)
         advantage /= variance.sqrt().masked_fill(alone, 1.0) + epsilon
     advantages = advantage.to(token_level_rewards.dtype)[:, None] * response_mask.to(token_level_rewards.dtype)
     return advantages, advantages
+
+
+def share_by_rollout(advantages: Tensor, rollouts: Tensor) -> Tensor:
+    """Return advantages [B, R] with which a rollout of m rows weighs as much as one of one row: 1 / m on each.
+
+    Args:
+        advantages: [B, R].
+        rollouts: [B] int64, the rollout of each row (``Batch.rollouts``).
+    """
+    ones = torch.ones(len(advantages), dtype=advantages.dtype, device=advantages.device)
+    rows = _sum_by_group(ones, _group_numbers(rollouts, ones))
+    return advantages / rows[:, None]
 
 
 def _group_numbers(index: Groups, scores: Tensor) -> Tensor:

@@ -54,6 +54,9 @@ class BatchRow:
     """Experience was put into the rollout's prompt."""
     train_mode: TrainMode = "keep"
     """Whether training keeps or discards that part of the prompt."""
+    rollout: tuple[int, int, int] | None = None
+    """Of a rollout with several rows: number of the rollout in the batch, number of the row in it, how many it has.
+    ``None``: this row is a rollout."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Goes into the batch's ``extras`` with the flags above and the policy version."""
 
@@ -73,6 +76,14 @@ class Batch:
     """[B] int64, prompt tokens of each row before padding."""
     response_lengths: Tensor
     """[B] int64, response tokens of each row before padding."""
+
+    @property
+    def rollouts(self) -> Tensor:
+        """[B] int64, which rollout each row is of: rows of one rollout share a number. As ``extras`` say."""
+        numbers: dict[object, int] = {}
+        said = [extras.get("rollout") for extras in self.non_tensors["extras"]]
+        keys = [("row", row) if one is None else ("rollout", one[0]) for row, one in enumerate(said)]
+        return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def assign_group_ids(
@@ -268,6 +279,7 @@ def _extras(row: BatchRow) -> dict[str, Any]:
         "add_exp": row.add_exp,
         "task_train_expmode": row.train_mode,
         "policy_version": row.trajectory.policy_version,
+        **({} if row.rollout is None else {"rollout": row.rollout}),
         **row.extras,
     }
 

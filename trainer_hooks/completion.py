@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer_hooks.batch import Batch
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import mean_entropy
+from trajstore.experience.rows import pack_rows, row_count, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -30,39 +31,60 @@ def completed_rollouts(
     Raises:
         InvalidTrajectoryError: a rollout is not in the batch, or two have the same ids.
     """
-    rows = _fresh_rows(batch, fresh)
+    places = _fresh_rows(batch, fresh)
     log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
     mask = batch.tensors["response_mask"].cpu()
-    return [
-        _completed(trajectory, log_probs[row], entropy[row], mask[row], policy_version)
-        for trajectory, row in zip(fresh, rows, strict=True)
-    ]
+    done = []
+    for trajectory, rows in zip(fresh, places, strict=True):
+        parts = rows_of(trajectory)
+        made = [
+            _completed(part, log_probs[row], entropy[row], mask[row], policy_version)
+            for part, row in zip(parts, rows, strict=True)
+        ]
+        done.append(_whole(trajectory, made))
+    return done
 
 
-def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[int]:
-    """Return the batch's row of each rollout, by task and rollout id."""
-    rows: dict[tuple[str, str], int] = {}
+def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[list[int]]:
+    """Return the batch's rows of each rollout, by task and rollout id."""
+    rows: dict[tuple[str, str], dict[int, int]] = {}
     names = zip(
         batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], batch.non_tensors["extras"], strict=True
     )
     for row, (task, rollout, extras) in enumerate(names):
         if extras["is_experience_replay"]:
             continue
-        if (task, rollout) in rows:
+        number = extras["rollout"][1] if "rollout" in extras else 0
+        if number in rows.setdefault((task, rollout), {}):
             raise InvalidTrajectoryError(
                 f"field rollout_id: {rollout!r} twice among the fresh rows of task {task!r}; give each rollout its own"
             )
-        rows[task, rollout] = row
-    try:
-        return [rows[one.task_id, one.rollout_id] for one in fresh]
-    except KeyError as error:
-        raise InvalidTrajectoryError(f"rollout {error} is not among the fresh rows of the batch") from None
+        rows[task, rollout][number] = row
+    found = []
+    for one in fresh:
+        held = rows.get((one.task_id, one.rollout_id), {})
+        if sorted(held) != list(range(row_count(one))):
+            raise InvalidTrajectoryError(
+                f"rollout {(one.task_id, one.rollout_id)} is not among the fresh rows of the batch with all its rows"
+            )
+        found.append([held[number] for number in sorted(held)])
+    return found
+
+
+def _whole(trajectory: AgentTrajectory, made: Sequence[AgentTrajectory]) -> AgentTrajectory:
+    """Return a rollout whose rows were completed."""
+    if len(made) == 1:
+        return made[0]
+    packed = pack_rows(made)
+    mask, entropys = packed.response_mask, packed.entropys
+    entropy = None if mask is None or entropys is None else mean_entropy(entropys, mask)
+    return dataclasses.replace(packed, entropy=entropy, metadata=trajectory.metadata)
 
 
 def _completed(
     trajectory: AgentTrajectory, log_probs: Tensor, entropys: Tensor, response_mask: Tensor, version: int
 ) -> AgentTrajectory:
-    """Return a rollout with what the policy's pass over the batch says of it, cut to its own length."""
+    """Return a row with what the policy's pass over the batch says of it, cut to its own length."""
     length = trajectory.input_ids.numel() if trajectory.input_ids is not None else 0
     response = length - (trajectory.response_start or 0)
     return dataclasses.replace(

@@ -18,6 +18,7 @@ from torch import Tensor
 from trajstore.errors import ConfigurationError
 from trajstore.experience import is_success
 from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.rows import response_length
 from trajstore.trajectory import AgentTrajectory
 
 PREFIX = "experience_replay/"
@@ -148,8 +149,9 @@ def rollout_metrics(
     """Return figures of fresh rollouts alone, of replayed ones, and of both together.
 
     ``fresh_``, ``replayed_``, ``mixed_``, each with ``score_mean`` (outcomes), ``success_rate``,
-    ``response_length_mean`` (tokens) and ``entropy_mean`` (nats, of the rollouts' means). Trainers show the mixed
-    ones: successes are replayed, so these are better than the policy is. What no rollout tells is left out.
+    ``response_length_mean`` (tokens, of all rows of a rollout) and ``entropy_mean`` (nats, of the rollouts' means).
+    Trainers show the mixed ones: successes are replayed, so these are better than the policy is. What no rollout tells
+    is left out.
     """
     figures: dict[str, float] = {}
     for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
@@ -157,9 +159,7 @@ def rollout_metrics(
         columns = {
             "score_mean": outcomes,
             "success_rate": [float(is_success(outcome, success_threshold)) for outcome in outcomes],
-            "response_length_mean": [
-                float(one.old_log_probs.numel()) for one in rollouts if one.old_log_probs is not None
-            ],
+            "response_length_mean": [float(length) for one in rollouts if (length := response_length(one)) is not None],
             "entropy_mean": [one.entropy for one in rollouts if one.entropy is not None],
         }
         figures |= {f"{PREFIX}{side}_{name}": sum(found) / len(found) for name, found in columns.items() if found}

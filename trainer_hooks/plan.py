@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trajstore.errors import ConfigurationError
-from trajstore.guidance import Guidance
+from trajstore.experience.rows import rows_of
 from trajstore.trajectory import AgentTrajectory
 
 Task = TypeVar("Task")
@@ -61,14 +61,29 @@ def rows_of_plan(
         positions += [position] * (one.fresh_rollouts + len(one.histories))
         replayed += [False] * one.fresh_rollouts + [True] * len(one.histories)
     groups = assign_group_ids(positions, replayed, group_offpolicy)
-    guided = [Guidance.of(trajectory) for trajectory in trajectories]
+    return [
+        row
+        for number, (trajectory, group, is_replayed) in enumerate(zip(trajectories, groups, replayed, strict=True))
+        for row in rows_of_rollout(trajectory, group, number, is_replayed=is_replayed)
+    ]
+
+
+def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_replayed: bool) -> list[BatchRow]:
+    """Return the rows of a rollout, which most have one of.
+
+    Args:
+        trajectory: the rollout.
+        group: of all its rows.
+        number: of the rollout in the batch.
+        is_replayed: whether it came out of the pool.
+    """
+    parts = rows_of(trajectory)
     return [
         BatchRow(
-            trajectory=trajectory,
+            trajectory=part,
             group_id=group,
             is_experience_replay=is_replayed,
-            add_exp=guidance is not None,
-            train_mode="keep" if guidance is None else guidance.train_mode,
+            rollout=None if len(parts) == 1 else (number, place, len(parts)),
         )
-        for trajectory, group, is_replayed, guidance in zip(trajectories, groups, replayed, guided, strict=True)
+        for place, part in enumerate(parts)
     ]

@@ -13,6 +13,7 @@ import pytest
 
 from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.experience.persistence import read_pool, to_plain
+from trajstore.experience.rows import row_count, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 RULES = PoolRules(n_rollout=8, max_trajectories_per_task=20)
@@ -33,7 +34,8 @@ def test_rows_are_those_of_agentevolvers_own_code(shared_fixtures: Path, kind: s
     rows: dict[tuple[str, str], list[AgentTrajectory]] = defaultdict(list)
     for task, held in pool.task2trajectories.items():
         for one in held:
-            rows[task, one.rollout_id].append(one)
+            rows[task, one.rollout_id] += rows_of(one)
+            assert len(rows[task, one.rollout_id]) == row_count(one), "one trajectory for each rollout"
     assert len(rows) == 14
     for key, found in rows.items():
         known = expected[key]

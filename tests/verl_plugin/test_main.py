@@ -69,6 +69,29 @@ def test_train_and_go_on(verl_assets: Assets, project_root: Path, tmp_path: Path
     assert len(recorded(tmp_path)) == made <= 4 * PROMPTS * GROUP
 
 
-def test_an_unknown_option_stops_the_run(verl_assets: Assets, project_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"exp_manager\.recording: unknown key directory; known are"):
-        run_main(project_root, verl_assets, tmp_path, "+exp_manager.recording.directory=/elsewhere")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("+exp_manager.recording.directory=/elsewhere",), r"exp_manager\.recording: unknown key directory; known are"),
+        (
+            ("trainer.v1.trainer_mode=sync",),
+            r"experience_replay\.enable: true, but trainer\.v1\.trainer_mode=sync replays",
+        ),
+        (("trainer.use_v1=False",), r"enable: true, but trainer\.use_v1=False replays"),
+        (
+            ("exp_manager.experience_replay.use_current_policy_entropy=true",),
+            r"use_current_policy_entropy: True, must be false",
+        ),
+        (("exp_manager.experience_replay.regularize_replayed=none",), r"regularize_replayed: none, must be both"),
+        (("exp_manager.on_resume=keep", "exp_manager.recording.enable=false"), r"on_resume: keep, needs"),
+        (("exp_manager.experience_replay.offpolicy_trajectories_per_task=4",), r"must be below n_rollout = 4"),
+        (("exp_manager.experience_replay.exp_ratio=1.5",), r"exp_ratio: 1\.5, must be a number in \[0, 1\]"),
+    ],
+    ids=["unknown", "stock mode", "old trainer", "no effect", "no effect in verl", "contradiction", "k", "range"],
+)
+def test_options_are_refused_before_ray_is_started(
+    overrides: tuple[str, ...], message: str, verl_assets: Assets, project_root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=message) as caught:
+        run_main(project_root, verl_assets, tmp_path, *overrides)
+    assert "ray init kwargs" not in str(caught.value), "what verl prints before it starts Ray"

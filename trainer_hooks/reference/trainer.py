@@ -10,24 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
 
-from trainer_hooks.advantages import compute_grpo_outcome_advantage
+from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import Batch, BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.plan import PlannedTask
+from trainer_hooks.plan import PlannedTask, rows_of_rollout
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
 from trainer_hooks.reference.model import ModelConfig, build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.warm_start import warm_start
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.experience.rows import turns_as_rows
 from trajstore.trajectory import AgentTrajectory
+
+Rows = Literal["rollout", "turns"]
+RowWeight = Literal["row", "rollout"]
 
 _STATE_VERSION = 1
 _STATE_KEYS = ("tokenizer_fingerprint", "model", "optimizer", "tokens", "order", "waiting", "curve", "replay")
@@ -68,6 +72,10 @@ class TrainerConfig:
     """Success rate over all tasks at which the environment counts as solved."""
     seed: int = 0
     device: str = "cpu"
+    rows: Rows = "rollout"
+    """``rollout``: each rollout is one row; ``turns``: each turn of the model is a row, and a rollout has several."""
+    row_weight: RowWeight = "row"
+    """What weighs as one in the loss: each row, or each rollout whatever its number of rows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     replay: ExperienceReplayConfig = field(default_factory=ExperienceReplayConfig)
 
@@ -82,6 +90,9 @@ class TrainerConfig:
         for name in ("learning_rate", "warm_start_learning_rate", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name}: {getattr(self, name)}, must be above 0")
+        for name, allowed in (("rows", get_args(Rows)), ("row_weight", get_args(RowWeight))):
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name}: {getattr(self, name)!r}, must be one of {', '.join(allowed)}")
         if self.warm_start_steps < 0:
             raise ConfigurationError(f"warm_start_steps: {self.warm_start_steps}, must be at least 0")
         if not 0 < self.solved_at <= 1:
@@ -296,7 +307,7 @@ class ReferenceTrainer:
         for number, trajectory in enumerate(fresh):
             trajectory.rollout_id = f"{step}-{number}"
             trajectory.policy_version = step
-        return fresh
+        return fresh if self.config.rows == "rollout" else [turns_as_rows(one) for one in fresh]
 
     def _batch(self, rows: Sequence[BatchRow]) -> Batch:
         """Return the padded batch on the model's device."""
@@ -326,9 +337,12 @@ class ReferenceTrainer:
         rewards = torch.zeros(batch.tensors["responses"].shape)
         rewards[torch.arange(len(outcomes)), batch.response_lengths - 1] = torch.tensor(outcomes)
         advantages, _ = compute_grpo_outcome_advantage(
-            rewards.to(self.config.device), batch.tensors["response_mask"], batch.tensors["group_ids"]
+            rewards.to(self.config.device),
+            batch.tensors["response_mask"],
+            batch.tensors["group_ids"],
+            rollouts=batch.rollouts,
         )
-        return advantages
+        return advantages if self.config.row_weight == "row" else share_by_rollout(advantages, batch.rollouts)
 
     def _update(self, batch: Batch, part: Tensor, old_log_probs: Tensor, advantages: Tensor) -> float:
         """Take one optimizer step on some rows; return their loss."""
@@ -360,10 +374,17 @@ class ReferenceTrainer:
     @torch.no_grad()
     def _current_entropy(self, trajectories: Sequence[AgentTrajectory]) -> list[float]:
         """Return the mean entropy of each trajectory's own tokens under the policy as it is."""
-        batch = self._batch([BatchRow(trajectory=trajectory, group_id=0) for trajectory in trajectories])
-        mask = batch.tensors["response_mask"]
-        _, entropys = self._policy(batch, torch.arange(len(trajectories)))
-        means: list[float] = ((entropys * mask).sum(dim=-1) / mask.sum(dim=-1)).tolist()
+        rows = [
+            row for number, one in enumerate(trajectories) for row in rows_of_rollout(one, 0, number, is_replayed=False)
+        ]
+        batch = self._batch(rows)
+        mask, rollouts = batch.tensors["response_mask"], batch.rollouts.to(self.config.device)
+        _, entropys = self._policy(batch, torch.arange(len(rows)))
+        sums = [
+            torch.zeros(len(trajectories), device=mask.device).index_add_(0, rollouts, values.float().sum(dim=-1))
+            for values in (entropys * mask, mask)
+        ]
+        means: list[float] = (sums[0] / sums[1]).tolist()
         return means
 
 

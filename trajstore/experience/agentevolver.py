@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from trajstore.experience.rows import pack_rows
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -57,31 +58,29 @@ class ForeignObject:
         self.fields = inner if isinstance(inner, dict) else state
 
 
-def from_agent_evolver(foreign: ForeignObject, task: str) -> list[AgentTrajectory]:
-    """Return AgentEvolver's rollout as trajectories of ours: one for each row that its code makes of it.
+def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
+    """Return AgentEvolver's rollout as a trajectory of ours, with the rows that its code makes of it.
 
     Log-probabilities, mask, entropy and policy version stand in its metadata and move to the fields of these names.
-    The log-probs of a rollout with several rows are those of all rows, one after the other; each row gets its own,
-    the rollout's outcome, and ``metadata["row"]`` with its number and how many there are.
+    The log-probs of a rollout with several rows are those of all rows, one after the other; each row gets its own.
 
     Raises:
         TypeError: the object is not of such a kind (also ValueError, KeyError, AttributeError).
     """
     context = foreign.fields.get("full_context")
     if context is None:
-        return [_transcript(foreign, task)]
+        return _transcript(foreign, task)
     rows = _rows(foreign.fields)
     common = _common(foreign, task)
     metadata, columns = common.pop("metadata"), common.pop("columns")
     messages = [_said(message) for message in context]
     if not rows:
-        return [AgentTrajectory(messages=messages, metadata=metadata, **common, **_tensors(columns))]
+        return AgentTrajectory(messages=messages, metadata=metadata, **common, **_tensors(columns))
     lengths = [len(ids) - start for ids, _, start in rows]
     written = [sum(mask) for _, mask, _ in rows]
     recorded = _split(columns.get("old_log_probs"), lengths, written)
     result = []
-    for number, ((ids, mask, start), log_probs) in enumerate(zip(rows, recorded, strict=True)):
-        own = dict(metadata) if len(rows) == 1 else {**metadata, "row": [number, len(rows)]}
+    for (ids, mask, start), log_probs in zip(rows, recorded, strict=True):
         response_mask = torch.tensor(mask[start:], dtype=torch.int64)
         result.append(
             AgentTrajectory(
@@ -91,11 +90,11 @@ def from_agent_evolver(foreign: ForeignObject, task: str) -> list[AgentTrajector
                 response_start=start,
                 response_mask=response_mask,
                 old_log_probs=_placed(log_probs, response_mask),
-                metadata=own,
+                metadata=metadata,
                 **common,
             )
         )
-    return result
+    return pack_rows(result)
 
 
 def _transcript(foreign: ForeignObject, task: str) -> AgentTrajectory:

@@ -18,18 +18,22 @@ def with_small_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
     That is 5 bytes a token instead of 16, and 1 instead of 8 for each token of the response. What has other values is
     kept as it is. Other tensors are shared. The inverse is :func:`with_usual_columns`.
     """
-    small = {name: _small_mask(value) for name in _MASKS if (value := getattr(trajectory, name)) is not None}
+    small = dataclasses.replace(trajectory)
+    for name in _MASKS:
+        if (mask := getattr(trajectory, name)) is not None:
+            setattr(small, name, _small_mask(mask))
     if trajectory.input_ids is not None:
-        small["input_ids"] = _small_ids(trajectory.input_ids)
-    return dataclasses.replace(trajectory, **small)
+        small.input_ids = _small_ids(trajectory.input_ids)
+    return small
 
 
 def with_usual_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
     """Return a trajectory with masks and token ids as ``int64``. Other tensors are shared."""
-    names = ("input_ids", *_MASKS)
-    return dataclasses.replace(
-        trajectory, **{name: value.long() for name in names if (value := getattr(trajectory, name)) is not None}
-    )
+    usual = dataclasses.replace(trajectory)
+    for name in ("input_ids", *_MASKS):
+        if (column := getattr(trajectory, name)) is not None:
+            setattr(usual, name, column.long())
+    return usual
 
 
 def _small_mask(mask: torch.Tensor) -> torch.Tensor:

@@ -129,9 +129,7 @@ def read_pool(directory: Path) -> PoolContents:
             raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
         try:
             trajectories[task] = [
-                read
-                for one in held
-                for read in (from_agent_evolver(one, task) if isinstance(one, ForeignObject) else [from_plain(one)])
+                from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one) for one in held
             ]
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CorruptStoreError(f"{path}: task {task!r} has a trajectory that cannot be read: {error!r}") from error

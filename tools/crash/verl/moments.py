@@ -13,7 +13,7 @@ import orjson
 from tools.crash.verl.layout import SAVE_EVERY
 from tools.crash.verl.processes import Driver
 
-_START_LIMIT = 300.0
+_START_LIMIT = 900.0
 """Seconds in which a driver must get to its moment."""
 _LOOK_EVERY = 0.001
 
@@ -76,8 +76,8 @@ class JournalReader:
 
     @property
     def phase(self) -> str:
-        """The phase that was noted last."""
-        return str(next(entry["name"] for entry in reversed(self.entries) if entry["event"] == "phase"))
+        """The phase that was noted last; ``"none"`` if the driver did not get so far."""
+        return str(next((entry["name"] for entry in reversed(self.entries) if entry["event"] == "phase"), "none"))
 
 
 def wait_for(moment: Moment | None, driver: Driver, journal: JournalReader, chance: random.Random) -> str | None:

@@ -1,0 +1,143 @@
+"""A rollout of several rows: one trajectory in the pool, taken apart again for a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.experience.rows import ROWS, pack_rows, response_length, row_count, rows_of, turns_as_rows
+from trajstore.trajectory import AgentTrajectory, Reward
+
+COLUMNS = ("input_ids", "loss_mask", "old_log_probs", "entropys", "response_mask")
+
+
+def row(prompt: int, response: int, seed: int = 0, **more: object) -> AgentTrajectory:
+    random = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(response, generator=random) > 0.3).long()
+    mask[0] = 1
+    return AgentTrajectory(
+        input_ids=torch.randint(2, 1000, (prompt + response,), generator=random),
+        loss_mask=torch.cat([torch.zeros(prompt, dtype=torch.int64), mask]),
+        response_start=prompt,
+        response_mask=mask,
+        old_log_probs=-torch.rand(response, generator=random),
+        entropys=torch.rand(response, generator=random),
+        entropy=0.5,
+        reward=Reward(outcome=1.0),
+        task_id="a",
+        rollout_id="r",
+        policy_version=1,
+        metadata={"score": seed, "common": 1},
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
+    return one.response_start == other.response_start and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in COLUMNS
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=5))
+def test_rows_come_back_as_they_were(shapes: list[tuple[int, int]]) -> None:
+    rows = [row(prompt, response, seed) for seed, (prompt, response) in enumerate(shapes)]
+    packed = pack_rows(rows, own=("score",))
+    back = rows_of(packed)
+    assert row_count(packed) == len(back) == len(rows)
+    assert response_length(packed) == sum(response for _, response in shapes)
+    assert packed.input_ids is not None
+    assert packed.response_start is not None
+    assert packed.response_mask is not None
+    assert len(packed.response_mask) == len(packed.input_ids) - packed.response_start, "a store takes it"
+    for one, other in zip(rows, back, strict=True):
+        assert same(one, other)
+        assert other.metadata == one.metadata
+        assert (other.task_id, other.rollout_id, other.reward) == ("a", "r", Reward(outcome=1.0))
+
+
+def test_a_pool_keeps_draws_and_gives_up_a_rollout_as_a_whole(tmp_path: Path) -> None:
+    rules = PoolRules(n_rollout=4, max_trajectories_per_task=2, use_current_policy_entropy=False)
+    rollouts = [pack_rows([row(2, 3, seed), row(4, 2, seed + 50)]) for seed in range(3)]
+    for number, one in enumerate(rollouts):
+        one.entropy = 0.5 - number / 10
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        manager = ExperienceManager(rules, store=store)
+        manager.global_steps = 1
+        failure = AgentTrajectory(task_id="a", reward=Reward(outcome=0.0))
+        manager.update_difficulty2task_dict([*rollouts, failure])
+        assert manager.difficulty2task_dict == {3: ["a"]}, "three rollouts of two rows succeeded, of four"
+        assert manager.save_trajectories_to_memory(rollouts) == 2
+        assert len(manager) == 2
+        manager.flush()
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        manager = ExperienceManager(rules, store=store)
+        manager.global_steps = 1
+        found = manager.get_offpolicy_trajectories_from_memory("a", 2)
+        assert [one.entropy for one in found] == [0.3, 0.4]
+        for one, seed in zip(found, (2, 1), strict=True):
+            assert [
+                same(*pair) for pair in zip(rows_of(one), [row(2, 3, seed), row(4, 2, seed + 50)], strict=True)
+            ] == [
+                True,
+                True,
+            ]
+        manager.save_experience_pool_to_disk(tmp_path / "step_1")
+        other = ExperienceManager(rules)
+        other.load_experience_pool_from_disk(tmp_path / "step_1")
+        assert [row_count(one) for one in other.task2trajectories["a"]] == [2, 2]
+
+
+def test_each_turn_a_row() -> None:
+    one = row(2, 6)
+    mask = torch.tensor([1, 1, 0, 0, 1, 0])
+    one.response_mask, one.loss_mask = mask, torch.cat([torch.zeros(2, dtype=torch.int64), mask])
+    assert one.input_ids is not None
+    assert one.old_log_probs is not None
+    first, second = rows_of(turns_as_rows(one))
+    assert (first.response_start, second.response_start) == (2, 6)
+    assert torch.equal(first.input_ids, one.input_ids[:4])  # type: ignore[arg-type]
+    assert torch.equal(second.input_ids, one.input_ids[:7])  # type: ignore[arg-type]
+    assert [part.loss_mask.tolist() for part in (first, second) if part.loss_mask is not None] == [
+        [0, 0, 1, 1],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]
+    assert torch.equal(second.old_log_probs, one.old_log_probs[4:5])  # type: ignore[arg-type]
+    nothing = AgentTrajectory(
+        input_ids=torch.tensor([1]), loss_mask=torch.tensor([0]), response_start=1, response_mask=torch.zeros(0).long()
+    )
+    assert turns_as_rows(nothing) is nothing
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"tokens": 3}], "not the rows of a rollout"),
+        ("ab", "not the rows of a rollout"),
+        ([], "does not fit its 5 tokens"),
+        ([{"tokens": 9, "prompt": 2}], "does not fit its 5 tokens"),
+        ([{"tokens": 5, "prompt": 6}], "does not fit its 5 tokens"),
+    ],
+)
+def test_rows_that_do_not_fit_are_told(rows: object, message: str) -> None:
+    one = row(2, 3)
+    one.metadata[ROWS] = rows
+    with pytest.raises(InvalidTrajectoryError, match=message):
+        rows_of(one)
+
+
+def test_what_is_no_row_is_told() -> None:
+    with pytest.raises(InvalidTrajectoryError, match="none"):
+        pack_rows([])
+    with pytest.raises(InvalidTrajectoryError, match="lacks input_ids"):
+        pack_rows([row(2, 3), AgentTrajectory()])
+    lost = AgentTrajectory(metadata={ROWS: [{"tokens": 1, "prompt": 0}]})
+    with pytest.raises(InvalidTrajectoryError, match="without tokens"):
+        rows_of(lost)

@@ -1,0 +1,160 @@
+"""A rollout of several rows as one trajectory. Pure.
+
+An agent whose context is cut, summarized or rid of earlier thoughts is trained on several rows: each is a prompt and a
+response of its own. They are one rollout: one reward, stored, drawn, replaced and evicted together. So they are one
+trajectory, whose tokens are those of the rows one after the other; ``metadata["rows"]`` says where they part::
+
+    row 0: prompt, response | row 1: prompt, response | ...        input_ids, loss_mask       [L]
+           response         |         prompt, response | ...       columns of the response    [L - first prompt]
+
+Prompts of later rows are no response: their masks are 0, and so are log-probs and entropies there, which no row has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory
+
+ROWS = "rows"
+"""Key of ``metadata``: ``[{"tokens": L, "prompt": P, ...}, ...]`` of each row; absent = the trajectory is one row."""
+
+_RESPONSE = ("old_log_probs", "entropys", "rollout_log_probs", "response_mask")
+
+
+def pack_rows(rows: Sequence[AgentTrajectory], own: Sequence[str] = ()) -> AgentTrajectory:
+    """Return the rows of one rollout as one trajectory; a single row as it is.
+
+    Args:
+        rows: in the order in which they came to be; the first one gives what they share (task, reward, metadata).
+            Each has ``input_ids``, ``loss_mask`` and ``response_start``; a column of the response that one of them
+            lacks is left out.
+        own: keys of ``metadata`` that each row keeps for itself.
+
+    Raises:
+        InvalidTrajectoryError: there are none, or one lacks its tokens.
+    """
+    if not rows:
+        raise InvalidTrajectoryError("rows: none, a rollout has at least one")
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+    spans = [_span(row) for row in rows]
+    packed = dataclasses.replace(first, attention_mask=None)
+    packed.input_ids = torch.cat([row.input_ids for row in rows if row.input_ids is not None])
+    packed.loss_mask = torch.cat([row.loss_mask for row in rows if row.loss_mask is not None])
+    for name in _RESPONSE:
+        columns = [getattr(row, name) for row in rows]
+        whole = all(column is not None for column in columns)
+        setattr(packed, name, _joined(columns, [prompt for _, prompt in spans]) if whole else None)
+    said = [
+        {"tokens": length, "prompt": prompt, **{name: row.metadata[name] for name in own if name in row.metadata}}
+        for row, (length, prompt) in zip(rows, spans, strict=True)
+    ]
+    packed.metadata = {name: value for name, value in first.metadata.items() if name not in own} | {ROWS: said}
+    return packed
+
+
+def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
+    """Return the rows of a rollout, of which most have one; tensors are shared with it.
+
+    Raises:
+        InvalidTrajectoryError: what ``metadata["rows"]`` says does not fit the tokens.
+    """
+    said = trajectory.metadata.get(ROWS)
+    if said is None:
+        return [trajectory]
+    ids, mask, before = trajectory.input_ids, trajectory.loss_mask, trajectory.response_start
+    if ids is None or mask is None or before is None:
+        raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] without tokens")
+    shared = {name: value for name, value in trajectory.metadata.items() if name != ROWS}
+    rows, start = [], 0
+    for length, prompt, own in _places(trajectory, said, len(ids)):
+        row = dataclasses.replace(trajectory, metadata={**shared, **own}, response_start=prompt)
+        row.input_ids, row.loss_mask = ids[start : start + length], mask[start : start + length]
+        if trajectory.attention_mask is not None:
+            row.attention_mask = trajectory.attention_mask[start : start + length]
+        for name in _RESPONSE:
+            if (column := getattr(trajectory, name)) is not None:
+                setattr(row, name, column[start + prompt - before : start + length - before])
+        rows.append(row)
+        start += length
+    return rows
+
+
+def row_count(trajectory: AgentTrajectory) -> int:
+    """Return how many rows a rollout has."""
+    return len(trajectory.metadata.get(ROWS, (None,)))
+
+
+def response_length(trajectory: AgentTrajectory) -> int | None:
+    """Return the number of response tokens of all rows; ``None`` if the trajectory has no log-probs."""
+    if trajectory.old_log_probs is None:
+        return None
+    said = trajectory.metadata.get(ROWS)
+    if said is None:
+        return trajectory.old_log_probs.numel()
+    return sum(int(row["tokens"]) - int(row["prompt"]) for row in said)
+
+
+def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a rollout with a row for each of the model's turns: all that was said up to there, that turn trained on.
+
+    These are the rows of ``linear_think`` where no turn has thoughts that are left out later.
+
+    Raises:
+        InvalidTrajectoryError: it lacks its tokens.
+    """
+    _span(trajectory)
+    ids, mask, before = trajectory.input_ids, trajectory.loss_mask, trajectory.response_start
+    if ids is None or mask is None or before is None:
+        raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks its tokens")
+    written = (mask != 0).tolist()
+    starts = [place for place, on in enumerate(written) if on and (place == 0 or not written[place - 1])]
+    rows = []
+    for start in starts:
+        end = next((place for place in range(start, len(written)) if not written[place]), len(written))
+        row = dataclasses.replace(trajectory, response_start=start, input_ids=ids[:end], attention_mask=None)
+        row.loss_mask = torch.cat([torch.zeros_like(mask[:start]), mask[start:end]])
+        for name in _RESPONSE:
+            if (column := getattr(trajectory, name)) is not None:
+                setattr(row, name, column[start - before : end - before])
+        rows.append(row)
+    return pack_rows(rows) if rows else trajectory
+
+
+def _span(row: AgentTrajectory) -> tuple[int, int]:
+    """Return the numbers of all tokens and of the prompt's."""
+    if row.input_ids is None or row.loss_mask is None or row.response_start is None:
+        raise InvalidTrajectoryError(f"rollout {row.rollout_id!r}: a row lacks input_ids, loss_mask or response_start")
+    return row.input_ids.numel(), row.response_start
+
+
+def _joined(columns: Sequence[torch.Tensor], prompts: Sequence[int]) -> torch.Tensor:
+    parts = [columns[0]]
+    for column, prompt in zip(columns[1:], prompts[1:], strict=True):
+        parts += [torch.zeros(prompt, dtype=column.dtype), column]
+    return torch.cat(parts)
+
+
+def _places(trajectory: AgentTrajectory, said: Any, tokens: int) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return length, prompt's length and own metadata of each row."""
+    try:
+        rows = [(int(row["tokens"]), int(row["prompt"]), dict(row)) for row in said]
+    except (TypeError, KeyError, ValueError) as error:
+        raise InvalidTrajectoryError(
+            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}]: not the rows of a rollout: {error!r}"
+        ) from error
+    fits = all(0 <= prompt <= length for length, prompt, _ in rows) and sum(one for one, _, _ in rows) == tokens
+    if not rows or not fits or rows[0][1] != trajectory.response_start:
+        raise InvalidTrajectoryError(
+            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] does not fit its {tokens} tokens"
+        )
+    for _, _, own in rows:
+        del own["tokens"], own["prompt"]
+    return rows
