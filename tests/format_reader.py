@@ -163,10 +163,12 @@ def read_log(path: Path, generation: int) -> list[dict[str, Any]]:
     for record in decoded:
         if record is None:
             raise FormatError("a damaged record")
-        if record["generation"] > generation:
-            records.append(record)
-            if record["generation"] != generation + len(records):
-                raise FormatError("records are missing")
+        following = generation + len(records) + 1
+        if record["generation"] <= generation or record in records:
+            continue
+        if record["generation"] != following:
+            raise FormatError(f"generation {record['generation']} where {following} follows")
+        records.append(record)
     return records
 
 

@@ -12,8 +12,6 @@ from trainer_hooks.reference.curves import CurveSummary, draw_curves, summarize
 from trainer_hooks.reference.trainer import CurvePoint
 from trajstore.demo import DemoSettings
 
-PNG = b"\x89PNG\r\n\x1a\n"
-
 
 def curve(*rates: float | None) -> list[CurvePoint]:
     return [CurvePoint(number, 10 * number, 0.5, 0.0, rate) for number, rate in enumerate(rates, 1)]
@@ -29,10 +27,15 @@ def test_a_summary_says_when_a_curve_was_solved() -> None:
 
 def test_the_picture_is_written_whole(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra 'demo'")
-    path = tmp_path / "folder" / "curves.png"
+    path = tmp_path / "folder" / "curves.svg"
     draw_curves({"one": curve(0.1, None, 0.9), "two": curve(None)}, 0.9, path, "title")
-    assert path.read_bytes().startswith(PNG)
-    assert [one.name for one in path.parent.iterdir()] == ["curves.png"]
+    text = path.read_text()
+    assert "<svg" in text
+    assert text.rstrip().endswith("</svg>")
+    assert ">fresh rollouts<" in text
+    assert [one.name for one in path.parent.iterdir()] == ["curves.svg"]
+    draw_curves({"one": curve(0.1, None, 0.9), "two": curve(None)}, 0.9, path, "title")
+    assert path.read_text() == text, "the same curves give the same file"
 
 
 def test_the_demo_trains_both_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -50,7 +53,7 @@ def test_the_demo_trains_both_runs_and_goes_on_where_it_stopped(tmp_path: Path) 
         store = demo.run(settings, said.append, progress)
         assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert (store / "metadata.json").exists()
-        assert (tmp_path / demo.CURVES_FILE).read_bytes().startswith(PNG)
+        assert "<svg" in (tmp_path / demo.CURVES_FILE).read_text()
         assert [text.split(":")[0] for text in said[1:]] == ["without replay", "with replay", "both curves"]
         demo.run(DemoSettings(path=tmp_path, updates=3), said.append, progress)
     assert steps[4:] == [(3, 6), (6, 6)]

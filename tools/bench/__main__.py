@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.bench import (
+    alternatives,
     rlinf,
     samplers,
     space,
@@ -67,6 +68,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "samplers": samplers.figures,
     "space": space.figures,
     "rlinf": rlinf.figures,
+    "alternatives": alternatives.figures,
 }
 
 

@@ -52,7 +52,9 @@ def summarize(curve: Sequence[CurvePoint], solved_at: float) -> CurveSummary:
 
 
 def draw_curves(curves: Mapping[str, Sequence[CurvePoint]], solved_at: float, path: str | Path, title: str) -> None:
-    """Write a picture (PNG, whole or not at all) of success rate over fresh rollouts, one line per curve.
+    """Write a picture (SVG, whole or not at all) of success rate over fresh rollouts, one line per curve.
+
+    The same curves give the same bytes.
 
     Args:
         curves: label -> curve.
@@ -65,6 +67,7 @@ def draw_curves(curves: Mapping[str, Sequence[CurvePoint]], solved_at: float, pa
         OSError: the file could not be written.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure  # without pyplot: no display and no global state
     except ImportError as error:
         raise MissingDependencyError("matplotlib", "demo") from error
@@ -77,7 +80,8 @@ def draw_curves(curves: Mapping[str, Sequence[CurvePoint]], solved_at: float, pa
     axes.set(xlabel="fresh rollouts", ylabel="success rate over all tasks", ylim=(0.0, 1.02), title=title)
     axes.legend(loc="lower right")
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "trajstore"}):  # text as text, names not at random
+        figure.savefig(file, format="svg", metadata={"Date": None})
     directory = LocalDirectory(Path(path).parent)
     directory.create()
     directory.publish([EncodedFile(Path(path).name, [file.getvalue()])])

@@ -6,7 +6,7 @@ Directory of a run::
     checkpoints/warm/        the policy before reinforcement learning, where both runs begin
     checkpoints/without/     checkpoints of the two runs
     checkpoints/with/
-    curves.png               success rate over fresh rollouts, both runs
+    curves.svg               success rate over fresh rollouts, both runs
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trajstore.errors import ConfigurationError
 
 POOL_FOLDER = "pool"
 CHECKPOINT_FOLDER = "checkpoints"
-CURVES_FILE = "curves.png"
+CURVES_FILE = "curves.svg"
 
 BASE = TrainerConfig()
 """The run of the demo and of the benchmark, without replay."""

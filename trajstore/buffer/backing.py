@@ -128,6 +128,21 @@ class MemoryBacking(Backing):
         raise StoreError("pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
 
 
+class ReaderBacking(MemoryBacking):
+    """Behind a buffer that was opened for reading: nothing is added."""
+
+    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        """Refuse trajectories.
+
+        Raises:
+            StoreError: always; says how to write.
+        """
+        raise StoreError(
+            "add_trajectories: this buffer was opened for reading, and nothing was added; a buffer that writes is "
+            "TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), one in memory TrajectoryReplayBuffer()"
+        )
+
+
 class StoreBacking(Backing):
     """Writes what is added to a store, which it creates or continues.
 

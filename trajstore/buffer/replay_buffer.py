@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trajstore.arguments import check_kind, truth, whole, whole_or_none
-from trajstore.buffer.backing import Backing, MemoryBacking, StoreBacking
+from trajstore.buffer.backing import Backing, MemoryBacking, ReaderBacking, StoreBacking
 from trajstore.buffer.checkpoint import CheckpointState, Layout, save_checkpoint
 from trajstore.buffer.readable import ReadableBuffer
 from trajstore.buffer.reloading import load, refresh
@@ -107,6 +107,53 @@ class TrajectoryReplayBuffer(ReadableBuffer):
             directory = open_directory(path, **self._storage_options)
             backing = StoreBacking(view, draws, directory, self._format, writer or WriterOptions(), on_commit)
         super().__init__(view, draws, backing, window_size)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        pin: str | None = None,
+        share: tuple[int, int] | None = None,
+        strict: bool | None = None,
+        seed: int | None = None,
+        sample_window_size: int = 0,
+        verify_shards: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Open what lies at a path for reading, whoever writes there meanwhile; nothing is ever written to it.
+
+        A store, a checkpoint, a directory of RLinf, or a run with one folder per rank. All trajectories are shown as
+        they were at this moment; :meth:`refresh` shows what was committed since. Adding is refused.
+
+        Args:
+            path: directory or URL.
+            pin: name of a checkpoint inside the store, to be shown instead of the newest state.
+            share: (rank, number of ranks): show only this rank's contiguous share.
+            strict: as for :meth:`load_checkpoint`.
+            seed: of the generator that draws; None: that of the store, and of a checkpoint also how far it had drawn.
+            sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
+            verify_shards: compare the checksums of each shard when it is read for the first time.
+            storage_options: passed on to the fsspec file system.
+
+        Raises:
+            StoreNotFoundError: there is nothing that can be read; says what is there.
+            IncompleteCheckpointError, CorruptStoreError, UnsafeContentError, UnsupportedVersionError: as for
+                :meth:`load_checkpoint`.
+        """
+        buffer = cls(
+            seed, sample_window_size=sample_window_size, verify_shards=verify_shards, storage_options=storage_options
+        )
+        buffer._read_only()
+        state = buffer.state_dict()
+        rank, ranks = share or (0, 1)
+        buffer.load_checkpoint(path, share is not None, rank, ranks, strict=strict, pin=pin)
+        if seed is not None:
+            buffer.load_state_dict(state)
+        return buffer
+
+    def _read_only(self) -> None:
+        self._backing = ReaderBacking(self._view)
 
     # -- adding -----------------------------------------------------------------------------------
 
@@ -402,10 +449,11 @@ class TrajectoryReplayBuffer(ReadableBuffer):
             "storage_options": self._storage_options,
             "verify_shards": self._view.verify_shards,
         }
+        reads = isinstance(self._backing, ReaderBacking)
         request = self._view.request
         loaded = None if request is None else (request.directory.url, request.share, request.strict, request.pin)
         # As bytes: torch would send a tensor as an open file, of which there are few.
-        return _reopened, (options, loaded, pickle.dumps(self.state_dict()))
+        return _reopened, (options, loaded, pickle.dumps(self.state_dict()), reads)
 
     def __enter__(self) -> Self:
         return self
@@ -420,9 +468,12 @@ def _reopened(
     options: Mapping[str, Any],
     loaded: tuple[str, tuple[int, int] | None, bool | None, str | None] | None,
     state: bytes,
+    reads: bool,
 ) -> TrajectoryReplayBuffer:
-    """Return a buffer that reads what another process had loaded."""
+    """Return a buffer that reads what another process had loaded; ``reads``: it was opened for nothing else."""
     buffer = TrajectoryReplayBuffer(seed=None, **options)
+    if reads:
+        buffer._read_only()
     if loaded is not None:
         path, share, strict, pin = loaded
         rank, ranks = share or (0, 1)

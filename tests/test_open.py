@@ -1,0 +1,80 @@
+"""``TrajectoryReplayBuffer.open``: the plain way to read."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.errors import StoreError, StoreNotFoundError
+
+
+def one(value: float) -> Trajectory:
+    return Trajectory(rewards=torch.full((2, 1, 1), value))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with TrajectoryReplayBuffer(seed=7, auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([one(float(number)) for number in range(150)])
+        buffer.pin("early")
+        buffer.add_trajectories([one(150.0)])
+    return tmp_path / "store"
+
+
+def test_everything_is_shown_and_drawn_from(store: Path) -> None:
+    with TrajectoryReplayBuffer.open(store) as reader:
+        assert len(reader) == 151
+        assert float(reader.get(150).rewards[0]) == 150.0
+        assert sorted(float(item.rewards[0]) for item in reader.sample_trajectories(151)) == list(range(151))
+        assert reader.seed == 7, "of the store"
+
+
+def test_a_seed_gives_the_same_draws(store: Path) -> None:
+    def draw(seed: int) -> list[float]:
+        with TrajectoryReplayBuffer.open(store, seed=seed) as reader:
+            assert reader.seed == seed
+            return reader.sample(8)["rewards"].reshape(-1).tolist()
+
+    assert draw(3) == draw(3)
+    assert draw(3) != draw(4)
+
+
+def test_a_pin_a_share_and_a_window(store: Path) -> None:
+    with TrajectoryReplayBuffer.open(store, pin="early") as reader:
+        assert len(reader) == 150
+    shares = []
+    for rank in range(4):
+        with TrajectoryReplayBuffer.open(store, share=(rank, 4)) as reader:
+            shares += reader.trajectory_ids.tolist()
+    assert shares == list(range(151))
+    with TrajectoryReplayBuffer.open(store, sample_window_size=1) as reader:
+        assert set(reader.sample(2)["rewards"].reshape(-1).tolist()) == {150.0}
+
+
+def test_adding_is_refused_and_says_what_to_do(store: Path) -> None:
+    with TrajectoryReplayBuffer.open(store) as reader:
+        for opened in (reader, pickle.loads(pickle.dumps(reader))):
+            with pytest.raises(StoreError, match=r"opened for reading.*auto_save=True"):
+                opened.add_trajectories([one(1.0)])
+            assert len(opened) == 151
+
+
+def test_it_follows_a_live_writer(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as writer:
+        writer.flush()
+        with TrajectoryReplayBuffer.open(tmp_path / "live") as reader:
+            assert len(reader) == 0
+            writer.add_trajectories([one(1.0)])
+            writer.flush()
+            assert reader.refresh()
+            assert len(reader) == 1
+
+
+def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:
+    with pytest.raises(StoreNotFoundError):
+        TrajectoryReplayBuffer.open(tmp_path / "absent")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,180 @@
+"""What a database or a file format of others would do in this place: SQLite, Arrow, safetensors.
+
+Draws: processor time of one batch of the state workload, uniform over all samples, from files in the page cache, torch
+at one thread; processor time, for a peer must not look slow because something else ran just then.
+SQLite has a row for each sample, Arrow a memory-mapped IPC file of fixed-size columns, safetensors one mapped file of
+the columns. Durable adds: time of the agent workload in lists of 16, SQLite in a transaction each (WAL,
+``synchronous=FULL``), ours flushed at the end. Arrow and safetensors are left out where they are not installed.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+
+from tools.bench.report import Figure, Options
+from tools.bench.timing import ratio, seconds
+from tools.bench.workloads import agent_trajectory, nbytes, raw_columns, state
+from trajstore import TrajectoryReplayBuffer
+from trajstore.columns.record import record_of
+
+LIST = 16
+
+Columns = dict[str, torch.Tensor]
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield one figure per peer: theirs over ours."""
+    workload = state(options)
+    columns = raw_columns(workload.trajectories)
+    peers: dict[str, Callable[[], object]] = {"SQLite": _sqlite(columns, workload.batch, options.folder / "rows.db")}
+    for name, make in (("Arrow IPC", _arrow), ("safetensors", _safetensors)):
+        try:
+            peers[name] = make(columns, workload.batch, options.folder / name)
+        except ImportError:
+            continue
+    with TrajectoryReplayBuffer(
+        seed=0, enable_cache=False, sample_window_size=0, auto_save=True, auto_save_path=options.folder / "ours"
+    ) as buffer:
+        buffer.add_trajectories(workload.trajectories)
+        buffer.flush()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            times = _processor_times([lambda: buffer.sample(workload.batch), *peers.values()], options.repeats * 8)
+        finally:
+            torch.set_num_threads(threads)
+    for name, theirs in zip(peers, times[1:], strict=True):
+        yield Figure("ALTERNATIVES", f"a batch, {name}, over ours", ratio(theirs, times[0]), None, at_least=True)
+    yield _adds(options)
+
+
+def _processor_times(works: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Return the processor seconds of each call, ``[len(works)][repeats]``; the works take turns."""
+    times: list[list[float]] = [[] for _ in works]
+    for repeat in range(-5, repeats):
+        for kept, work in zip(times, works, strict=True):
+            start = time.process_time()
+            work()
+            if repeat >= 0:
+                kept.append(time.process_time() - start)
+    return times
+
+
+def _drawn(rows: int, batch: int) -> Callable[[], np.ndarray[Any, np.dtype[np.int64]]]:
+    generator = np.random.default_rng(2)
+    return lambda: generator.integers(0, rows, min(rows, batch))
+
+
+def _rows(columns: Columns) -> dict[str, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Return each column as bytes, ``[samples, bytes of a row]``."""
+    return {
+        name: column.contiguous().reshape(len(column), -1).view(torch.uint8).numpy() for name, column in columns.items()
+    }
+
+
+def _sqlite(columns: Columns, batch: int, file: Path) -> Callable[[], object]:
+    rows = _rows(columns)
+    widths = [array.shape[1] for array in rows.values()]
+    whole = np.concatenate(list(rows.values()), axis=1)
+    database = sqlite3.connect(file)
+    database.execute("CREATE TABLE samples (number INTEGER PRIMARY KEY, data BLOB)")
+    with database:
+        database.executemany("INSERT INTO samples VALUES (?, ?)", ((i, row.tobytes()) for i, row in enumerate(whole)))
+    draw = _drawn(len(whole), batch)
+
+    def sample() -> object:
+        found = (database.execute("SELECT data FROM samples WHERE number = ?", (i,)) for i in draw().tolist())
+        data = np.frombuffer(b"".join([cursor.fetchone()[0] for cursor in found]), np.uint8)
+        return [np.ascontiguousarray(part) for part in np.split(data.reshape(-1, sum(widths)), np.cumsum(widths), 1)]
+
+    return sample
+
+
+def _arrow(columns: Columns, batch: int, file: Path) -> Callable[[], object]:
+    import pyarrow as arrow
+
+    rows = _rows(columns)
+    arrays = [
+        arrow.FixedSizeBinaryArray.from_buffers(
+            arrow.binary(array.shape[1]), len(array), [None, arrow.py_buffer(array)]
+        )
+        for array in rows.values()
+    ]
+    table = arrow.table(arrays, names=list(rows))
+    with arrow.OSFile(str(file), "wb") as sink, arrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    mapped = arrow.ipc.open_file(arrow.memory_map(str(file))).read_all()
+    draw = _drawn(len(mapped), batch)
+    return lambda: mapped.take(arrow.array(draw()))
+
+
+def _safetensors(columns: Columns, batch: int, file: Path) -> Callable[[], object]:
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: column.contiguous() for name, column in columns.items()}, file)
+    mapped = load_file(file)
+    draw = _drawn(len(next(iter(mapped.values()))), batch)
+
+    def sample() -> object:
+        at = torch.from_numpy(draw())
+        return {name: column.index_select(0, at) for name, column in mapped.items()}
+
+    return sample
+
+
+def _adds(options: Options) -> Figure:
+    generator = torch.Generator().manual_seed(0)
+    pool = [agent_trajectory(generator, number) for number in range(256)]
+    total = options.count(2048, LIST)
+    lists = [[pool[(first + at) % len(pool)] for at in range(LIST)] for first in range(0, total, LIST)]
+    count = [0]
+
+    def path() -> Path:
+        count[0] += 1
+        return options.folder / f"adds_{count[0]}"
+
+    def ours() -> None:
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path()) as buffer:
+            for some in lists:
+                buffer.add_trajectories(some)
+            buffer.flush()
+
+    def theirs() -> None:
+        database = sqlite3.connect(path())
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")
+        database.execute("CREATE TABLE trajectories (number INTEGER PRIMARY KEY, task TEXT, names TEXT, data BLOB)")
+        for some in lists:
+            with database:
+                for one in some:
+                    record = record_of(one)
+                    columns = range(len(record.schema.columns))
+                    data = b"".join([record.column_bytes(column) for column in columns])
+                    names = orjson.dumps([column.name for column in record.schema.columns]).decode()
+                    database.execute(
+                        "INSERT INTO trajectories (task, names, data) VALUES (?, ?, ?)", (one.task_id, names, data)
+                    )
+        database.close()
+
+    took: list[list[float]] = [[], []]
+    for repeat in range(options.repeats + 1):
+        for kept, work in zip(took, (ours, theirs), strict=True):
+            once = seconds(work)
+            if repeat:
+                kept.append(once)
+    return Figure(
+        "ALTERNATIVES",
+        "durable adds, agent workload, SQLite's time over ours",
+        ratio(took[1], took[0]),
+        None,
+        at_least=True,
+        details={"bytes_each": nbytes(pool) / len(pool), "ours_per_s": total / sorted(took[0])[len(took[0]) // 2]},
+    )
