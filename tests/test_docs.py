@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -44,23 +45,70 @@ def test_every_option_of_every_command_is_documented(
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
 
-PAGES = ["README.md", "docs/tutorial.md", "docs/howto/rlinf.md", "docs/howto/samplers.md", "docs/howto/feeding.md"]
+PAGES = [
+    "README.md",
+    "docs/tutorial.md",
+    *(f"docs/howto/{name}.md" for name in ("agents", "copies", "damage", "feeding", "ranks", "reading")),
+    *(f"docs/howto/{name}.md" for name in ("retention", "rlinf", "samplers")),
+]
+"""Each page is one program. One process runs them all, as importing torch takes longer than they do."""
+
+_RUN_PAGES = """
+import json, sys, traceback
+failures = {}
+for page, code in json.load(open(sys.argv[1])).items():
+    try:
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        failures[page] = traceback.format_exc()
+json.dump(failures, open(sys.argv[2], "w"))
+"""
 
 
-@pytest.mark.parametrize("name", [*PAGES, pytest.param("docs/howto/dataproto.md", marks=needs_verl)])
-def test_code_runs(name: str, project_root: Path, tmp_path: Path) -> None:
-    code = "\n".join(blocks(project_root / name, "python"))
-    script = tmp_path / "example.py"
-    script.write_text(code)
+def run_pages(names: list[str], root: Path, folder: Path) -> dict[str, str]:
+    """Run the python blocks of each page; return what was raised, by page."""
+    code = {name: "\n".join(blocks(root / name, "python")) for name in names}
+    (folder / "pages.json").write_text(json.dumps(code))
     done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(project_root), "PATH": "", "TMPDIR": str(tmp_path)},
+        [sys.executable, "-c", _RUN_PAGES, folder / "pages.json", folder / "failures.json"],
+        cwd=folder,
+        env={"PYTHONPATH": str(root), "PATH": "", "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    failures: dict[str, str] = json.loads((folder / "failures.json").read_text())
+    return failures
+
+
+@pytest.fixture(scope="module")
+def failures(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_pages(PAGES, project_root, tmp_path_factory.mktemp("pages"))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_code_runs(name: str, failures: dict[str, str]) -> None:
+    assert failures.get(name) is None, failures[name]
+
+
+@needs_verl
+def test_code_that_needs_verl_runs(project_root: Path, tmp_path: Path) -> None:
+    assert run_pages(["docs/howto/dataproto.md"], project_root, tmp_path) == {}
+
+
+def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
+    elsewhere = {
+        "docs/howto/dataproto.md",  # above
+        "docs/howto/verl.md",  # continues a run of verl
+        "docs/format.md",  # tests/test_format_page.py
+    }
+    with_code = {
+        str(page.relative_to(project_root))
+        for page in [project_root / "README.md", *(project_root / "docs").rglob("*.md")]
+        if blocks(page, "python")
+    }
+    assert with_code - set(PAGES) - elsewhere == set()
 
 
 def test_readme_begins_with_demo_and_tests(project_root: Path) -> None:
