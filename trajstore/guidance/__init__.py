@@ -1,6 +1,8 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
-Imports run downward: ``record`` → ``allocation``, ``context``. ``docs/design/self-navigating.md`` draws the data's way.
+Imports run downward: ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` → ``retrieval``, ``summary``,
+``json_http``, ``trouble`` → ``maker``, ``experience``, ``record`` → ``allocation``, ``context``.
+``docs/design/self-navigating.md`` draws the data's way.
 """
 
 from trajstore.guidance.allocation import (
@@ -11,6 +13,7 @@ from trajstore.guidance.allocation import (
     allocate_add_exp,
     allocate_train_mode,
 )
+from trajstore.guidance.client import EMClient
 from trajstore.guidance.context import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
@@ -19,19 +22,42 @@ from trajstore.guidance.context import (
     strip_template,
     take_out,
 )
+from trajstore.guidance.endpoint import EndpointSummarizer
+from trajstore.guidance.experience import Experience
+from trajstore.guidance.local import LocalMaker, as_text
+from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
 from trajstore.guidance.record import Guidance, plain_messages, with_guidance
+from trajstore.guidance.retrieval import Hit, RetrievalIndex
+from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
+from trajstore.guidance.updates import UpdateQueue
+from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig
 
 __all__ = [
     "EXPERIENCE_TEMPLATE",
+    "EMClient",
+    "EndpointSummarizer",
+    "Experience",
+    "ExperienceMaker",
     "ExperienceTemplate",
+    "ExperienceWorker",
+    "ExtractiveSummarizer",
     "Guidance",
+    "Hit",
     "Insertion",
+    "LocalMaker",
+    "MakerError",
+    "RetrievalIndex",
+    "Retrieved",
     "RolloutExpMode",
     "SampleExpMode",
+    "Summarizer",
     "TaskExpConfig",
     "TrainMode",
+    "TrajExpConfig",
+    "UpdateQueue",
     "allocate_add_exp",
     "allocate_train_mode",
+    "as_text",
     "plain_messages",
     "put_in",
     "strip_template",

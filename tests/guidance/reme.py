@@ -1,0 +1,113 @@
+"""A server on loopback that speaks as ReMe does, and fails as ReMe does and as networks do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+ERROR_TEXT = "Traceback: model exploded"
+"""What must never reach a prompt."""
+
+MEMORIES = [
+    {"memory_id": "m1", "when_to_use": "when looking for a cup", "content": "go kitchen", "score": 0.9},
+    {"memory_id": "m2", "when_to_use": "when looking for a book", "content": "go attic", "score": 0.8},
+]
+
+
+class FakeReMe:
+    """Answers by ``mode``; keeps every body that it was sent.
+
+    Modes: ``ok``; a status as a number; ``garbage``, ``not an object``, ``no metadata``, ``no success``,
+    ``silent failure`` and ``error as answer`` (200 and success), ``hang`` (no answer until the server is closed),
+    ``drip`` (a byte now and then), ``reset``.
+    """
+
+    def __init__(self, dialect: str = "0.2", mode: str = "ok") -> None:
+        self.dialect = dialect
+        self.mode = mode
+        self.calls: list[tuple[str, Any]] = []
+        self._released = threading.Event()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.calls.append((self.path, body))
+                fake.answer(self, body)
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if self.mode == "hang":
+            self._released.wait()
+            return
+        if self.mode == "reset":
+            handler.close_connection = True
+            return
+        if self.mode == "drip":
+            handler.send_response(200)
+            handler.end_headers()
+            while not self._released.wait(0.05):
+                try:
+                    handler.wfile.write(b" ")
+                except OSError:
+                    return
+            return
+        status, said = (int(self.mode), ERROR_TEXT) if self.mode.isdecimal() else self._said(handler.path, body)
+        data = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+    def _said(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        paths = {"0.2": ("/retrieve_task_memory", "/summary_task_memory"), "0.4": ("/search", "/auto_memory")}
+        if path not in paths[self.dialect]:
+            return 404, {"detail": "Not Found"}
+        if not body:
+            return 422, {"detail": "field required"}
+        failures: dict[str, Any] = {
+            "garbage": f"<html>{ERROR_TEXT}",
+            "not an object": [ERROR_TEXT],
+            "no metadata": {"answer": ERROR_TEXT, "success": True},
+            "no success": {"answer": ERROR_TEXT, "success": False, "metadata": {}},
+            "silent failure": {"answer": "", "success": True, "metadata": {}},
+            "error as answer": {"answer": ERROR_TEXT, "success": True, "metadata": {}},
+        }
+        if self.mode in failures:
+            return 200, failures[self.mode]
+        if path == "/retrieve_task_memory":
+            found = MEMORIES[: body["top_k"]] if "nothing" not in body["query"] else []
+            return 200, {"answer": "see the list", "success": True, "metadata": {"memory_list": found}}
+        if path == "/summary_task_memory":
+            result = {"memory_list": MEMORIES, "update_result": {"deleted_count": 0, "inserted_count": 2}}
+            return 200, {"answer": "[]", "success": True, "metadata": result}
+        if path == "/search":
+            return 200, {"answer": "" if "nothing" in body["query"] else "go kitchen", "success": True, "metadata": {}}
+        if any(message["role"] == "tool" or not message.get("name") for message in body["messages"]):
+            return 422, {"detail": "role"}
+        return 200, {"answer": "noted", "success": True, "metadata": {}}
+
+    def close(self) -> None:
+        self._released.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,180 @@
+"""The embedded maker: what it makes of rollouts, what it finds, and what is there after a crash."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.guidance.rollouts import rollout
+from trajstore.errors import StoreWriteError
+from trajstore.experience import BufferStore, MemoryStore
+from trajstore.guidance import (
+    EXPERIENCE_TEMPLATE,
+    Experience,
+    ExperienceTemplate,
+    ExtractiveSummarizer,
+    Guidance,
+    Insertion,
+    LocalMaker,
+    MakerError,
+    with_guidance,
+)
+from trajstore.guidance.summary import unguided
+from trajstore.trajectory import AgentTrajectory
+
+
+def test_a_success_is_contrasted_with_a_failure_of_the_same_task() -> None:
+    [made] = ExtractiveSummarizer()(
+        [rollout("cup", "go attic", 0.0, "1"), rollout("cup", "go kitchen", 1.0, "2"), rollout("cup", "?", None, "3")]
+    )
+    assert made.content == "This worked:\n- go kitchen\nThis did not work:\n- go attic"
+    assert (made.task_id, made.query, made.score, made.sources) == ("cup", "please do cup", 1.0, ("2", "1"))
+    [failed] = ExtractiveSummarizer()([rollout("cup", "go attic", 0.0), rollout("cup", "go hall", 0.5)])
+    assert failed.content == "This did not work:\n- go hall"
+    assert ExtractiveSummarizer()([rollout("cup", "go attic", None)]) == []
+
+
+def test_long_replies_are_cut() -> None:
+    [made] = ExtractiveSummarizer()([rollout("cup", "x" * 100_000, query="y" * 100_000)])
+    assert len(made.content) < 2000
+    assert len(made.when_to_use) < 500
+
+
+def test_experience_does_not_feed_on_itself() -> None:
+    template = ExperienceTemplate.of(EXPERIENCE_TEMPLATE)
+    block = template.fill("old tip")
+    guided = rollout("cup", "go kitchen")
+    guided.messages[1]["content"] = block + "please do cup"
+    recorded = with_guidance(guided, Guidance("keep", ("1",), (Insertion(1, block),)))
+    for one in (unguided(recorded), unguided(guided, template)):
+        assert one.messages[1]["content"] == "please do cup"
+    taken_out = with_guidance(rollout("cup", "go"), Guidance("discard", ("1",), (Insertion(1, block),), True))
+    assert unguided(taken_out, template).messages == taken_out.messages
+
+
+def test_what_was_summarized_is_found_by_its_task(tmp_path: Path) -> None:
+    store = BufferStore.open(tmp_path / "experience")
+    maker = LocalMaker(store)
+    assert maker.retrieve("cup", 3).text == ""
+    assert maker.summarize([rollout("cup", "go kitchen"), rollout("book", "go attic")]) == 2
+    assert maker.summarize([rollout("cup", "go kitchen"), rollout("book", "go attic")]) == 0, "none twice"
+    found = maker.retrieve("where is the cup", 1)
+    assert "go kitchen" in found.text
+    assert "go attic" not in found.text
+    [name] = found.names
+    assert maker.retrieve("cup", 1, without=[name]).text == ""
+    store.close()
+
+    store = BufferStore.open(tmp_path / "experience")
+    again = LocalMaker(store)
+    assert len(again) == 2
+    assert again.retrieve("where is the cup", 1) == found
+    assert again.summarize([rollout("cup", "go kitchen")]) == 0
+    store.close()
+
+
+def test_a_summary_that_fails_does_not_keep_others_from_theirs() -> None:
+    def summarize(rollouts: Sequence[AgentTrajectory]) -> list[Experience]:
+        if rollouts[0].task_id == "bad":
+            raise RuntimeError("no model")
+        return ExtractiveSummarizer()(rollouts)
+
+    maker = LocalMaker(summarizer=summarize)
+    with pytest.raises(MakerError, match="1 tasks gave no summary: task 'bad': RuntimeError") as caught:
+        maker.summarize([rollout("bad", "x"), rollout("cup", "go kitchen")])
+    assert caught.value.kind == "failed"
+    assert len(maker) == 1
+
+
+def test_an_experience_that_cannot_be_stored_does_not_keep_others_out() -> None:
+    class Full(MemoryStore):
+        def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+            if trajectories[0].task_id == "bad":
+                raise StoreWriteError("disk is full")
+            return super().add_trajectories(trajectories)
+
+    maker = LocalMaker(Full())
+    with pytest.raises(MakerError, match="disk is full") as caught:
+        maker.summarize([rollout("bad", "x"), rollout("cup", "go kitchen")])
+    assert caught.value.kind == "store"
+    assert maker.retrieve("cup", 1).names
+
+
+def test_other_records_of_the_store_and_damaged_ones_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    store.add_trajectories([rollout("x", "y"), AgentTrajectory(metadata={"experience": {"kind": "experience"}})])
+    LocalMaker(store).summarize([rollout("cup", "go kitchen")])
+    assert len(LocalMaker(store)) == 1
+    assert "experience 1 cannot be read" in caplog.text
+
+
+def test_a_closed_maker_says_so() -> None:
+    maker = LocalMaker()
+    maker.close()
+    for call in (lambda: maker.retrieve("x", 1), lambda: maker.summarize([rollout("x", "y")])):
+        with pytest.raises(MakerError) as caught:
+            call()
+        assert caught.value.kind == "closed"
+
+
+CHILD = """
+import sys
+from tests.guidance.rollouts import rollout
+from trajstore.experience import BufferStore
+from trajstore.guidance import LocalMaker
+
+maker = LocalMaker(BufferStore.open(sys.argv[1]))
+print("ready", flush=True)
+for number in range(int(sys.argv[2]), 100000):
+    assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
+    print(number, flush=True)
+"""
+
+
+def killed_run(project_root: Path, path: Path, start: int, acknowledged: int) -> list[int]:
+    """Summarize in a child until it has acknowledged some, and kill it; return what it acknowledged."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(path), str(start)],
+        cwd=project_root,
+        env={**os.environ, "PYTHONPATH": str(project_root)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "ready\n"
+        told = [int(child.stdout.readline()) for _ in range(acknowledged)]
+    finally:
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read()
+        child.wait()
+    return told + [int(line) for line in rest.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothing(
+    project_root: Path, tmp_path: Path, kills: int
+) -> None:
+    path = tmp_path / "experience"
+    acknowledged: list[int] = []
+    for kill in range(kills):
+        acknowledged += killed_run(project_root, path, 10_000 * kill, 3 + 2 * kill)
+    store = BufferStore.open(path)
+    maker = LocalMaker(store)
+    for number in acknowledged:
+        maker.summarize([rollout(f"task {number}", f"reply {number}")])  # as a run that repeats its steps does
+    kept = [Experience.of_record(store.get(number)) for number in store.ids()]
+    digests = [one.digest for one in kept if one is not None]
+    assert len(digests) == len(kept)
+    assert len(digests) == len(set(digests)), "none twice"
+    assert {one.task_id for one in kept if one} >= {f"task {number}" for number in acknowledged}
+    for number in acknowledged[:3]:
+        assert f"reply {number}" in maker.retrieve(f"task {number}", 1).text
+    store.close()

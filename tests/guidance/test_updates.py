@@ -1,0 +1,104 @@
+"""Summaries in the background: bounded, never waited for, and nothing that goes wrong is silent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+
+import pytest
+
+from tests.guidance.rollouts import rollout
+from trajstore.guidance import Guidance, Insertion, LocalMaker, MakerError, Retrieved, UpdateQueue, with_guidance
+from trajstore.trajectory import AgentTrajectory
+
+
+class SlowMaker:
+    """Summarizes when it is let."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.free = threading.Event()
+        self.batches: list[list[str]] = []
+
+    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+        raise NotImplementedError
+
+    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+        self.begun.set()
+        assert self.free.wait(60)
+        self.batches.append([one.task_id for one in rollouts])
+        if rollouts[0].task_id == "bad":
+            raise ZeroDivisionError("a maker of somebody's")
+        return len(rollouts)
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def test_what_does_not_fit_is_dropped_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    maker = SlowMaker()
+    updates = UpdateQueue(maker, capacity=2)
+    assert updates.submit([rollout("a", "x")])
+    assert maker.begun.wait(60)
+    taken = [updates.submit([rollout("b", "x"), rollout("b", "y")]) for _ in range(5)]
+    assert taken == [True, True, False, False, False]
+    assert caplog.text.count("summaries take longer than steps") == 1
+    maker.free.set()
+    assert updates.wait(60)
+    assert updates.metrics() == {
+        "guidance/update/submitted": 5.0,
+        "guidance/update/dropped": 6.0,
+        "guidance/update/summarized": 5.0,
+        "guidance/update/made": 5.0,
+    }
+    updates.close(60)
+    assert not updates.submit([rollout("a", "x")])
+
+
+def test_batches_are_of_whole_tasks_and_one_that_fails_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    maker = SlowMaker()
+    maker.free.set()
+    updates = UpdateQueue(maker, batch_size=3)
+    tasks = ["bad", "a", "bad", "b", "bad", "a", "c", "c", "c", "c"]
+    updates.submit([rollout(task, "x", name=str(number)) for number, task in enumerate(tasks)])
+    assert updates.wait(60)
+    assert maker.batches == [["bad"] * 3, ["a", "a", "b"], ["c"] * 4]
+    assert updates.metrics()["guidance/update/failed/failed"] == 1
+    assert updates.metrics()["guidance/update/summarized"] == 7
+    assert "ZeroDivisionError" in caplog.text
+    assert "summarizing rollouts works again" in caplog.text
+    updates.close(60)
+
+
+def test_summaries_do_not_see_experience() -> None:
+    maker = LocalMaker()
+    updates = UpdateQueue(maker)
+    guided = rollout("cup", "go kitchen")
+    guided.messages[1]["content"] = "<EXP>old tip</EXP>" + guided.messages[1]["content"]
+    good = with_guidance(guided, Guidance("keep", ("1",), (Insertion(1, "<EXP>old tip</EXP>"),)))
+    broken = with_guidance(rollout("book", "go attic"), Guidance("keep", ("1",), (Insertion(1, "never put in"),)))
+    updates.submit([broken, good])
+    assert updates.wait(60)
+    found = maker.retrieve("cup", 3)
+    assert "go kitchen" in found.text
+    assert "old tip" not in found.text
+    assert len(maker) == 1
+    assert updates.metrics()["guidance/update/failed/garbage"] == 1
+    updates.close(60)
+
+
+def test_closing_tells_what_was_not_summarized(caplog: pytest.LogCaptureFixture) -> None:
+    maker = SlowMaker()
+    updates = UpdateQueue(maker, capacity=3)
+    updates.submit([rollout("a", "x")])
+    assert maker.begun.wait(60)
+    updates.submit([rollout("b", "x")])
+    updates.close(timeout=0.05)
+    assert "closed after 0 s with 1 rollouts not summarized, and one summary under way" in caplog.text
+    assert updates.metrics()["guidance/update/dropped"] == 1
+    maker.free.set()
+    updates.close()
+
+
+def test_maker_errors_know_their_kind() -> None:
+    assert MakerError("timeout", "slow").kind == "timeout"

@@ -1,0 +1,223 @@
+"""``EMClient``: a ReMe service as the maker of experience.
+
+There are two services under the name, and both answer 200 to most of what goes wrong. An answer is believed only if it
+has the form of a success; no text of a failure is ever given to the caller as an experience.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from trajstore.errors import ConfigurationError
+from trajstore.guidance.json_http import post_json
+from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
+from trajstore.guidance.summary import text_of
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+Dialect = Literal["auto", "0.2", "0.4"]
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+
+_RETRIED = ("connection", "server")
+_RESTING = ("connection", "server", "timeout")
+_ROLES = ("system", "user", "assistant")
+
+
+class EMClient:
+    """Speaks to a ReMe service. Thread-safe.
+
+    A connection that fails and a status 5xx are tried again, ``retries`` times, waiting longer each time. After a call
+    that failed so, or timed out, the service is left alone for a while: calls fail at once (kind ``resting``), so that
+    a service that is down costs a step little.
+
+    Args:
+        base_url: of the service, such as ``http://127.0.0.1:8001``.
+        workspace_id: what the experiences belong to (dialect 0.2).
+        dialect: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or ``auto``: one probe before the first call finds out.
+        retrieve_timeout, summary_timeout: seconds for one call.
+        retries: further attempts of a call.
+        backoff: seconds before the first of these; doubles.
+        rest: seconds for which a service that failed is left alone; while it goes on failing, up to 16 times as many.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        workspace_id: str = "default",
+        dialect: Dialect = "auto",
+        retrieve_timeout: float = 10.0,
+        summary_timeout: float = 120.0,
+        retries: int = 2,
+        backoff: float = 0.5,
+        rest: float = 5.0,
+    ) -> None:
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
+        if dialect not in DIALECTS:
+            raise ConfigurationError(f"dialect: {dialect!r}, must be one of {', '.join(DIALECTS)}")
+        self._url = base_url.rstrip("/")
+        self._workspace = workspace_id
+        self._dialect: Dialect = dialect
+        self._timeouts = retrieve_timeout, summary_timeout
+        self._retries = retries
+        self._backoff = backoff
+        self._rest = rest
+        self._failures = 0
+        self._rest_until = 0.0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+        """Return the up to ``k`` experiences that the service finds; see ``ExperienceMaker``."""
+        if not query.strip() or k < 1:
+            return NOTHING  # the service answers an empty query as if it had failed
+        if self._known_dialect() == "0.2":
+            body = {"query": query, "top_k": k + len(without), "workspace_id": self._workspace}
+            return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k, without)
+        body = {"query": query, "limit": k, "min_score": 0.0}
+        return _notes(self._success("/search", body, self._timeouts[0]))
+
+    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+        """Give rollouts to the service, which makes of them what it will; see ``ExperienceMaker``.
+
+        Rollouts without an outcome or without messages are left out: the service would fail on all for one of them.
+
+        Returns:
+            How many memories the service says that it inserted; with dialect 0.4, how many rollouts it took.
+        """
+        rated = [(one, outcome) for one in rollouts if (outcome := _score(one)) is not None and one.messages]
+        if not rated:
+            return 0
+        if self._known_dialect() == "0.2":
+            trajectories = [{"messages": _messages(one), "score": outcome} for one, outcome in rated]
+            body = {"trajectories": trajectories, "workspace_id": self._workspace}
+            metadata = self._success("/summary_task_memory", body, self._timeouts[1])["metadata"]
+            inserted = (metadata.get("update_result") or {}).get("inserted_count")
+            if not isinstance(inserted, int):
+                raise MakerError(
+                    "failed", f"{self._url}: the summary says nothing of what was inserted: {str(metadata)[:200]}"
+                )
+            return inserted
+        for one, outcome in rated:
+            said = [{"name": message["role"], **message} for message in _messages(one)]
+            said.append(
+                {"name": "user", "role": "user", "content": f"Score of this try: {outcome:g} (1 is a success)."}
+            )
+            session = f"{one.task_id}-{one.rollout_id}"
+            self._success("/auto_memory", {"messages": said, "session_id": session}, self._timeouts[1])
+        return len(rated)
+
+    def close(self) -> None:
+        """Begin nothing more; a call that waits to try again ends at once, one under way at its time-out."""
+        self._closed.set()
+
+    # ---- inside ----
+
+    def _known_dialect(self) -> Dialect:
+        """Return the dialect; if it is to be found out, after a probe: a body without fields, which costs no model."""
+        if self._dialect != "auto":
+            return self._dialect
+        for dialect, path in (("0.2", "/retrieve_task_memory"), ("0.4", "/search")):
+            try:
+                self._call(path, {}, self._timeouts[0])
+            except MakerError as error:
+                if error.kind == "refused" and "HTTP 404" in str(error):
+                    continue
+                if error.kind != "refused":
+                    raise
+            self._dialect = dialect  # type: ignore[assignment]  # one of the two above
+            logger.info("guidance: %s speaks as reme-ai %s", self._url, dialect)
+            return self._dialect
+        raise MakerError(
+            "refused", f"{self._url}: has neither /retrieve_task_memory nor /search; is it a ReMe service?"
+        )
+
+    def _success(self, path: str, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+        """Return an answer that says that it is a success, with ``answer`` a text and ``metadata`` a mapping."""
+        answer = self._call(path, body, timeout)
+        if not isinstance(answer, dict):
+            raise MakerError("garbage", f"{self._url}{path}: the answer is no object: {str(answer)[:200]}")
+        if answer.get("success") is not True:
+            raise MakerError("failed", f"{self._url}{path}: no success: {str(answer.get('answer'))[:200]}")
+        if not isinstance(answer.get("metadata"), dict):
+            raise MakerError("garbage", f"{self._url}{path}: the answer has no metadata: {str(answer)[:200]}")
+        return answer
+
+    def _call(self, path: str, body: Mapping[str, Any], timeout: float) -> Any:
+        for attempt in range(self._retries + 1):
+            self._check_open()
+            try:
+                answer = post_json(self._url + path, body, timeout)
+            except MakerError as error:
+                again = error.kind in _RETRIED and attempt < self._retries
+                if again and not self._closed.wait(self._backoff * 2**attempt):
+                    continue
+                self._note(failed=error.kind in _RESTING)
+                raise
+            self._note(failed=False)
+            return answer
+        raise AssertionError("unreachable")
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise MakerError("closed", "the client of the experience service was closed")
+        with self._lock:
+            left = self._rest_until - time.monotonic()
+        if left > 0:
+            raise MakerError("resting", f"{self._url}: failed just now; it is left alone for {left:.1f} s more")
+
+    def _note(self, *, failed: bool) -> None:
+        with self._lock:
+            self._failures = self._failures + 1 if failed else 0
+            rest = self._rest * 2 ** min(self._failures - 1, 4) if failed else 0.0
+            self._rest_until = time.monotonic() + rest
+
+
+def _memories(answer: Mapping[str, Any], k: int, without: Collection[str]) -> Retrieved:
+    """Return the memories of an answer of dialect 0.2: those that its list holds, not what its text says."""
+    memories = answer["metadata"].get("memory_list")
+    if not isinstance(memories, list):
+        raise MakerError("failed", f"retrieval failed in the service: it answers without a list: {str(answer)[:200]}")
+    parts: list[str] = []
+    names: list[str] = []
+    for memory in memories:
+        content = memory.get("content") if isinstance(memory, Mapping) else None
+        name = str(memory.get("memory_id") or "") if isinstance(memory, Mapping) else ""
+        if not isinstance(content, str) or not content.strip() or (name and name in without) or len(parts) == k:
+            continue
+        when = memory.get("when_to_use")
+        parts.append(f"Memory {len(parts) + 1} :\n When to use: {when}\n Content: {content}")
+        names.append(name)
+    return Retrieved("\n\n".join(parts), tuple(names)) if parts else NOTHING
+
+
+def _notes(answer: Mapping[str, Any]) -> Retrieved:
+    """Return what a search of dialect 0.4 found: its text, which names no memories."""
+    text = answer.get("answer")
+    return Retrieved(text) if isinstance(text, str) and text.strip() else NOTHING
+
+
+def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:
+    """Return messages in the roles that both services take; what a tool or an environment says is the user's."""
+    return [
+        {
+            "role": str(message.get("role")) if message.get("role") in _ROLES else "user",
+            "content": text_of(message),
+        }
+        for message in rollout.messages
+    ]
+
+
+def _score(rollout: AgentTrajectory) -> float | None:
+    outcome = None if rollout.reward is None else rollout.reward.outcome
+    return float(outcome) if outcome is not None and math.isfinite(outcome) else None

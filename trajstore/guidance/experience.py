@@ -1,0 +1,74 @@
+"""One experience, and the record of a trajectory store that keeps it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from trajstore.errors import CorruptStoreError
+from trajstore.trajectory import AgentTrajectory
+
+EXPERIENCE = "experience"
+"""Key of ``metadata`` of a record that is an experience, or says what experiences were worth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """What past rollouts of a task teach, in text."""
+
+    when_to_use: str
+    """The situation it is for; retrieval compares queries with it."""
+    content: str
+    """What is put into the prompt."""
+    query: str = ""
+    """What the task's first messages say."""
+    task_id: str = ""
+    score: float | None = None
+    """Outcome of the rollout it was made of; ``None`` = unknown."""
+    sources: tuple[str, ...] = field(default=(), compare=False)
+    """Ids of the rollouts it was made of."""
+
+    @property
+    def digest(self) -> str:
+        """Identifies what it says, for whom: two experiences with the same digest are one."""
+        said = "\0".join((self.task_id, self.query, self.when_to_use, self.content))
+        return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+    @property
+    def index_text(self) -> str:
+        """What retrieval compares queries with."""
+        return f"{self.query}\n{self.when_to_use}"
+
+    def to_record(self, step: int | None = None) -> AgentTrajectory:
+        """Return the record of a store; inverse of :meth:`of_record`."""
+        said: dict[str, Any] = {
+            "kind": "experience",
+            "when_to_use": self.when_to_use,
+            "content": self.content,
+            "score": self.score,
+            "sources": list(self.sources),
+        }
+        return AgentTrajectory(task_id=self.task_id, query=self.query, policy_version=step, metadata={EXPERIENCE: said})
+
+    @classmethod
+    def of_record(cls, record: AgentTrajectory) -> Experience | None:
+        """Return the experience that a record keeps; ``None`` if the record is something else.
+
+        Raises:
+            CorruptStoreError: it says that it is one, and lacks what one has.
+        """
+        said = record.metadata.get(EXPERIENCE)
+        if not isinstance(said, dict) or said.get("kind") != "experience":
+            return None
+        try:
+            return cls(
+                when_to_use=str(said["when_to_use"]),
+                content=str(said["content"]),
+                query=record.query,
+                task_id=record.task_id,
+                score=None if said["score"] is None else float(said["score"]),
+                sources=tuple(str(name) for name in said["sources"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"record of an experience (task {record.task_id!r}): {error!r}") from error

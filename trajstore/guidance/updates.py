@@ -1,0 +1,159 @@
+"""Rollouts on their way to the maker of experience: a bounded queue and one thread. Training never waits for it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.guidance.context import ExperienceTemplate
+from trajstore.guidance.maker import ExperienceMaker, MakerError
+from trajstore.guidance.summary import by_task, unguided
+from trajstore.guidance.trouble import Trouble
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateQueue:
+    """Hands rollouts to a maker, in the background, in batches of whole tasks.
+
+    Args:
+        maker: makes experiences of them.
+        capacity: steps that may wait; what comes when they do is dropped, counted and logged.
+        batch_size: rollouts in a call of the maker, roughly: a task's rollouts stay together.
+        template: taken out of messages of which it is not recorded what was put in.
+    """
+
+    def __init__(
+        self,
+        maker: ExperienceMaker,
+        *,
+        capacity: int = 4,
+        batch_size: int = 8,
+        template: ExperienceTemplate | None = None,
+    ) -> None:
+        self._maker = maker
+        self._batch_size = batch_size
+        self._template = template
+        self._waiting: queue.Queue[list[AgentTrajectory] | None] = queue.Queue(capacity)
+        self._trouble = Trouble("summarizing rollouts")
+        self._lock = threading.Lock()
+        self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
+        self._busy = 0
+        self._idle = threading.Condition(self._lock)
+        self._dropping = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, rollouts: Sequence[AgentTrajectory]) -> bool:
+        """Take rollouts, to be summarized soon; return False if they were dropped because too much waits.
+
+        The trajectories must not be changed afterwards.
+        """
+        with self._lock:
+            if self._closing:
+                return False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="guidance-updates", daemon=True)
+                self._thread.start()
+            try:
+                self._waiting.put_nowait(list(rollouts))
+            except queue.Full:
+                self._figures["dropped"] += len(rollouts)
+                if not self._dropping:
+                    logger.warning(
+                        "guidance: summaries take longer than steps: the %d rollouts of this one give no experience,"
+                        " and so it goes on until there is room again (guidance/update/dropped counts)",
+                        len(rollouts),
+                    )
+                self._dropping = True
+                return False
+            self._dropping = False
+            self._figures["submitted"] += len(rollouts)
+            self._busy += 1
+            return True
+
+    def wait(self, timeout: float) -> bool:
+        """Return whether everything submitted was summarized, or failed, within ``timeout`` seconds."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._busy == 0, timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
+        with self._lock:
+            already, self._closing = self._closing, True
+            thread = self._thread
+        if already or thread is None:
+            return
+        end = time.monotonic() + timeout
+        self.wait(timeout)
+        left = 0
+        while True:
+            try:
+                held = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            left += len(held or ())
+        self._waiting.put(None)
+        thread.join(max(end - time.monotonic(), 0.0))
+        with self._lock:
+            self._figures["dropped"] += left
+        if left or thread.is_alive():
+            logger.warning(
+                "guidance: closed after %.0f s with %d rollouts not summarized%s",
+                timeout,
+                left,
+                ", and one summary under way, which is left to itself" if thread.is_alive() else "",
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures since the beginning: rollouts by what became of them, experiences made, failures by kind."""
+        with self._lock:
+            figures = {f"guidance/update/{name}": float(value) for name, value in self._figures.items()}
+        for kind, count in self._trouble.counts().items():
+            figures[f"guidance/update/failed/{kind}"] = float(count)
+        return figures
+
+    def _run(self) -> None:
+        while (held := self._waiting.get()) is not None:
+            try:
+                for batch in self._batches(held):
+                    self._summarize(batch)
+            finally:
+                with self._idle:
+                    self._busy -= 1
+                    self._idle.notify_all()
+
+    def _batches(self, rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
+        plain = []
+        for one in rollouts:
+            try:
+                plain.append(unguided(one, self._template))
+            except InvalidTrajectoryError as error:
+                self._trouble.failed(MakerError("garbage", f"rollout {one.rollout_id!r}: {error}"))
+        batches: list[list[AgentTrajectory]] = []
+        for held in by_task(plain):
+            if batches and len(batches[-1]) + len(held) <= self._batch_size:
+                batches[-1] += held
+            else:
+                batches.append(held)
+        return batches
+
+    def _summarize(self, batch: Sequence[AgentTrajectory]) -> None:
+        try:
+            made = self._maker.summarize(batch)
+        except MakerError as error:
+            self._trouble.failed(error)
+            return
+        except Exception as error:  # a maker is anybody's code; the thread must live on, and the cause be told
+            logger.exception("guidance: a summary failed")
+            self._trouble.failed(MakerError("failed", repr(error)))
+            return
+        self._trouble.succeeded()
+        with self._lock:
+            self._figures["summarized"] += len(batch)
+            self._figures["made"] += made

@@ -1,0 +1,150 @@
+"""``ExperienceWorker``: experience into the messages of a rollout, and out of them for training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.guidance.allocation import TrainMode
+from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
+from trajstore.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved
+from trajstore.guidance.record import Guidance
+from trajstore.guidance.summary import text_of
+from trajstore.guidance.trouble import Trouble
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class TrajExpConfig:
+    """What guidance has decided for one rollout, and what it did to its messages so far."""
+
+    add_exp: bool = False
+    """Whether the rollout is to be guided."""
+    train_mode: TrainMode = "discard"
+    task_id: str = ""
+    experience_list: list[str] = field(default_factory=list)
+    """Texts that were put in, without the template."""
+    names: list[str] = field(default_factory=list)
+    """Names of the experiences in them."""
+    insertions: list[Insertion] = field(default_factory=list)
+
+    def guidance(self, *, taken_out: bool = False) -> Guidance | None:
+        """Return the record of it for the trajectory; ``None`` if nothing was put in."""
+        if not self.insertions:
+            return None
+        return Guidance(self.train_mode, tuple(self.names), tuple(self.insertions), taken_out)
+
+
+class ExperienceWorker:
+    """Puts experience into messages and takes it out. Thread-safe; every rollout has a ``TrajExpConfig`` of its own.
+
+    Args:
+        maker: where experience is asked for; ``None`` = nowhere, and nothing is put in.
+        template: the text around it.
+        retrieve_top_k: experiences asked for.
+        retired: names of experiences that are not asked for; may change.
+    """
+
+    def __init__(
+        self,
+        maker: ExperienceMaker | None,
+        *,
+        template: ExperienceTemplate,
+        retrieve_top_k: int = 3,
+        retired: Collection[str] = (),
+    ) -> None:
+        self._maker = maker
+        self._template = template
+        self._k = retrieve_top_k
+        self._retired = retired
+        self._trouble = Trouble("retrieving experience")
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def manage_rollout_context(
+        self, messages: Sequence[Mapping[str, Any]], traj_config: TrajExpConfig
+    ) -> list[dict[str, Any]]:
+        """Return the messages to send to the model: with experience in front of the last one if there is some for it.
+
+        Where nothing is found, or the maker fails, they are as they were; that is counted and logged.
+
+        Args:
+            messages: of the conversation so far; not changed.
+            traj_config: of this rollout; told what was put in.
+        """
+        unchanged = [dict(message) for message in messages]
+        if not traj_config.add_exp or self._maker is None:
+            return unchanged
+        found = self.find(messages)
+        if not found.text:
+            return unchanged
+        try:
+            changed, insertion = put_in(messages, self._template.fill(found.text))
+        except InvalidTrajectoryError as error:
+            self._count("no_place")
+            logger.warning("guidance: a rollout of task %r is not guided: %s", traj_config.task_id, error)
+            return unchanged
+        self._count("guided")
+        traj_config.insertions.append(insertion)
+        traj_config.experience_list.append(found.text)
+        traj_config.names += [name for name in found.names if name and name not in traj_config.names]
+        return changed
+
+    def manage_training_context(
+        self, messages: Sequence[Mapping[str, Any]], traj_config: TrajExpConfig
+    ) -> tuple[list[str], list[dict[str, Any]]]:
+        """Return what was put in and is not trained on, and the messages to train on.
+
+        With train mode ``discard`` they are to the byte what they would have been without; with ``keep`` they are as
+        sampled.
+
+        Args:
+            messages: of the rollout, as the model got them; not changed.
+            traj_config: of this rollout.
+
+        Raises:
+            InvalidTrajectoryError: a message does not begin with what was put in front of it.
+        """
+        if traj_config.train_mode != "discard":
+            return [], [dict(message) for message in messages]
+        return list(traj_config.experience_list), take_out(messages, traj_config.insertions)
+
+    def find(self, messages: Sequence[Mapping[str, Any]]) -> Retrieved:
+        """Return the experience for a conversation; nothing if there is none, or the maker fails."""
+        if self._maker is None:
+            return NOTHING
+        query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
+        try:
+            found = self._maker.retrieve(query, self._k, tuple(self._retired))
+        except MakerError as error:
+            self._trouble.failed(error)
+            return NOTHING
+        except Exception as error:  # a maker is anybody's code, and a rollout goes on without it
+            logger.exception("guidance: retrieval failed")
+            self._trouble.failed(MakerError("failed", repr(error)))
+            return NOTHING
+        self._trouble.succeeded()
+        if not found.text:
+            self._count("nothing_found")
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures since the beginning: rollouts guided, queries that found nothing, failures by kind."""
+        with self._lock:
+            figures = {
+                f"guidance/retrieve/{name}": float(self._counts[name])
+                for name in ("guided", "nothing_found", "no_place")
+            }
+        for kind, count in self._trouble.counts().items():
+            figures[f"guidance/retrieve/failed/{kind}"] = float(count)
+        return figures
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
