@@ -365,9 +365,9 @@ def test_loading_into_a_new_store_can_be_flushed(tmp_path: Path) -> None:
     source.save_checkpoint(tmp_path / "checkpoint")
     with make("cached", "pt", tmp_path / "store", 0) as buffer:
         buffer.load_checkpoint(tmp_path / "checkpoint")
-        buffer.flush(timeout=20)
+        buffer.flush(timeout=60)
         assert buffer.add_trajectories([witness(4)]) == [4]
-        buffer.flush(timeout=20)
+        buffer.flush(timeout=60)
         assert [check_trajectory(buffer.get(number)) for number in range(5)] == list(range(5))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from trajstore.files import folders as folders_module
 from trajstore.files import held as held_module
 from trajstore.files import local as local_module
 from trajstore.inspection.verify import verify
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
 
@@ -83,14 +83,6 @@ def recording(watch: Callable[[], None] = lambda: None) -> Iterator[Recorder]:
         yield recorder
 
 
-def await_true(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does, a minute at most."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def writer_to(path: Path, **options: Any) -> TrajectoryReplayBuffer:
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
 
@@ -115,7 +107,7 @@ def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> N
             assert recorder.unsynced <= renewed
         buffer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
         assert recorder.unsynced <= renewed
-        await_true(lambda: not recorder.unsynced)
+        wait_until(lambda: not recorder.unsynced)
     assert {str(tmp_path / "a"), str(tmp_path)} < {path for name, path in recorder.calls if name == "fsync"}
 
 

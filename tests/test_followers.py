@@ -42,7 +42,7 @@ def write(path: Path, started: Event, stop: Event, fmt: str) -> None:
             time.sleep(0.002)
 
 
-def follow(path: Path, ready: Any, stop: Event, results: Any, number: int) -> None:
+def follow(path: Path, ready: Any, changed: Event, stop: Event, results: Any, number: int) -> None:
     """Sample and read whole trajectories, seeing new commits now and then, until told to stop."""
     torch.set_num_threads(1)
     buffer = TrajectoryReplayBuffer(seed=number, sample_window_size=0, enable_cache=number % 2 == 0)
@@ -51,7 +51,9 @@ def follow(path: Path, ready: Any, stop: Event, results: Any, number: int) -> No
     try:
         buffer.load_checkpoint(path)
         while not stop.is_set():
-            changes += buffer.refresh()
+            if buffer.refresh():
+                changes += 1
+                changed.set()
             ids = buffer.trajectory_ids
             assert int(ids[-1]) >= newest, "went back in time"
             newest = int(ids[-1])
@@ -68,10 +70,12 @@ def follow(path: Path, ready: Any, stop: Event, results: Any, number: int) -> No
 
 def follow_for(path: Path, seconds: float, fmt: str) -> None:
     context = forking()
-    started, enough, stop, results = context.Event(), context.Event(), context.Event(), context.Queue()
+    started, changed, enough, stop = (context.Event() for _ in range(4))
+    results = context.Queue()
     ready = [context.Semaphore(0) for _ in range(READERS)]
     readers = [
-        context.Process(target=follow, args=(path, ready[i], stop, results, i), daemon=True) for i in range(READERS)
+        context.Process(target=follow, args=(path, ready[i], changed, stop, results, i), daemon=True)
+        for i in range(READERS)
     ]
     producer = context.Process(target=write, args=(path, started, enough, fmt), daemon=True)
     producer.start()
@@ -79,8 +83,9 @@ def follow_for(path: Path, seconds: float, fmt: str) -> None:
     for reader in readers:
         reader.start()
     for semaphore in ready:
-        semaphore.acquire(timeout=60)
-    time.sleep(seconds)
+        assert semaphore.acquire(timeout=60)
+    time.sleep(seconds)  # how much is tried, not how fast
+    assert changed.wait(60)
     enough.set()
     producer.join(60)
     assert producer.exitcode == 0
@@ -228,11 +233,11 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
                 results = context.Queue()
                 child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
                 child.start()
-                child.join(30)
+                child.join(120)
                 hung = child.is_alive()
                 child.kill()
                 assert not hung, "a lock was held by another thread when the child was forked"
-                assert results.get(timeout=10) is True
+                assert results.get(timeout=60) is True
         finally:
             stop.set()
             adder.join()

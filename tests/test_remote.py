@@ -27,6 +27,7 @@ from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
 from trajstore.formats.base import ShardContent
 from trajstore.testing.directory import DirectoryConformance, publish
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import Trajectory
 
@@ -353,13 +354,6 @@ def lock_text(**changes: Any) -> bytes:
 
 def write_lock(directory: Directory, text: bytes) -> None:
     directory.publish([EncodedFile(LOCK_NAME, [text])])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened for a minute"
-        time.sleep(0.01)
 
 
 def dead_process() -> int:

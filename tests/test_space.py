@@ -7,9 +7,8 @@ import logging
 import os
 import random
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 from trajstore.writing.rewriting import Usage, choose
 
@@ -212,13 +212,6 @@ def test_random_eviction_gives_space_back(tmp_path: Path, fmt: str) -> None:
         assert keys_of(again) == keys
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("fmt", ["pt", "zarr"])
 def test_compact_leaves_one_shard_of_many(tmp_path: Path, fmt: str) -> None:
     with writer_to(tmp_path, trajectory_format=fmt, enable_cache=False) as source:
@@ -287,6 +280,20 @@ def test_another_shape_of_trajectories_stays_apart(tmp_path: Path) -> None:
         source.compact()
         assert len(shard_files(tmp_path)) == 3, "one for each set of columns; witnesses have two"
         assert [check_trajectory(source.get(number)) for number in range(2, 12, 2)] == list(range(1, 6))
+
+
+def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    def look(*arguments: Any, **keywords: Any) -> list[int]:
+        held.append(source._writer.log._holds)  # type: ignore[union-attr]
+        return choose(*arguments, **keywords)
+
+    with writer_to(tmp_path) as source:
+        add_one_by_one(source, range(2))
+        monkeypatch.setattr("trajstore.writing.rewriting.choose", look)
+        source.compact()
+    assert set(held) == {0}
 
 
 @pytest.mark.parametrize("step", range(8))

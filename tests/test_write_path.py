@@ -10,8 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.reading.contents import Contents
 from trajstore.testing.faults import FaultPlan, failing_disk
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.writing.commit_log import CommitLog
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
@@ -38,11 +36,6 @@ def contents_of(path: Path) -> list[int]:
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(path)
         return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.005)
 
 
 # -- an add that fails gives back what it took -------------------------------------------------------
@@ -74,7 +67,7 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(
                 buffer.add_trajectories([witness(1)])
         assert len(buffer) == 1
         ids = buffer.add_trajectories([witness(2)])
-        buffer.flush(timeout=20)
+        buffer.flush(timeout=60)
         assert buffer.get_stats()["pending_bytes"] == 0
         assert buffer.wait(ids) is True
     assert contents_of(tmp_path / "store") == [0, 2]
@@ -128,7 +121,7 @@ def test_the_next_add_and_close_tell_of_it_too(tmp_path: Path, monkeypatch: pyte
     poison(monkeypatch, {0, 2}, ValueError("no such value"))
     buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
     buffer.add_trajectories([witness(0)])
-    eventually(lambda: buffer.get_stats()["set_aside"] == 1)
+    wait_until(lambda: buffer.get_stats()["set_aside"] == 1)
     with pytest.raises(UnwritableTrajectoryError, match="no such value"):
         buffer.add_trajectories([witness(1)])
     buffer.add_trajectories([witness(1)])
@@ -240,7 +233,7 @@ def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
     with opened(tmp_path / "store", on_commit=on_commit) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
-        assert done.wait(30)
+        assert done.wait(60)
     assert told == [0, 1, 2, 3]
     assert contents_of(tmp_path / "store") == [1, 2, 5]
     assert contents_of(tmp_path / "checkpoint") == [1, 2, 5]
@@ -270,7 +263,7 @@ def test_a_callback_may_close_the_buffer_and_does_not_keep_it_alive(tmp_path: Pa
 
     buffer = opened(tmp_path / "store", on_commit=on_commit)
     buffer.add_trajectories([witness(0)])
-    assert closed.wait(30)
+    assert closed.wait(60)
     assert contents_of(tmp_path / "store") == [0]
 
     class Holder:
@@ -315,7 +308,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
         for key in range(1, 4):  # told once; then there is room in memory
             buffer.add_trajectories([witness(key)])
         plan.heal()
-        eventually(lambda: buffer.committed == 3)
+        wait_until(lambda: buffer.committed == 3)
         assert buffer.get_stats()["write_retries"] >= 2
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3]
     assert "Traceback" not in caplog.text
@@ -399,10 +392,10 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(key) for key in range(5)])
         buffer.flush()
-        eventually(lambda: said()["size"] == said()["trajectory_counter"] == 5)  # at most once a second
+        wait_until(lambda: said()["size"] == said()["trajectory_counter"] == 5)  # at most once a second
         assert said()["generation"] == 0  # of the snapshot, which readers rely on
         buffer.add_trajectories([witness(5)])
-        eventually(lambda: said()["size"] == 6)
+        wait_until(lambda: said()["size"] == 6)
         assert contents_of(tmp_path / "store") == list(range(6))
     assert said()["size"] == 6
 
@@ -467,7 +460,7 @@ if how == "thread":
 )
 def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, fmt: str, codec: str, how: str) -> None:
     command = [sys.executable, "-c", EXIT, str(tmp_path / "store"), fmt, codec, how]
-    ended = subprocess.run(command, timeout=50, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=300, capture_output=True, text=True)
     assert ended.returncode == {"exit": 3, "raise": 1}.get(how, 0)
     assert contents_of(tmp_path / "store") == list(range(20 if how == "thread" else 10)), ended.stderr
     assert "Traceback" not in ended.stderr or how == "raise"

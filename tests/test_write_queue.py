@@ -176,7 +176,7 @@ def test_an_adder_waits_for_room() -> None:
     assert entered.is_alive()
     target.published(group)
     target.finish(target.take_ready())
-    entered.join(10)
+    entered.join(60)
     assert not entered.is_alive()
     assert held.nbytes == 64
 

@@ -52,7 +52,7 @@ def _run(folder: Path, world: int, state: str, root: Path) -> list[list[float]]:
         )
         for rank in range(world)
     ]
-    output = [rank.communicate(timeout=120)[0] for rank in ranks]
+    output = [rank.communicate(timeout=400)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world
     return [json.loads(line) for line in output[0].splitlines()]
 

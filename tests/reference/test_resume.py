@@ -94,7 +94,7 @@ def reopened(folder: Path) -> dict[str, Any]:
 
 def test_kill_in_the_middle_of_a_step_leaves_the_pool_of_the_last_flush(project_root: Path, tmp_path: Path) -> None:
     child = run_child(project_root, tmp_path, "in-step")
-    assert child.wait(timeout=120) == -signal.SIGKILL
+    assert child.wait(timeout=400) == -signal.SIGKILL
     flushed = json.loads((tmp_path / "flushed.json").read_text())
     found = reopened(tmp_path)
     assert found == flushed["pool"]
@@ -103,7 +103,7 @@ def test_kill_in_the_middle_of_a_step_leaves_the_pool_of_the_last_flush(project_
 
 def test_kill_at_any_moment_leaves_a_pool_that_opens(project_root: Path, tmp_path: Path) -> None:
     child = run_child(project_root, tmp_path, "run")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not (tmp_path / "flushed.json").exists() and time.monotonic() < deadline:
         assert child.poll() is None
         time.sleep(0.01)
@@ -126,7 +126,7 @@ def test_a_killed_run_resumes_with_the_pools_files(
 ) -> None:
     """The checkpoint has no cut of the pool, as that of a trainer which saves the model alone."""
     child = run_child(project_root, tmp_path, "files")
-    assert child.wait(timeout=120) == -signal.SIGKILL
+    assert child.wait(timeout=400) == -signal.SIGKILL
     files = tmp_path / "experience_pool"
     assert sorted(path.name for path in files.iterdir()) == ["step_2", "step_4"]
     newest = newest_checkpoint(tmp_path / "checkpoints")

@@ -19,7 +19,7 @@ from tools.crash.look import look
 
 _LONGEST_LIFE = 0.8  # seconds, once a child has begun
 _AFTER_PROMISE = 0.05  # seconds that one lives, at most, whose first promise came later
-_PATIENCE = 60.0  # seconds; who has not come to an end then never will
+_PATIENCE = 240.0  # seconds; who has not come to an end then never will
 
 
 @dataclass

@@ -8,6 +8,7 @@ import gc
 import random
 import resource
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +16,7 @@ import torch
 
 from tools.crash.child import Child
 from tools.crash.journal import Journal
+from trajstore.writing.interrupts import CHANGE_THREAD
 
 DESCRIPTORS = 256
 """That a child may have open."""
@@ -81,6 +83,9 @@ def _until(folder: Path, number: int, chance: random.Random, journal: Journal, i
 def _afterwards(child: Child, way: str) -> None:
     if way == "leave":
         return
+    for thread in threading.enumerate():
+        if thread.name == CHANGE_THREAD:
+            thread.join()  # an eviction that was interrupted goes on; until its end what it takes may go at any moment
     if not child.opened:
         if hasattr(child, "buffer"):
             child.buffer.close()  # closing may have been interrupted

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 from trajstore.files.local import TEMPORARY_SUFFIX
+from trajstore.testing.waiting import wait_until
 
 
 def copy_live(live: Path, copy: Path, *leave_out: str) -> Path:
     """Copy a directory that is open for writing; nothing may be added or removed meanwhile.
 
     The writer renews ``metadata.json`` in the background: a file that is being written has a temporary name, may be
-    gone at any moment, and is left out.
+    gone at any moment, and is left out. A copy during which a file was replaced is made anew: whoever lists a folder
+    while a file is renamed in it may see neither the old one nor the new one.
 
     Args:
         live: the directory.
@@ -22,5 +25,30 @@ def copy_live(live: Path, copy: Path, *leave_out: str) -> Path:
     Returns:
         ``copy``.
     """
-    shutil.copytree(live, copy, ignore=shutil.ignore_patterns(f"*{TEMPORARY_SUFFIX}", *leave_out))
+    ignored = shutil.ignore_patterns(f"*{TEMPORARY_SUFFIX}", *leave_out)
+
+    def copied_at_rest() -> bool:
+        shutil.rmtree(copy, ignore_errors=True)
+        before = _files(live)
+        try:
+            shutil.copytree(live, copy, ignore=ignored)
+        except (FileNotFoundError, shutil.Error):
+            return False
+        return _files(live) == before
+
+    wait_until(copied_at_rest)
     return copy
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Return inode, size and time of every file."""
+    found = {}
+    for above, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(above, name)
+            try:
+                status = os.stat(path, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            found[path] = status.st_ino, status.st_size, status.st_mtime_ns
+    return found

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -40,6 +40,8 @@ from trajstore.store.sealed import LAYOUT_VERSION
 from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RENEWAL = 1.0
 """Seconds between two renewals of ``metadata.json``."""
@@ -397,15 +399,28 @@ class CommitLog:
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
         """Delete no shard meanwhile, whatever is evicted; the end of this makes up for it."""
-        with self.lock:
-            self._holds += 1
-        try:
+        with self.keeping_files_for(lambda: True):
             yield
+
+    @contextmanager
+    def keeping_files_for(self, choose: Callable[[], T | None]) -> Iterator[T | None]:
+        """Choose what to read, and delete no shard meanwhile if that is anything.
+
+        Args:
+            choose: called while nothing can be committed or evicted; None where there is nothing to read.
+        """
+        with self.lock:
+            chosen = choose()
+            held = chosen is not None
+            self._holds += held
+        try:
+            yield chosen
         finally:
-            with self.lock:
-                self._holds -= 1
-                if self._put_off and not self._closed:
-                    self._collect_garbage(self.catalog)
+            if held:
+                with self.lock:
+                    self._holds -= 1
+                    if self._put_off and not self._closed:
+                        self._collect_garbage(self.catalog)
 
     def _collect_garbage(self, catalog: Catalog) -> None:
         self._put_off = self._holds > 0

@@ -16,6 +16,9 @@ T = TypeVar("T")
 _LONGEST = 1.0
 """Seconds after which everybody who waits looks again: an interrupt may have swallowed what should wake them."""
 
+CHANGE_THREAD = "trajstore-change"
+"""Name of the threads in which changes run that an interrupt must not stop half-way."""
+
 
 class Parking:
     """Where threads wait for a change. Unlike a condition's, their wait holds no lock and needs none afterwards."""
@@ -70,7 +73,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
         finally:
             done.release()
 
-    thread = threading.Thread(target=run, name="trajstore-change")
+    thread = threading.Thread(target=run, name=CHANGE_THREAD)
     try:
         thread.start()
     except RuntimeError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -185,23 +185,27 @@ class Rewriter:
             OSError: the new shard could not be written; nothing was moved.
         """
         with self._one:
-            with self._log.keeping_files():  # what is read here stays, also if it is evicted meanwhile
-                with self._log.lock:
-                    self._log.check_open()
-                    catalog = self._log.catalog
-                    usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
-                    rows = choose(usage, schemas, self._shard_bytes, self._damaged, everything=everything)
-                    if not rows:
-                        return False
-                    manifests = {row: catalog.shards.manifest(row) for row in rows}
-                    entries = _entries_in(catalog, rows)
-                sources = {row: self._open(row, manifest) for row, manifest in manifests.items()}
+            # What is read here stays, also if it is evicted meanwhile.
+            with self._log.keeping_files_for(partial(self._choose, everything)) as chosen:
+                if chosen is None:
+                    return False
+                sources = {row: self._open(row, manifest) for row, manifest in chosen.manifests.items()}
                 readable = {row: source for row, source in sources.items() if source is not None}
                 if len(readable) < len(sources):
                     return True  # choose again, without those that are damaged
-                self._rewrite(entries, readable)
+                self._rewrite(chosen.entries, readable)
             self._log.collect_garbage()
             return True
+
+    def _choose(self, everything: bool) -> _Chosen | None:
+        """Return what is worth rewriting; the caller holds the log's lock."""
+        self._log.check_open()
+        catalog = self._log.catalog
+        usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
+        rows = choose(usage, schemas, self._shard_bytes, self._damaged, everything=everything)
+        if not rows:
+            return None
+        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, _entries_in(catalog, rows))
 
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
         """Return a shard that is sound; None for one that is damaged: a copy would carry a new, fitting checksum."""
@@ -240,6 +244,14 @@ class Rewriter:
             if not self._log.unsettled:  # else half a record may stand in the log, and name them
                 self._directory.remove([file.name for file in manifest.files])
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Shards that are rewritten together, by row, and what is live or pinned in them."""
+
+    manifests: Mapping[int, ShardManifest]
+    entries: Sequence[_Entry]
 
 
 @dataclass(frozen=True, slots=True)
