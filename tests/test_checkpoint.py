@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -347,3 +348,40 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
         copy_live(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
     assert list((tmp_path / "crashed" / "shards").iterdir()) == []
     assert verify(tmp_path / "crashed").sound
+
+
+def test_a_rank_looks_only_at_the_files_of_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        for key in range(16):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+    looked: list[str] = []
+    real = LocalDirectory.sizes
+
+    def sizes(directory: LocalDirectory, below: str = "", *only: Any) -> dict[str, int]:
+        found = real(directory, below, *only)
+        looked.extend(found)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalDirectory, "sizes", sizes)
+        with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+            reader.load_checkpoint(tmp_path / "store", True, 3, 8)
+            assert [check_trajectory(reader.get(number)) for number in (6, 7)] == [6, 7]
+    assert sorted(looked) == [f"shards/shard_{number:08d}.pt" for number in (6, 7)]
+
+
+def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
+    for rank, keys in enumerate((range(6), range(4, 9))):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "first") as buffer:
+            if rank == 0:
+                buffer.add_trajectories([witness(key) for key in keys])
+            else:
+                buffer.evict([0, 1, 2, 3])
+                buffer.add_trajectories([witness(key) for key in range(6, 9)])
+            buffer.flush()
+            buffer.save_checkpoint(tmp_path / "run" / f"rank_{rank}")
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        reader.load_checkpoint(tmp_path / "run")
+        keys_there = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+    assert keys_there == list(range(9))

@@ -50,7 +50,6 @@ class Loaded:
     next_id: int = 0
     skipped: int = 0
     warnings: list[str] = field(default_factory=list)
-    seen: set[bytes] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,7 @@ def _check_present(parts: Sequence[tuple[Source, TrajectoryIndex]], path: str | 
 def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:
     """Choose the entries of each source: all, or one rank's share of the union; nothing twice, no id twice."""
     alone = len(found) == 1 and share is None
-    distinct = [index if alone else _distinct(_readable(index), loaded.seen) for _, index in found]
+    distinct = [index for _, index in found] if alone else _distinct([_readable(index) for _, index in found])
     total = sum(len(index) for index in distinct)
     start, stop = (0, total) if share is None else share_of(total, *share)
     ids = np.concatenate([index["trajectory_id"] for index in distinct])
@@ -250,15 +249,21 @@ def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
     return index
 
 
-def _distinct(index: TrajectoryIndex, seen: set[bytes]) -> TrajectoryIndex:
-    """Return the entries whose UUIDs were not seen in an earlier source."""
-    fresh = []
-    for at, raw in enumerate(index["uuid"].tolist()):
-        if raw not in seen:
-            seen.add(raw)
-            fresh.append(at)
-    if len(fresh) == len(index):
-        return index
-    part = index.slice(0, len(index))
-    part.replace(index.take(index.first + np.array(fresh, np.intp)))
-    return part
+def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
+    """Return the entries whose UUIDs were not seen before, in their own source or an earlier one."""
+    uuids = np.concatenate([index["uuid"] for index in indexes])
+    halves = uuids.view(np.dtype("2u8")).reshape(-1, 2) if len(uuids) else np.zeros((0, 2), np.uint64)
+    ordered = np.sort(halves[:, 0])
+    if not np.any(ordered[1:] == ordered[:-1]):  # the halves of random UUIDs differ already
+        return list(indexes)
+    _, first = np.unique(halves, axis=0, return_index=True)
+    fresh = np.zeros(len(uuids), np.bool_)
+    fresh[first] = True
+    parts: list[TrajectoryIndex] = []
+    end = 0
+    for index in indexes:
+        begin, end = end, end + len(index)
+        part = index.slice(0, len(index))
+        part.drop(np.flatnonzero(~fresh[begin:end]))
+        parts.append(part)
+    return parts

@@ -150,10 +150,14 @@ class Directory(ABC):
         """Return the names of all files below a folder, at any depth, sorted; empty if the folder is absent."""
 
     @abstractmethod
-    def sizes(self, below: str = "") -> dict[str, int]:
+    def sizes(self, below: str = "", only: Sequence[str] | None = None) -> dict[str, int]:
         """Return the sizes in bytes of all files that :meth:`names` lists, by name, in one pass over the folder.
 
         A file that is removed meanwhile is left out.
+
+        Args:
+            below: the folder.
+            only: names of the files below it that are asked for; None for all.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from trajstore.files.descriptors import Descriptor
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """What the system says where a file's name stands for something else; ``ENXIO`` for sockets and pipes."""
+
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -193,6 +195,24 @@ class HeldFolder:
             raise self.named(error, name) from error
         if not stat.S_ISREG(found.st_mode):
             raise self._no_file(name, _KINDS.get(stat.S_IFMT(found.st_mode), "no file"))
+        return found
+
+    def sizes(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the sizes of those of some files that are there, by name; symbolic links are followed."""
+        found: dict[str, int] = {}
+        try:
+            root = self.number
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        for name in names:
+            try:
+                told = os.stat(name, dir_fd=root)
+            except OSError as error:
+                if error.errno in _NO_SUCH_FILE:
+                    continue
+                raise self.named(error, name) from error
+            if not stat.S_ISDIR(told.st_mode):
+                found[name] = told.st_size
         return found
 
     def has_folder(self, name: str) -> bool:

@@ -112,13 +112,14 @@ class StoreSource(Source):
     def lost(self, index: TrajectoryIndex) -> Lost | None:
         """Return the entries whose shard lacks a file, or has one of another size; None if all are there.
 
-        One pass over the folder, whatever is in it: contents are not read.
+        Contents are not read, and no file of another entry's shard is looked at.
         """
-        found = self.directory.sizes("shards")
         needed = np.zeros(self.shards, np.bool_)
         needed[index["shard"]] = True
         wrong: dict[int, str] = {}
-        for rows, names, sizes in self.catalog.shards.file_sizes(np.flatnonzero(needed)):
+        told = list(self.catalog.shards.file_sizes(np.flatnonzero(needed)))
+        found = self.directory.sizes("shards", [name for _, names, _ in told for name in names])
+        for rows, names, sizes in told:
             there = np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
             for at in np.flatnonzero(there != sizes).tolist():
                 what = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
