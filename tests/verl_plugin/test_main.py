@@ -82,7 +82,7 @@ def test_train_and_go_on(verl_assets: Assets, project_root: Path, tmp_path: Path
             ("exp_manager.experience_replay.use_current_policy_entropy=true",),
             r"use_current_policy_entropy: True, must be false",
         ),
-        (("exp_manager.experience_replay.regularize_replayed=none",), r"regularize_replayed: none, must be both"),
+        (("exp_manager.experience_replay.regularize_replayed=none",), r"regularize_replayed: 'none', must be both"),
         (("exp_manager.on_resume=keep", "exp_manager.recording.enable=false"), r"on_resume: keep, needs"),
         (("exp_manager.experience_replay.offpolicy_trajectories_per_task=4",), r"must be below n_rollout = 4"),
         (("exp_manager.experience_replay.exp_ratio=1.5",), r"exp_ratio: 1\.5, must be a number in \[0, 1\]"),

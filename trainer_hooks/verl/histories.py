@@ -13,8 +13,9 @@ from transfer_queue import KVBatchMeta
 
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, replayed_row, session_of
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, output_of, replayed_row, session_of
 from trajstore.errors import ConfigurationError
+from trajstore.experience.rows import rows_of
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,9 @@ class Histories:
         self.expected: dict[str, tuple[AgentTrajectory, ...]] = {}
         """By ``uid`` of the prompt, until the prompt is sampled or dropped."""
         self.joined: dict[str, AgentTrajectory] = {}
-        """By key of the row, of the batch sampled last."""
+        """Row of a history by key of the row, of the batch sampled last."""
+        self.whole: dict[str, AgentTrajectory] = {}
+        """History by session, of the batch sampled last."""
         self.asked: dict[str, int] = {}
         """Rollouts that were to be made, by ``uid``, of the batch sampled last."""
         self._n_rollout = n_rollout
@@ -94,7 +97,7 @@ class Histories:
             ConfigurationError: a row's key or columns do not allow it.
         """
         sessions = Counter(session.rpartition("_")[0] for session in {session_of(key) for key in batch.keys})
-        self.joined = {}
+        self.joined, self.whole = {}, {}
         first: dict[str, int] = {}
         there: set[str] = set()
         for place, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
@@ -108,7 +111,7 @@ class Histories:
                     f"row {key!r}: sessions from {FIRST_REPLAYED_SESSION} on are those of replayed rows;"
                     " the sampler or the agent loop must use lower ones"
                 )
-            self.joined[key] = self.expected[uid][number]
+            self._note_joined(key, self.expected[uid][number])
             there.add(uid)
         added: list[Row] = []
         for uid, place in first.items():
@@ -116,7 +119,7 @@ class Histories:
                 added += self._rows(uid, batch.keys[place], batch.tags[place], batch.partition_id, sessions[uid])
         dataplane.add_rows(added, batch.partition_id)
         for row in added:
-            self.joined[row.key] = self.expected[row.key.split("_")[0]][row.tag[REPLAYED_TAG]]
+            self._note_joined(row.key, self.expected[row.key.split("_")[0]][row.tag[REPLAYED_TAG]])
         self.asked = {uid: self._n_rollout - len(self.expected.pop(uid, ())) for uid in {*first, *there}}
         joined = KVBatchMeta(
             partition_id=batch.partition_id,
@@ -140,9 +143,14 @@ class Histories:
         template = dataplane.read_whole_row(key, tag, partition_id)
         rows = []
         for number, history in enumerate(held):
-            row = replayed_row(template, history, number, own_group=self._own_group)
-            rows.append(Row(row.key, {**row.tag, REPLAYED_TAG: number}, row.columns))
+            for output, part in enumerate(rows_of(history)):
+                row = replayed_row(template, part, number, own_group=self._own_group, output=output)
+                rows.append(Row(row.key, {**row.tag, REPLAYED_TAG: number}, row.columns))
         return rows
+
+    def _note_joined(self, key: str, history: AgentTrajectory) -> None:
+        self.joined[key] = rows_of(history)[output_of(key)]
+        self.whole[session_of(key)] = history
 
     def _exp_mask(self, key: str, length: int) -> Tensor:
         history = self.joined.get(key)

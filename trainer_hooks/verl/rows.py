@@ -1,11 +1,13 @@
 """Between the rows of verl's data plane and trajectories. Pure: no data plane, no disk.
 
 A row is one output of one session of a prompt; its key is ``{uid}_{session}_{index}``. A session with more than one
-output (an agent loop that summarises its context, say) has several rows.
+output (an agent loop that summarises its context, say) has several rows and is one trajectory
+(``trajstore.experience.rows``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +22,7 @@ from trainer_hooks.verl.config import OutcomeRule
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.compact import with_small_columns, with_usual_columns
+from trajstore.experience.rows import pack_rows, row_count
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
@@ -38,6 +41,9 @@ _KNOWN_EXTRA = frozenset(
     ("reward_extra_info", "min_global_steps", "max_global_steps", "turn_scores", "tool_rewards", "raw_prompt")
 )
 """Extra fields of verl's agent loop that are recorded in places of their own."""
+
+_OF_ONE_OUTPUT = ("token_scores",)
+"""Keys of ``metadata`` that each output of a session has for itself."""
 
 _OF_THIS_SAMPLE = ("routed_experts", "teacher_ids", "teacher_logprobs")
 """Columns that say something of each token and are not recorded, so that a row which has one cannot be replayed."""
@@ -72,16 +78,21 @@ def session_of(key: str) -> str:
     return key.rpartition("_")[0]
 
 
+def output_of(key: str) -> int:
+    """Return the number of an output in its session, by a row's key."""
+    return int(key.rpartition("_")[2])
+
+
 def trajectories_of(
     rows: Sequence[Row], outcome: OutcomeRule, *, step: int, run: str, fingerprint: str, trained: bool = True
 ) -> list[AgentTrajectory]:
-    """Return the rows that were generated in a step as trajectories.
+    """Return the rows that were generated in a step as trajectories, one for each session, in order of arrival.
 
     Tensors are shared with the rows. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
     weights that sampled (``min_global_steps``, ``max_global_steps``) and ``token_scores``: what the reward gave,
-    ``[[position in the response, score], ...]``. Two numbers tell a reader whether it has all of a group, of which a
-    crash may have taken a part: ``outputs`` of the session, and ``task_rollouts``, the task's rows of this step that
-    are the only output of their session. ``trained`` is false for rows of a group that the sampler dropped; they
+    ``[[position in the response, score], ...]``, of each row by itself where a session has several ``outputs``.
+    ``task_rollouts``, the task's sessions of this step, tells a reader whether it has all of a group, of which a crash
+    may have taken a part. ``trained`` is false for rows of a group that the sampler dropped; they
     have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
     ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt. Ids and
     masks are in few bytes (``with_small_columns``).
@@ -98,23 +109,39 @@ def trajectories_of(
     Raises:
         ConfigurationError: a row's key is none of verl's.
     """
-    sessions = [session_of(row.key) for row in rows]
-    outputs = Counter(sessions)
-    made = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in rows]
-    alone = Counter(one.task_id for one, session in zip(made, sessions, strict=True) if outputs[session] == 1)
-    for one, session in zip(made, sessions, strict=True):
-        one.metadata |= {"outputs": outputs[session], "task_rollouts": alone[one.task_id], "trained": trained}
+    sessions: dict[str, list[Row]] = {}
+    for row in rows:
+        sessions.setdefault(session_of(row.key), []).append(row)
+    made = []
+    for outputs in sessions.values():
+        outputs.sort(key=lambda row: output_of(row.key))
+        parts = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in outputs]
+        # verl scores a session by its last output, and counts that one in the group; it also knows the whole session.
+        own = {name: parts[0].metadata[name] for name in (*_OF_ONE_OUTPUT, "min_global_steps")}
+        parts[0].metadata = parts[-1].metadata | own
+        one = dataclasses.replace(pack_rows(parts, own=_OF_ONE_OUTPUT), reward=parts[-1].reward)
+        one.entropy = _entropy(one)
+        made.append(one)
+    count = Counter(one.task_id for one in made)
+    for one, outputs in zip(made, sessions.values(), strict=True):
+        one.metadata |= {"outputs": len(outputs), "task_rollouts": count[one.task_id], "trained": trained}
     return made
+
+
+def _entropy(one: AgentTrajectory) -> float | None:
+    if one.entropys is None or one.response_mask is None:
+        return None
+    return mean_entropy(one.entropys, one.response_mask)
 
 
 def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
     """Return the rollouts of one step that can be replayed, in an order that is not that of their arrival.
 
-    Those are the ones that are the only output of their session. What the pool makes of them, and which it draws
-    later, shall be the same in two equal runs. A uid is another one in every run, so they are ordered by task and
-    session.
+    Earlier versions recorded each output of a session by itself; where there were several, these stay out. What the
+    pool makes of them, and which it draws later, shall be the same in two equal runs. A uid is another one in every
+    run, so they are ordered by task and session.
     """
-    chosen = [one for one in made if one.metadata.get("outputs", 1) == 1]
+    chosen = [one for one in made if one.metadata.get("outputs", 1) == row_count(one)]
     return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
 
 
@@ -205,7 +232,7 @@ def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> d
     return told | ({"extra_fields": rest} if rest else {})
 
 
-def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool) -> Row:
+def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool, output: int = 0) -> Row:
     """Return the row by which a recorded trajectory joins the group of a row that was generated in this step.
 
     It has every column that the template has: a column that one row lacks would vanish from all of them. What
@@ -213,8 +240,9 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
     Args:
         template: a row of the same prompt.
-        trajectory: as :func:`trajectories_of` made it.
-        number: counts the replayed rows of the prompt from 0.
+        trajectory: as :func:`trajectories_of` made it; of several rows, one of them.
+        number: counts the histories of the prompt from 0.
+        output: number of the row in its history.
         own_group: it shall be a group of GRPO of its own.
 
     Raises:
@@ -265,7 +293,7 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         "min_global_steps": oldest,
         "max_global_steps": newest,
     }
-    return Row(f"{template.key.split('_')[0]}_{session}_0", tag, columns)
+    return Row(f"{template.key.split('_')[0]}_{session}_{output}", tag, columns)
 
 
 def _extra_fields(template: Mapping[str, Any], trajectory: AgentTrajectory, oldest: int, newest: int) -> dict[str, Any]:

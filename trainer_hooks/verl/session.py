@@ -45,6 +45,7 @@ from trainer_hooks.verl.rows import (
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.experience.persistence import from_plain, to_plain
+from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -211,11 +212,12 @@ class ReplaySession:
             return figures
         replayed = [row for row in rows if row.key in joined]
         self._replace_log_probs(replayed, batch.partition_id)
-        histories = [joined[row.key] for row in replayed]
-        everything = [*made, *histories]
-        done, task_ids = replayable(made), [trajectory.task_id for trajectory in everything]
-        replays = [False] * len(made) + [True] * len(histories)
-        versions = [trajectory.policy_version for trajectory in everything]
+        histories = list(self._histories.whole.values())
+        done = replayable(made)
+        # Figures of the batch count its rows, of which a rollout may have several.
+        counted = [one for several in (made, histories) for one in several for _ in range(row_count(one))]
+        task_ids, versions = [one.task_id for one in counted], [one.policy_version for one in counted]
+        replays = [False] * sum(map(row_count, made)) + [True] * len(replayed)
         task_of_uid = {one.metadata["uid"]: one.task_id for one in made}
         asked: Counter[str] = Counter()
         for uid, task in task_of_uid.items():

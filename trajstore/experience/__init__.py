@@ -3,7 +3,7 @@
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
 ``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``journal`` → ``store``, ``selection``, ``compact`` →
 ``rules``, ``entry`` → ``buckets``, ``outcomes``; ``persistence`` and ``agentevolver`` read and write a pool's files,
-``contract`` compares tokenizers.
+``rows`` makes one trajectory of a rollout's rows, ``contract`` compares tokenizers.
 """
 
 from trajstore.experience.buckets import TASK_SAMPLING, TaskSampling

@@ -37,6 +37,7 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.experience.rows import rows_of
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 
@@ -455,6 +456,42 @@ def test_an_outcome_that_is_missing_is_told_once_and_counted(
     told = [one.getMessage() for one in caplog.records if "no outcome" in one.getMessage()]
     assert len(told) == 1
     assert "4 of 4 rollouts have no outcome (u1_0_0 is the first): its score is nan" in told[0]
+
+
+# ---- sessions of several outputs ----
+
+
+def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSession) -> None:
+    session = make_session()
+    session.plan(TASKS, 0.5, 1)
+    rows = [
+        fresh_row("first", number, output=output, response=2 + number + output, score=float(number < 2), seed=output)
+        for number in range(N)
+        for output in range(2)
+    ]
+    rate(joined := session.join(put(rows)), value=-2.0)
+    figures = session.scored(joined, 1)
+    assert (figures["recording/rollouts"], figures["experience_replay/rows"]) == (N, 2 * N)
+    assert figures["experience_replay/pool_trajectories"] == 2
+    (history,) = next(one.histories for one in session.plan(TASKS, 0.5, 2) if one.task == "sums:0")
+    session.expect({"u": (history,)})
+    joined = session.join(put([fresh_row("u", number, seed=9) for number in range(N - 1)]))
+    assert joined.keys[-2:] == ["u_1000_0", "u_1000_1"]
+    rate(joined)
+    before = column(joined, "old_log_probs")
+    figures = session.scored(joined, 2)
+    assert figures["experience_replay/replayed_rows"] == 2
+    after = column(joined, "old_log_probs")
+    masks = column(joined, EXP_MASK)
+    for output, part in enumerate(rows_of(history)):
+        key = f"u_1000_{output}"
+        assert part.old_log_probs is not None
+        assert part.response_mask is not None
+        written = part.response_mask == 1
+        assert torch.equal(after[key][written], part.old_log_probs[written])
+        assert torch.equal(after[key][~written], before[key][~written])
+        assert not torch.equal(after[key], before[key])
+        assert torch.equal(masks[key], part.response_mask)
 
 
 # ---- a disk that is full ----

@@ -33,6 +33,7 @@ from trainer_hooks.verl.rows import (
 )
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.rows import row_count, rows_of
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 RULE = OutcomeRule()
@@ -334,15 +335,42 @@ def made_in_a_step() -> list[AgentTrajectory]:
     )
 
 
-def test_only_single_outputs_can_be_replayed() -> None:
+def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> None:
     made = made_in_a_step()
-    assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_10_0", "c_0_0"]
+    assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
     assert replayable([]) == []
+    two = next(one for one in made if one.rollout_id == "a_1_0")
+    assert (two.metadata["outputs"], row_count(two)) == (2, 2)
+    rows = [
+        with_scores(
+            rated(fresh_row("u", 0, output=output, response=3 + output, seed=output), seed=output),
+            torch.full((3 + output,), 0.25),
+        )
+        for output in (1, 0)
+    ]  # in any order
+    (held,) = through_a_store(step_of(rows), tmp_path)
+    assert held.reward is not None
+    assert held.reward.metadata["score"] == 1.0, "that of the last output"
+    template = fresh_row("new")
+    for output, part in enumerate(rows_of(held)):
+        back = replayed_row(template, part, 2, own_group=False, output=output)
+        assert back.key == f"new_{FIRST_REPLAYED_SESSION + 2}_{output}"
+        original = rows[1 - output].columns
+        for name in ("prompts", "responses", "input_ids", "response_mask", "rm_scores"):
+            assert torch.equal(back.columns[name], original[name]), name
+        values, known = recorded_log_probs(part, len(original["responses"]))
+        assert known.all()
+        assert torch.equal(values, original["old_log_probs"])
+    assert held.entropy is not None
+    assert held.response_mask is not None
+    assert held.entropys is not None
+    assert held.entropy == pytest.approx(float(held.entropys[held.response_mask == 1].mean()))
 
 
-def test_what_a_crash_left_of_a_session_with_two_outputs_cannot_be_replayed() -> None:
-    made = [one for one in made_in_a_step() if one.rollout_id != "a_1_0"]
-    assert [one.rollout_id for one in replayable(made)] == ["a_0_0", "b_1_0", "a_10_0", "c_0_0"]
+def test_outputs_that_were_recorded_one_by_one_are_not_replayed() -> None:
+    one = recorded(rated(fresh_row("a", 1)))
+    one.metadata["outputs"] = 2  # as earlier versions did
+    assert replayable([one]) == []
 
 
 def test_for_what_a_crash_took_of_a_group_there_are_failures() -> None:
