@@ -1,0 +1,71 @@
+"""``docs/api.md`` has every public name, and no entry of it is empty."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
+PACKAGES = ("trajstore", "trajstore.sampling", "trajstore.feeding")
+
+
+def find(name: str) -> Any:
+    """Return what an entry names: a module, or something in one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise LookupError(name)
+
+
+def said(value: Any) -> bool:
+    """Return whether something has a docstring that a person wrote."""
+    text = inspect.getdoc(value) or ""
+    made = dataclasses.is_dataclass(value) and isinstance(value, type) and text.startswith(f"{value.__name__}(")
+    return bool(text) and not made
+
+
+def members(value: Any) -> dict[str, Any]:
+    """Return what the reference shows below an entry."""
+    if isinstance(value, ModuleType):
+        own = {name: item for name, item in vars(value).items() if getattr(item, "__module__", None) == value.__name__}
+    elif isinstance(value, type):
+        ours = [cls for cls in value.__mro__ if cls.__module__.startswith(("trajstore", "trainer_hooks"))]
+        own = {name: getattr(value, name) for cls in ours for name in vars(cls) if hasattr(value, name)}
+        own = {name: item for name, item in own.items() if callable(item) or isinstance(item, property)}
+    else:
+        return {}
+    return {name: item for name, item in own.items() if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_entry_is_empty(name: str) -> None:
+    value = find(name)
+    assert said(value), f"{name} has no docstring"
+    silent = [member for member, item in members(value).items() if not said(item)]
+    assert silent == [], f"{name}: these have no docstring"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_an_entry(package: str) -> None:
+    module = importlib.import_module(package)
+    shown = [find(name) for name in ENTRIES]
+    absent = [
+        name
+        for name in module.__all__
+        if not any(getattr(module, name) is one or getattr(module, name) in members(one).values() for one in shown)
+    ]
+    assert absent == []
