@@ -109,7 +109,7 @@ class Draws:
         return [window.first + at + (len(window.gap) if at >= older else 0) for at in drawn.tolist()]
 
     def take_up(self, seed: int | None, rng_state: torch.Tensor | None) -> None:
-        """Go on as a checkpoint says; what it does not tell stays, but a seed without a state begins anew."""
+        """Go on as a checkpoint says. What is None stays as it is; a seed without a state makes a new generator."""
         if seed is not None:
             self.seed = seed
         if rng_state is not None:
