@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trajstore.errors import ConfigurationError
 from trajstore.experience.rows import rows_of
+from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory
 
 Task = TypeVar("Task")
@@ -76,13 +77,19 @@ def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_
         group: of all its rows.
         number: of the rollout in the batch.
         is_replayed: whether it came out of the pool.
+
+    Raises:
+        InvalidTrajectoryError: the trajectory's record of its guidance cannot be understood.
     """
     parts = rows_of(trajectory)
+    guidance = Guidance.of(trajectory)
     return [
         BatchRow(
             trajectory=part,
             group_id=group,
             is_experience_replay=is_replayed,
+            add_exp=guidance is not None,
+            train_mode="keep" if guidance is None else guidance.train_mode,
             rollout=None if len(parts) == 1 else (number, place, len(parts)),
         )
         for place, part in enumerate(parts)

@@ -97,7 +97,9 @@ class RolloutWorker:
         self._environment = environment
 
     @torch.no_grad()
-    def run(self, tasks: Sequence[TextTask], generator: torch.Generator) -> list[AgentTrajectory]:
+    def run(
+        self, tasks: Sequence[TextTask], generator: torch.Generator, openings: Sequence[str] | None = None
+    ) -> list[AgentTrajectory]:
         """Return one trajectory per entry of ``tasks``, in order; the same task may stand there many times.
 
         Tokens are drawn from the policy's own distribution (temperature 1, nothing cut off). ``old_log_probs``
@@ -107,10 +109,11 @@ class RolloutWorker:
         Args:
             tasks: what to try.
             generator: on the model's device.
+            openings: for each of them, the first message as the model is to read it; ``None`` = the environment's own.
         """
         if not tasks:
             return []
-        rows = [self._begin(task) for task in tasks]
+        rows = [self._begin(task, openings[place] if openings else None) for place, task in enumerate(tasks)]
         environment = self._environment
         longest = max(len(row.ids) for row in rows)
         turn_room = environment.max_reply_tokens + longest
@@ -122,10 +125,11 @@ class RolloutWorker:
                     self._answer(row, reply)
         return [self._finish(task, row) for task, row in zip(tasks, rows, strict=True)]
 
-    def _begin(self, task: TextTask) -> _Row:
+    def _begin(self, task: TextTask, opening: str | None) -> _Row:
         episode = self._environment.begin(task)
-        ids = self._tokenizer.opening(episode.first_message)
-        message = {"role": "user", "content": episode.first_message, "author": "env"}
+        content = episode.first_message if opening is None else opening
+        ids = self._tokenizer.opening(content)
+        message = {"role": "user", "content": content, "author": "env"}
         return _Row(episode, ids, len(ids), [message])
 
     def _reply(self, columns: _Columns, rows: Sequence[_Row], generator: torch.Generator) -> list[list[int]]:

@@ -18,10 +18,13 @@ from torch import Tensor
 from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import Batch, BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance import GuidanceHook
+from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask, rows_of_rollout
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
+from trainer_hooks.reference.guided import guided_words, retokenized, word_maker, word_template
 from trainer_hooks.reference.model import ModelConfig, build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
@@ -35,6 +38,9 @@ RowWeight = Literal["row", "rollout"]
 
 _STATE_VERSION = 1
 _STATE_KEYS = ("tokenizer_fingerprint", "model", "optimizer", "tokens", "order", "waiting", "curve", "replay")
+_SETTLE = 60.0
+"""Seconds that a step waits for its summaries at the most."""
+
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -78,6 +84,8 @@ class TrainerConfig:
     """What weighs as one in the loss: each row, or each rollout whatever its number of rows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     replay: ExperienceReplayConfig = field(default_factory=ExperienceReplayConfig)
+    guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
+    """Guided rollouts. ``experience_template`` must be words around its place, such as ``"hint {} now "``."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "tasks_per_step", "minibatches", "evaluate_every", "evaluation_rollouts"):
@@ -135,7 +143,8 @@ class ReferenceTrainer:
             raise ConfigurationError(
                 f"tasks_per_step: {config.tasks_per_step}, but {self.environment.name} has {len(self._tasks)} tasks"
             )
-        self.tokenizer = WordTokenizer(self.environment.words)
+        self._template = word_template(config.guidance) if config.guidance.is_on else None
+        self.tokenizer = WordTokenizer(guided_words(self.environment.words, self._template))
         self.model = build_model(config.model, len(self.tokenizer), config.seed)
         self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
         self.hook: ReplayHook[TextTask] = ReplayHook(
@@ -145,10 +154,11 @@ class ReferenceTrainer:
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             current_entropy=self._current_entropy,
         )
+        self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance))
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
         self.curve: list[CurvePoint] = []
         self.metrics: dict[str, float] = {}
-        """The hook's metrics of the newest step; empty if replay is off."""
+        """The hooks' metrics of the newest step; empty if replay and guidance are off."""
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate, weight_decay=0.0)
         self._tokens = torch.Generator(config.device).manual_seed(config.seed)
         self._order = torch.Generator().manual_seed(config.seed)
@@ -183,6 +193,7 @@ class ReferenceTrainer:
             steps=self.config.warm_start_steps,
             learning_rate=self.config.warm_start_learning_rate,
             seed=self.config.seed,
+            template=self._template,
         )
 
     def train(
@@ -215,6 +226,8 @@ class ReferenceTrainer:
         advantages = self._advantages(batch, [_outcome(row.trajectory) for row in rows])
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
         self.metrics = self.hook.step_done(batch, fresh, current, entropys)
+        self.metrics |= self.guidance.step_done(fresh, step)
+        self.guidance.settle(_SETTLE)  # so that two runs are equal; no other trainer has to
 
         success, by_level = self.evaluate() if step % self.config.evaluate_every == 0 else (None, {})
         point = CurvePoint(
@@ -252,6 +265,7 @@ class ReferenceTrainer:
             "waiting": list(self._waiting),
             "curve": [asdict(point) for point in self.curve],
             "replay": self.hook.state_dict(),
+            "guidance": self.guidance.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -277,9 +291,11 @@ class ReferenceTrainer:
         self._waiting = list(state["waiting"])
         self.curve = [CurvePoint(**point) for point in state["curve"]]
         self.hook.resume(state["replay"], self.step)
+        self.guidance.load_state_dict(state.get("guidance", {}))
 
     def close(self) -> None:
-        """Write what is left of the pool, and give its store back."""
+        """Write what is left of the pool and of the experiences, and give their stores back."""
+        self.guidance.close()
         self.hook.close()
 
     def __enter__(self) -> Self:
@@ -303,11 +319,18 @@ class ReferenceTrainer:
 
     def _roll_out(self, plan: Sequence[PlannedTask[TextTask]], step: int) -> list[AgentTrajectory]:
         tasks = [one.task for one in plan for _ in range(one.fresh_rollouts)]
-        fresh = self.worker.run(tasks, self._tokens)
+        configs = self.guidance.before_rollout(plan)
+        openings = [
+            self.guidance.context([{"role": "user", "content": self.environment.begin(task).first_message}], one)
+            for task, one in zip(tasks, configs, strict=True)
+        ]
+        fresh = self.worker.run(tasks, self._tokens, [str(messages[0]["content"]) for messages in openings])
         for number, trajectory in enumerate(fresh):
             trajectory.rollout_id = f"{step}-{number}"
             trajectory.policy_version = step
-        return fresh if self.config.rows == "rollout" else [turns_as_rows(one) for one in fresh]
+        done = [self.guidance.finished(one, config) for one, config in zip(fresh, configs, strict=True)]
+        done = [retokenized(one, self.tokenizer) for one in done]
+        return done if self.config.rows == "rollout" else [turns_as_rows(one) for one in done]
 
     def _batch(self, rows: Sequence[BatchRow]) -> Batch:
         """Return the padded batch on the model's device."""

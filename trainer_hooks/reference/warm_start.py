@@ -16,6 +16,7 @@ from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.reference.environments import Environment, TextTask
 from trainer_hooks.reference.model import response_log_probs
 from trainer_hooks.reference.tokenizer import WordTokenizer
+from trajstore.guidance import ExperienceTemplate
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
@@ -32,10 +33,21 @@ def warm_start(
     steps: int,
     learning_rate: float,
     seed: int,
+    template: ExperienceTemplate | None = None,
 ) -> float:
     """Train the model to write well-formed replies; return the last step's loss, in nats per token.
 
     The learning rate falls in a straight line to 0.
+
+    Args:
+        model: changed.
+        tokenizer: of the model.
+        environment: whose replies are imitated.
+        steps: optimizer steps.
+        learning_rate: of the first one.
+        seed: of the episodes.
+        template: if given, every other episode begins with experience that holds the replies that follow. So the model
+            learns to read experience, as a language model can from the start; not what is right, for they are blind.
     """
     random = Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
@@ -43,7 +55,10 @@ def warm_start(
     value = 0.0
     for _ in range(steps):
         episodes = [
-            _any_episode(tokenizer, environment, random.choice(environment.tasks), random) for _ in range(_ROWS)
+            _any_episode(
+                tokenizer, environment, random.choice(environment.tasks), random, template if row % 2 else None
+            )
+            for row in range(_ROWS)
         ]
         rows = [BatchRow(trajectory=trajectory, group_id=0) for trajectory in episodes]
         batch = {name: tensor.to(model.device) for name, tensor in build_batch(rows, tokenizer.pad_id).tensors.items()}
@@ -60,21 +75,34 @@ def warm_start(
     return value
 
 
-def _any_episode(tokenizer: WordTokenizer, environment: Environment, task: TextTask, random: Random) -> AgentTrajectory:
-    """Return an episode of replies drawn without looking at the goal."""
+def _any_episode(
+    tokenizer: WordTokenizer,
+    environment: Environment,
+    task: TextTask,
+    random: Random,
+    template: ExperienceTemplate | None,
+) -> AgentTrajectory:
+    """Return an episode of blind replies; with a template, after experience that holds them."""
     episode = environment.begin(task)
-    ids = tokenizer.opening(episode.first_message)
-    response_start = len(ids)
-    loss_mask = [0] * response_start
+    opening = episode.first_message
+    ids: list[int] = []
+    loss_mask: list[int] = []
+    replies: list[str] = []
     done = False
     while not done:
         reply = episode.any_reply(random)
+        replies.append(reply)
         written = tokenizer.reply(reply)
         answer = episode.answer(reply)
         done = answer.done
         read = [] if done else tokenizer.turn(answer.observation)
         ids += written + read
         loss_mask += [1] * len(written) + [0] * len(read)
+    if template is not None:
+        opening = template.fill(" ".join(replies)) + opening
+    prompt = tokenizer.opening(opening)
     return AgentTrajectory(
-        input_ids=torch.tensor(ids), loss_mask=torch.tensor(loss_mask), response_start=response_start
+        input_ids=torch.tensor(prompt + ids),
+        loss_mask=torch.tensor([0] * len(prompt) + loss_mask),
+        response_start=len(prompt),
     )

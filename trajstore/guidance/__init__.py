@@ -1,7 +1,8 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
-Imports run downward: ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` → ``retrieval``, ``summary``,
-``json_http``, ``trouble`` → ``maker``, ``experience``, ``record`` → ``allocation``, ``context``.
+Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
+``retrieval``, ``summary``, ``json_http``, ``trouble`` → ``maker``, ``experience``, ``record`` → ``allocation``,
+``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
 
@@ -26,14 +27,17 @@ from trajstore.guidance.endpoint import EndpointSummarizer
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.local import LocalMaker, as_text
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
+from trajstore.guidance.manager import AllocationRules, GuidanceManager
 from trajstore.guidance.record import Guidance, plain_messages, with_guidance
 from trajstore.guidance.retrieval import Hit, RetrievalIndex
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig
+from trajstore.guidance.worth import RetirementRule, Worth, WorthLedger, count_worth
 
 __all__ = [
     "EXPERIENCE_TEMPLATE",
+    "AllocationRules",
     "EMClient",
     "EndpointSummarizer",
     "Experience",
@@ -42,10 +46,12 @@ __all__ = [
     "ExperienceWorker",
     "ExtractiveSummarizer",
     "Guidance",
+    "GuidanceManager",
     "Hit",
     "Insertion",
     "LocalMaker",
     "MakerError",
+    "RetirementRule",
     "RetrievalIndex",
     "Retrieved",
     "RolloutExpMode",
@@ -55,9 +61,12 @@ __all__ = [
     "TrainMode",
     "TrajExpConfig",
     "UpdateQueue",
+    "Worth",
+    "WorthLedger",
     "allocate_add_exp",
     "allocate_train_mode",
     "as_text",
+    "count_worth",
     "plain_messages",
     "put_in",
     "strip_template",

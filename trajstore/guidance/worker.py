@@ -48,7 +48,7 @@ class ExperienceWorker:
         maker: where experience is asked for; ``None`` = nowhere, and nothing is put in.
         template: the text around it.
         retrieve_top_k: experiences asked for.
-        retired: names of experiences that are not asked for; may change.
+        retired: names of experiences that are not asked for.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class ExperienceWorker:
         self._maker = maker
         self._template = template
         self._k = retrieve_top_k
-        self._retired = retired
+        self.retired: Collection[str] = retired
+        """Names of experiences that are not asked for; may be set anew at any time."""
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -121,7 +122,7 @@ class ExperienceWorker:
             return NOTHING
         query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
         try:
-            found = self._maker.retrieve(query, self._k, tuple(self._retired))
+            found = self._maker.retrieve(query, self._k, tuple(self.retired))
         except MakerError as error:
             self._trouble.failed(error)
             return NOTHING

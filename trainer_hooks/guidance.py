@@ -1,0 +1,227 @@
+"""``GuidanceHook``: guided rollouts as a few calls at fixed points of a training loop, whoever wrote the loop.
+
+One step, beside the calls of ``ReplayHook``::
+
+    plan = replay.before_rollout(...)                     # tasks, and how many rollouts each makes
+    configs = guidance.before_rollout(plan)               # one TrajExpConfig for each of these rollouts, in order
+    messages = guidance.context(messages, configs[i])     # what the model reads
+    fresh[i] = guidance.finished(trajectory, configs[i])  # the messages to train on, a record of what was shown
+    ...
+    metrics |= guidance.step_done(fresh, step)            # worth counted, rollouts on their way to be summarized
+
+A loop that makes token ids itself tokenizes a discarded rollout's prompt again, from the messages that
+:meth:`GuidanceHook.training_messages` gives, and leaves the response as it was sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.plan import PlannedTask
+from trajstore.experience.pool import task_id_of
+from trajstore.guidance import (
+    EMClient,
+    ExperienceMaker,
+    ExperienceTemplate,
+    ExperienceWorker,
+    Guidance,
+    LocalMaker,
+    TrajExpConfig,
+    UpdateQueue,
+    with_guidance,
+)
+from trajstore.guidance.manager import GuidanceManager, RolloutMode
+from trajstore.guidance.worth import WorthLedger
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+
+class GuidanceHook:
+    """Guided rollouts for one training loop. :meth:`context` may be called from many threads, the rest from the loop's.
+
+    Args:
+        config: what is guided; with everything off the calls hand back what they were given.
+        maker: makes and finds experience; ``None`` = as the configuration says.
+
+    Raises:
+        StoreLockedError: another process writes to the store of experiences.
+        MissingDependencyError: bm25s is not installed, which the embedded maker needs.
+    """
+
+    def __init__(self, config: GuidanceConfig, *, maker: ExperienceMaker | None = None) -> None:
+        self.config = config
+        template = ExperienceTemplate.of(config.experience_template)
+        self._store = config.open_store() if config.is_on else None
+        try:
+            self.maker = self._make(maker)
+            self.worth = WorthLedger(self._store, config.retirement())
+        except BaseException:
+            if self._store is not None:
+                self._store.close()
+            raise
+        self._updates: UpdateQueue | None = None
+        if config.enable_summarizer and self.maker is not None:
+            self._updates = UpdateQueue(self.maker, batch_size=config.summary_batch_size, template=template)
+        self.manager = GuidanceManager(
+            config.rules(), seed=config.seed, updates=self._updates, updated_freq=config.updated_freq
+        )
+        asked = self.maker if config.enable_context_generator else None
+        self._worker = ExperienceWorker(asked, template=template, retrieve_top_k=config.retrieve_top_k)
+        if config.enable_summarizer and not config.updated_freq and not config.init_experience_before_training:
+            logger.warning(
+                "guidance: enable_summarizer has no effect: updated_freq is 0, init_experience_before_training false"
+            )
+
+    def _make(self, maker: ExperienceMaker | None) -> ExperienceMaker | None:
+        config = self.config
+        if maker is not None or not config.is_on:
+            return maker
+        if config.base_url is None:
+            return LocalMaker(self._store)
+        return EMClient(
+            config.base_url,
+            workspace_id=config.workspace_id,
+            dialect=config.dialect,
+            retrieve_timeout=config.retrieve_timeout,
+            summary_timeout=config.summary_timeout,
+        )
+
+    # ---- the fixed points of a step ----
+
+    def before_rollout(self, plan: Sequence[PlannedTask[Any]], mode: RolloutMode = "sample") -> list[TrajExpConfig]:
+        """Return one configuration for each fresh rollout, in the order of the plan.
+
+        Args:
+            plan: what ``ReplayHook.before_rollout`` returned, or tasks with their numbers of rollouts.
+            mode: ``sample`` in training, ``validate`` in validation.
+        """
+        tasks = self.manager.get_complete_exp_configs(
+            [one.task for one in plan], [one.fresh_rollouts for one in plan], mode
+        )
+        return [
+            TrajExpConfig(add_exp=add_exp, train_mode=task.train_mode, task_id=task_id_of(planned.task))
+            for planned, task in zip(plan, tasks, strict=True)
+            for add_exp in task.add_exp
+        ]
+
+    def context(self, messages: Sequence[Mapping[str, Any]], config: TrajExpConfig) -> list[dict[str, Any]]:
+        """Return the messages to send to the model; see ``ExperienceWorker.manage_rollout_context``."""
+        return self._worker.manage_rollout_context(messages, config)
+
+    def training_messages(self, messages: Sequence[Mapping[str, Any]], config: TrajExpConfig) -> list[dict[str, Any]]:
+        """Return the messages to train on; see ``ExperienceWorker.manage_training_context``."""
+        return self._worker.manage_training_context(messages, config)[1]
+
+    def finished(self, trajectory: AgentTrajectory, config: TrajExpConfig) -> AgentTrajectory:
+        """Return the rollout with its record of what it was shown, and with the messages that it is trained on.
+
+        A discarded rollout loses its sampled log-probs: they are those of another prompt. Its token ids are for
+        the caller to make of the messages that are left.
+
+        Args:
+            trajectory: with the messages as the model read and wrote them; not changed.
+            config: of this rollout.
+
+        Raises:
+            InvalidTrajectoryError: a message does not begin with what was put in front of it.
+        """
+        discarded = config.train_mode == "discard"
+        guidance = config.guidance(taken_out=discarded)
+        if guidance is None:
+            return trajectory
+        if discarded:
+            messages = self.training_messages(trajectory.messages, config)
+            trajectory = dataclasses.replace(trajectory, messages=messages, old_log_probs=None, rollout_log_probs=None)
+        return with_guidance(trajectory, guidance)
+
+    def step_done(self, fresh: Sequence[AgentTrajectory], global_steps: int) -> dict[str, float]:
+        """Count what experiences were worth, hand rollouts over to become experience; return the metrics.
+
+        Nothing is waited for.
+
+        Args:
+            fresh: the step's rollouts, with outcomes; not to be changed afterwards.
+            global_steps: number of the step.
+        """
+        if not self.config.is_on:
+            return {}
+        guided = [Guidance.of(one) is not None for one in fresh]
+        self._worker.retired = self._note(fresh)
+        self.manager.update_experience_pool(fresh, global_steps)
+        figures = {"guidance/guided_rollouts": float(sum(guided))}
+        for name, side in (("guided", True), ("unguided", False)):
+            outcomes = [
+                one.reward.outcome
+                for one, is_guided in zip(fresh, guided, strict=True)
+                if is_guided is side and one.reward is not None and one.reward.outcome is not None
+            ]
+            if outcomes:
+                figures[f"guidance/outcome/{name}"] = sum(outcomes) / len(outcomes)
+        return figures | self.metrics()
+
+    def validated(self, rollouts: Sequence[AgentTrajectory]) -> None:
+        """Take validation rollouts, which become experience with ``val_summarizer_save``."""
+        if self._updates is not None and self.config.val_summarizer_save:
+            self._updates.submit(rollouts)
+
+    def begin(self, rollouts: Sequence[AgentTrajectory], timeout: float) -> bool:
+        """Fill the pool before the first step, with ``init_experience_before_training``: the one call that waits.
+
+        Args:
+            rollouts: of the policy as it is; none are needed where it is off.
+            timeout: seconds to wait at the most.
+
+        Returns:
+            Whether everything was summarized in that time; True where it is off.
+        """
+        if self._updates is None or not self.config.init_experience_before_training:
+            return True
+        self._updates.submit(rollouts)
+        return self.settle(timeout)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until rollouts handed over have become experience; for runs that are to be repeated exactly."""
+        return self._updates is None or self._updates.wait(timeout)
+
+    def metrics(self) -> dict[str, float]:
+        """Return all figures since the beginning."""
+        figures = self._worker.metrics() | self.worth.metrics()
+        return figures if self._updates is None else figures | self._updates.metrics()
+
+    # ---- checkpoint and end ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the random choices. Experiences are in their own store."""
+        return self.manager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` returned."""
+        if state:
+            self.manager.load_state_dict(state)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Wait up to ``timeout`` seconds for summaries under way, log what is left, and give the store back."""
+        if self._updates is not None:
+            self._updates.close(timeout)
+        if self.maker is not None:
+            self.maker.close()
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _note(self, fresh: Sequence[AgentTrajectory]) -> tuple[str, ...]:
+        self.worth.note(fresh)
+        return self.worth.retired

@@ -1,0 +1,102 @@
+"""``GuidanceManager``: which rollouts are guided, and when rollouts become experience."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from trajstore.guidance.allocation import (
+    RolloutExpMode,
+    SampleExpMode,
+    TaskExpConfig,
+    TrainMode,
+    allocate_add_exp,
+    allocate_train_mode,
+)
+from trajstore.guidance.updates import UpdateQueue
+from trajstore.trajectory import AgentTrajectory
+
+RolloutMode = Literal["sample", "validate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationRules:
+    """What is guided and what is kept; see :mod:`trajstore.guidance.allocation`."""
+
+    train_rollout_expmode: RolloutExpMode = "mixed"
+    val_rollout_expmode: RolloutExpMode = "woexp"
+    rollout_expratio: float = 0.0
+    train_sample_expmode: SampleExpMode = "alldiscard"
+    train_sample_keepratio: float = 1.0
+
+
+class GuidanceManager:
+    """Allocation by a seeded generator, and updates of the pool of experiences. Not thread-safe: the training loop's.
+
+    Args:
+        rules: what is guided and what is kept.
+        seed: of the generator; two managers with one seed and the same calls decide alike.
+        updates: where rollouts go to become experience; ``None`` = nowhere.
+        updated_freq: steps from one update to the next; 0 = none.
+    """
+
+    def __init__(
+        self, rules: AllocationRules, *, seed: int = 1234, updates: UpdateQueue | None = None, updated_freq: int = 0
+    ) -> None:
+        self._rules = rules
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._updates = updates
+        self._updated_freq = updated_freq
+
+    def allocate_train_mode(self, tasks: Sequence[Any]) -> list[TrainMode]:
+        """Return the train mode of each task."""
+        rules = self._rules
+        return allocate_train_mode(
+            len(tasks), rules.train_sample_expmode, rules.train_sample_keepratio, self._generator
+        )
+
+    def allocate_add_exp(self, rollouts: Sequence[int], mode: RolloutMode) -> list[tuple[bool, ...]]:
+        """Return which rollouts of each task are guided.
+
+        Args:
+            rollouts: number of rollouts that each task makes.
+            mode: ``sample`` in training, ``validate`` in validation.
+        """
+        rules = self._rules
+        chosen = rules.train_rollout_expmode if mode == "sample" else rules.val_rollout_expmode
+        return allocate_add_exp(rollouts, chosen, rules.rollout_expratio, self._generator)
+
+    def get_complete_exp_configs(
+        self, tasks: Sequence[Any], rollouts: Sequence[int], mode: RolloutMode
+    ) -> list[TaskExpConfig]:
+        """Return, for each task, train mode and guided rollouts.
+
+        Args:
+            tasks: of the step.
+            rollouts: number of rollouts that each of them makes.
+            mode: ``sample`` in training, ``validate`` in validation.
+        """
+        modes = self.allocate_train_mode(tasks)
+        flags = self.allocate_add_exp(rollouts, mode)
+        return [TaskExpConfig(add_exp, train_mode) for add_exp, train_mode in zip(flags, modes, strict=True)]
+
+    def update_experience_pool(self, trajectories: Sequence[AgentTrajectory], global_steps: int) -> bool:
+        """Hand rollouts over to be summarized if this step is one of every ``updated_freq``; never waits.
+
+        Returns:
+            Whether they were taken: not if it is no such step, or if too much waits already (counted and logged).
+        """
+        if self._updates is None or self._updated_freq == 0 or global_steps % self._updated_freq:
+            return False
+        return self._updates.submit(trajectories)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state: plain containers."""
+        return {"generator": self._generator.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` returned."""
+        self._generator.bit_generator.state = state["generator"]
