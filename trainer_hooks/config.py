@@ -65,6 +65,9 @@ class ExperienceReplayConfig:
     experience_rbound: int | None = 8
     """and fewer than this. (ExGRPO's upper bound is inclusive.)"""
     exp_select_mode: SelectMode = "argmin"
+    sampler: Mapping[str, Any] | None = None
+    """Which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``; ``None`` = least
+    used first, then by ``exp_select_mode``."""
     use_current_policy_entropy: bool = True
     replay_difficulty: int | None = None
     """The one number of successes whose tasks are replayed; ``None`` = all."""

@@ -13,7 +13,7 @@ from trajstore.errors import ConfigurationError
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
 from trajstore.experience.outcomes import TaskOutcome
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.selection import choose_to_save, eligible, in_bounds, plan_admissions, rank
+from trajstore.experience.selection import choose_to_save, eligible, in_bounds, plan_admissions
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -93,19 +93,6 @@ def test_save_filter(make: Make) -> None:
     assert kept(**half, exp_select_mode="argmax") == [1]
     assert {kept(**half, exp_select_mode="random")[0] for _ in range(40)} == {1, 2}
     assert choose_to_save(rollouts[:1], rules(save_filter="best"), rng) == []
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.floats(0, 5), max_size=12), st.integers(0, 9))
-def test_rank_is_a_true_order_without_repetition(entropies: list[float], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    low = rank(entropies, "argmin", rng)
-    high = rank(entropies, "argmax", rng)
-    assert [entropies[i] for i in low] == sorted(entropies)
-    assert [entropies[i] for i in high] == sorted(entropies, reverse=True)
-    shuffled = rank(entropies, "random", np.random.default_rng(seed))
-    assert sorted(shuffled) == list(range(len(entropies)))
-    assert shuffled == rank(entropies, "random", np.random.default_rng(seed))
 
 
 def test_age_and_reward_decide_what_comes_out() -> None:

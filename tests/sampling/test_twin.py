@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from hypothesis import settings
@@ -10,7 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.sampling.told import told
 from trajstore.errors import EmptyBufferError
-from trajstore.sampling import FreshestSampler, Priorities, Recency, Staleness, UseLimit, WeightedSampler
+from trajstore.sampling import (
+    FreshestSampler,
+    LeastUsedSampler,
+    Priorities,
+    Recency,
+    Staleness,
+    UseLimit,
+    WeightedSampler,
+)
 from trajstore.sampling.factors import Factor
 
 MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.2
@@ -159,6 +169,68 @@ class FreshestTwin(RuleBasedStateMachine):
             self.rows[number][1] += 1
 
 
+class LeastUsedTwin(RuleBasedStateMachine):
+    @initialize(best=st.sampled_from(["lowest", "highest"]))
+    def begin(self, best: Any) -> None:
+        self.best = best
+        self.sampler = LeastUsedSampler(best, max_uses=3)
+        self.rows: dict[int, list[float]] = {}
+        self.added = 0
+
+    @rule(count=st.integers(1, 6))
+    def add(self, count: int) -> None:
+        numbers = range(self.added, self.added + count)
+        self.sampler.added(told(dict.fromkeys(numbers, 1)))
+        self.rows |= {number: [0, 0.0] for number in numbers}
+        self.added += count
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(gone)
+        for number in gone:
+            del self.rows[number]
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), value=st.sampled_from([-1.0, 0.0, 2.0]))
+    def value(self, data: st.DataObject, value: float) -> None:
+        rated = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True, min_size=1))
+        self.sampler.value(np.array(rated), [value] * len(rated))
+        for number in rated:
+            self.rows[number][1] = value
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), uses=st.integers(0, 3))
+    def used(self, data: st.DataObject, uses: int) -> None:
+        number = data.draw(st.sampled_from(sorted(self.rows)))
+        self.sampler.used(np.array([number]), np.array([uses]))
+        self.rows[number][0] = uses
+
+    @rule()
+    def reload(self) -> None:
+        state = self.sampler.state_dict()
+        self.sampler = LeastUsedSampler(self.best, max_uses=3)
+        self.sampler.added(told(dict.fromkeys(sorted(self.rows), 1)))
+        self.sampler.load_state_dict(state)
+
+    @precondition(lambda self: self.rows)
+    @rule(count=st.integers(1, 4))
+    def draw(self, count: int) -> None:
+        sign = 1 if self.best == "lowest" else -1
+        good = [number for number, (uses, _) in self.rows.items() if uses < 3]
+        wanted = sorted(good, key=lambda number: (self.rows[number][0], sign * self.rows[number][1], number))[:count]
+        try:
+            drawn = self.sampler.draw(count, torch.Generator()).ids.tolist()
+        except EmptyBufferError:
+            drawn = []
+        assert drawn == wanted
+        for number in drawn:
+            self.rows[number][0] += 1
+
+
+TestLeastUsedTwin = LeastUsedTwin.TestCase
+TestLeastUsedTwin.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
 TestWeightedTwin = WeightedTwin.TestCase
 TestWeightedTwin.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestFreshestTwin = FreshestTwin.TestCase

@@ -38,6 +38,7 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     unplaced = sum(task not in state.buckets and task not in state.skip for task in held)
     barred = len(held) - skipped - unplaced
     limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
+    limits += "" if rules.max_uses is None else f", max_uses = {rules.max_uses}"
     return (
         f"of {len(held)} tasks with trajectories {barred} have none that may come out ({limits}), {skipped} are skipped"
         f" as solved, {unplaced} have no bucket yet"

@@ -145,7 +145,11 @@ class PoolState:
 
     def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
         """Return the entries of a task that may come out at this step, oldest first."""
-        return tuple(entry for entry in self.entries.get(task, ()) if eligible(entry, rules, global_steps))
+        found = tuple(entry for entry in self.entries.get(task, ()) if eligible(entry, rules, global_steps))
+        most = rules.max_uses
+        if most is None:
+            return found
+        return tuple(entry for entry, uses in zip(found, self.uses_of(found), strict=True) if uses < most)
 
     def valid_buckets(self, rules: PoolRules, global_steps: int) -> dict[int, list[str]]:
         """Return, per difficulty that has any, the tasks that are not skipped and have an eligible entry."""

@@ -10,6 +10,7 @@ import torch
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import journal
 from trajstore.experience.buckets import TaskSampling, draw_tasks
+from trajstore.experience.choice import choose_histories
 from trajstore.experience.contract import check_trajectories
 from trajstore.experience.diagnosis import why_nothing
 from trajstore.experience.entry import (
@@ -22,8 +23,9 @@ from trajstore.experience.keeping import KeptPool
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
-from trajstore.experience.selection import plan_admissions, rank, rollouts_to_keep
+from trajstore.experience.selection import plan_admissions, rollouts_to_keep
 from trajstore.experience.store import PoolStore
+from trajstore.sampling import LeastUsedSampler
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -231,9 +233,10 @@ class ExperienceManager(KeptPool):
     def get_offpolicy_batch(self, tasks: Sequence[Any], n: int = 1) -> list[AgentTrajectory]:
         """Return up to ``n`` histories of each task, task by task, best first, none twice.
 
-        Those that were drawn least often come first, so that a task's histories take turns; among equally often
-        drawn ones the best by ``exp_select_mode``, on the entropy under the current policy if the rules want it and
-        :attr:`current_entropy` gives it, else on the saved one. Each call counts as a use of what it returns.
+        The rules' ``sampler`` chooses. Without one those that were drawn least often come first, so that a task's
+        histories take turns; among equally often drawn ones the best by ``exp_select_mode``, on the entropy under the
+        current policy if the rules want it and :attr:`current_entropy` gives it, else on the saved one. Each call
+        counts as a use of what it returns.
         Returned are copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
@@ -241,7 +244,7 @@ class ExperienceManager(KeptPool):
             n: histories per task at the most.
         """
         candidates = self._candidates(tasks)
-        wanted = self.rules.use_current_policy_entropy and self.rules.exp_select_mode != "random"
+        wanted = self.rules.use_current_policy_entropy and isinstance(self.rules.make_sampler(), LeastUsedSampler)
         records = [record for found in candidates.values() for _, record in found]
         current = self._scorer(self.current_entropy, records) if wanted else None
         chosen: list[AgentTrajectory] = []
@@ -250,10 +253,17 @@ class ExperienceManager(KeptPool):
             saved = [entry.entropy for entry, _ in found]
             entropies = saved if current is None else current[start : start + len(found)]
             start += len(found)
-            uses = self._state.uses_of(entry for entry, _ in found)
-            order = rank(entropies, self.rules.exp_select_mode, self._generator, uses)
-            self._ledger.note_used([found[index][0] for index in order[:n]])
-            chosen.extend(journal.replayed_copy(found[index][1]) for index in order[:n])
+            order = choose_histories(
+                [entry for entry, _ in found],
+                n,
+                self.rules,
+                uses=self._state.uses_of(entry for entry, _ in found),
+                entropies=entropies,
+                global_steps=self.global_steps,
+                generator=self._generator,
+            )
+            self._ledger.note_used([found[index][0] for index in order])
+            chosen.extend(journal.replayed_copy(found[index][1]) for index in order)
         return chosen
 
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:

@@ -9,9 +9,16 @@ from typing import Any, Literal, get_args
 
 from trajstore.errors import ConfigurationError
 from trajstore.experience.buckets import TASK_SAMPLING, TASK_SAMPLING_HELP, TaskSampling
+from trajstore.sampling import Sampler, sampler_of
 
 SelectMode = Literal["argmin", "argmax", "random"]
 SELECT_MODES: tuple[SelectMode, ...] = get_args(SelectMode)
+
+_BY_MODE: Mapping[SelectMode, Mapping[str, Any]] = {
+    "argmin": {"name": "least_used", "best": "lowest"},
+    "argmax": {"name": "least_used", "best": "highest"},
+    "random": {"name": "weighted", "unit": "trajectory"},
+}
 
 SaveFilter = Literal["success", "best", "positive"]
 SAVE_FILTERS: tuple[SaveFilter, ...] = get_args(SaveFilter)
@@ -38,6 +45,10 @@ class PoolRules:
     an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they are replayed."""
     exp_select_mode: SelectMode = "argmin"
     """Which entropy is best, both when entering a full task and among equally often used ones when coming out."""
+    sampler: Mapping[str, Any] | None = None
+    """Which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it: ``weighted`` (with
+    ``unit: trajectory``), ``freshest`` or ``least_used``. ``None``: least used first, among equally often used ones the
+    best by ``exp_select_mode``; all alike with ``random``. Priorities are outcomes; ages count from this step."""
     max_trajectories_per_task: int = 10
     max_policy_age: int | None = None
     """Training steps after which a trajectory no longer comes out. One whose version is unknown, or newer than the
@@ -55,10 +66,22 @@ class PoolRules:
         if problems:
             raise ConfigurationError("experience pool: " + "; ".join(problems))
 
+    def make_sampler(self) -> Sampler:
+        """Return a new sampler that chooses among the trajectories of a task."""
+        return sampler_of(_BY_MODE[self.exp_select_mode] if self.sampler is None else self.sampler)
+
+    @property
+    def max_uses(self) -> int | None:
+        """How often a trajectory comes out at the most; ``None`` = any number."""
+        if self.sampler is None:
+            return None
+        most: int | None = self.sampler.get("uses", self.sampler).get("max_uses")
+        return most
+
 
 def rule_problems(values: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with these values of :class:`PoolRules` fields, one sentence each. Absent keys are fine."""
-    problems = []
+    problems = [] if values.get("sampler") is None else _sampler_problems(values["sampler"])
 
     def whole(key: str, least: int, optional: bool = False) -> None:
         value = values.get(key)
@@ -92,4 +115,26 @@ def rule_problems(values: Mapping[str, Any]) -> list[str]:
     low, high = values.get("experience_lbound"), values.get("experience_rbound")
     if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
         problems.append(f"experience_lbound: {low!r}, must be below experience_rbound = {high!r} (both are exclusive)")
+    return problems
+
+
+def _sampler_problems(value: Any) -> list[str]:
+    """Return why a sampler cannot choose among the trajectories of a task, one sentence each."""
+    if not isinstance(value, Mapping):
+        return [f"sampler: {value!r}, must be a mapping with a name, or null"]
+    try:
+        sampler = sampler_of(value)
+    except ConfigurationError as error:
+        return [str(error)]
+    name = value["name"]
+    if name in ("epochs", "groups"):
+        return [
+            f"sampler: {name}: the pool draws tasks by itself, and chooses among one task's trajectories anew at every"
+            " step; use weighted, freshest or least_used"
+        ]
+    problems = []
+    if sampler.unit != "trajectory":
+        problems.append(f"sampler: {name}: give it unit: trajectory, since whole trajectories come out")
+    if value.get("uses", {}).get("cooldown"):
+        problems.append("sampler: uses: cooldown has no meaning here: the pool counts uses, not what lies between them")
     return problems

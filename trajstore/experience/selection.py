@@ -11,7 +11,7 @@ import numpy as np
 
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of
 from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
-from trajstore.experience.rules import PoolRules, SelectMode
+from trajstore.experience.rules import PoolRules
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -54,7 +54,10 @@ def choose_to_save(
     if rules.save_filter != "best" or not worthy:
         return worthy
     entropies = [math.nan if trajectory.entropy is None else trajectory.entropy for trajectory in worthy]
-    return [worthy[rank(entropies, rules.exp_select_mode, generator)[0]]]
+    if rules.exp_select_mode == "random":
+        return [worthy[int(generator.integers(len(worthy)))]]
+    best = min if rules.exp_select_mode == "argmin" else max
+    return [worthy[entropies.index(best(entropies))]]
 
 
 def rollouts_to_keep(
@@ -102,25 +105,6 @@ def rollouts_to_keep(
             refused[Refusal.NO_ENTROPY.value] += lost
         kept.extend(choose_to_save(known, rules, generator))
     return kept, refused
-
-
-def rank(
-    entropies: Sequence[float], mode: SelectMode, generator: np.random.Generator, uses: Sequence[int] | None = None
-) -> list[int]:
-    """Return the indices of ``entropies``, best first, each once. Equal ones keep their order.
-
-    Args:
-        entropies: in nats.
-        mode: ``argmin``: low entropy is good; ``argmax``: high; ``random``: any order.
-        generator: used by ``random``.
-        uses: how often each was used; fewer is better, before entropy. Otherwise the best would come for ever, and
-            the others never. Not used by ``random``, which comes to all of them.
-    """
-    if mode == "random":
-        return [int(index) for index in generator.permutation(len(entropies))]
-    sign = 1 if mode == "argmin" else -1
-    used = [0] * len(entropies) if uses is None else uses
-    return sorted(range(len(entropies)), key=lambda index: (used[index], sign * entropies[index]))
 
 
 def has_known_age(entry: PoolEntry, global_steps: int) -> bool:

@@ -6,8 +6,8 @@ from trajstore.sampling.base import Additions, Drawn, Sampler
 from trajstore.sampling.config import sampler_of
 from trajstore.sampling.epochs import EpochSampler
 from trajstore.sampling.factors import Recency, Staleness, UseLimit
-from trajstore.sampling.freshest import FreshestSampler
 from trajstore.sampling.groups import GroupSampler
+from trajstore.sampling.ranked import FreshestSampler, LeastUsedSampler
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "EpochSampler",
     "FreshestSampler",
     "GroupSampler",
+    "LeastUsedSampler",
     "Priorities",
     "Recency",
     "Sampler",

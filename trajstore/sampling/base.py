@@ -94,6 +94,17 @@ class Sampler(ABC):
             EmptyBufferError: nothing can be drawn; says why.
         """
 
+    def used(self, ids: IntArray, uses: IntArray) -> None:  # noqa: B027  # most count none
+        """Count trajectories as drawn so often already, instead of what was counted so far.
+
+        Args:
+            ids: trajectories that were added, ``[n]``.
+            uses: batches in which each was, ``[n]``.
+        """
+
+    def reached(self, version: int) -> None:  # noqa: B027  # most do not ask for age
+        """Count ages from this policy version, if it is newer than that of every trajectory."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened (the generator aside)."""

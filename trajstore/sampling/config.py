@@ -10,14 +10,19 @@ from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Sampler
 from trajstore.sampling.epochs import EpochSampler
 from trajstore.sampling.factors import Factor, Recency, Staleness, UseLimit
-from trajstore.sampling.freshest import FreshestSampler
 from trajstore.sampling.groups import GroupSampler
+from trajstore.sampling.ranked import FreshestSampler, LeastUsedSampler
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
 _FACTORS: Mapping[str, Callable[..., Factor]] = {"recency": Recency, "staleness": Staleness, "uses": UseLimit}
 _T = TypeVar("_T")
 
-_NAMES = ("weighted", "epochs", "freshest", "groups")
+_OTHERS: Mapping[str, Callable[..., Sampler]] = {
+    "epochs": EpochSampler,
+    "freshest": FreshestSampler,
+    "least_used": LeastUsedSampler,
+    "groups": GroupSampler,
+}
 
 
 def sampler_of(value: Mapping[str, Any]) -> Sampler:
@@ -32,14 +37,10 @@ def sampler_of(value: Mapping[str, Any]) -> Sampler:
     """
     arguments = dict(value)
     name = arguments.pop("name", None)
-    if name == "epochs":
-        return _call("epochs", EpochSampler, arguments)
-    if name == "groups":
-        return _call("groups", GroupSampler, arguments)
-    if name == "freshest":
-        return _call("freshest", FreshestSampler, arguments)
+    if name in _OTHERS:
+        return _call(name, _OTHERS[name], arguments)
     if name != "weighted":
-        raise ConfigurationError(f"sampler: name {name!r}, must be one of {', '.join(_NAMES)}")
+        raise ConfigurationError(f"sampler: name {name!r}, must be one of {', '.join(('weighted', *_OTHERS))}")
     factors = [_call(key, make, arguments.pop(key)) for key, make in _FACTORS.items() if key in arguments]
     if "priorities" in arguments:
         arguments["priorities"] = _call("priorities", Priorities, arguments["priorities"])

@@ -45,6 +45,14 @@ class Factor(ABC):
         """Note a batch, by its different entries; return all whose weight has changed by that."""
         return _NONE
 
+    def used(self, entries: IntArray, uses: IntArray) -> IntArray:
+        """Count entries as drawn so often already; return all whose weight has changed by that."""
+        return _NONE
+
+    def reached(self, version: int) -> IntArray:
+        """Count ages from a policy version, if it is the newest; return entries whose weight has changed by that."""
+        return _NONE
+
     @abstractmethod
     def weights(self, entries: IntArray) -> FloatArray:
         """Return the present weight of entries."""
@@ -189,6 +197,12 @@ class Staleness(Factor):
         self._expire(changed)
         return np.array(sorted(entry for entry in changed if entry < entries[0]), np.int64)
 
+    def reached(self, version: int) -> IntArray:
+        self._newest = version if self._newest is None else max(self._newest, version)
+        changed: set[int] = set()
+        self._expire(changed)
+        return np.array(sorted(changed), np.int64)
+
     def _expire(self, changed: set[int]) -> None:
         while self._ageing and self._newest is not None and self._ageing[0][0] < self._newest - self.max_age:
             version, entry = heapq.heappop(self._ageing)
@@ -298,6 +312,10 @@ class UseLimit(Factor):
         while self._resting and self._resting[0][0] <= self._batch:
             changed.append(self._resting.popleft()[1])
         return np.concatenate(changed)
+
+    def used(self, entries: IntArray, uses: IntArray) -> IntArray:
+        self._uses.values[entries] = uses
+        return entries
 
     def weights(self, entries: IntArray) -> FloatArray:
         good = self._ready.values[entries] <= self._batch

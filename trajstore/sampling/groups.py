@@ -92,6 +92,9 @@ class GroupSampler(Sampler):
         ids = np.array([number for group in groups for number in group], np.int64)
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
+    def reached(self, version: int) -> None:
+        self._newest = max(self._newest, version)
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -127,6 +127,14 @@ class WeightedSampler(Sampler):
                 factor.compacted(kept)
             self._tree.replace(self._tree.leaves[leaves], max(_LEAST_CAPACITY, 2 * len(leaves)))
 
+    def used(self, ids: IntArray, uses: IntArray) -> None:
+        entries = self._roster.find(ids)
+        there = entries >= 0
+        self._weigh([entries[:0], *(factor.used(entries[there], uses[there]) for factor in self.factors)])
+
+    def reached(self, version: int) -> None:
+        self._weigh([np.zeros(0, np.int64), *(factor.reached(version) for factor in self.factors)])
+
     def _weigh(self, changed: Sequence[IntArray]) -> None:
         entries = np.unique(np.concatenate(changed))
         weights = self._roster.alive[entries].astype(np.float64)

@@ -1,0 +1,152 @@
+"""Which histories of a task come out, by each sampler, through the pool."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sampling.chance import fits
+from trainer_hooks.config import ExperienceReplayConfig
+from trajstore.errors import ConfigurationError
+from trajstore.experience import ExperienceManager, PoolRules
+from trajstore.experience.choice import choose_histories
+from trajstore.experience.entry import PoolEntry
+from trajstore.sampling import FreshestSampler
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+
+
+def pool(**values: Any) -> ExperienceManager:
+    return ExperienceManager(PoolRules(**({"n_rollout": 8} | values)))
+
+
+def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
+    return [int(one.input_ids[0]) // 1000 for one in manager.get_offpolicy_batch(["a"], n) if one.input_ids is not None]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=10),
+    st.sampled_from(["argmin", "argmax"]),
+    st.integers(1, 10),
+)
+def test_by_default_the_least_used_comes_first_then_the_best_by_entropy(
+    told: list[tuple[int, float]], mode: Any, n: int
+) -> None:
+    entries = [PoolEntry(at, "a", entropy, 1.0, at, b"") for at, (_, entropy) in enumerate(told)]
+    generator = np.random.default_rng(0)
+    before = generator.bit_generator.state
+    chosen = choose_histories(
+        entries,
+        n,
+        PoolRules(n_rollout=8, exp_select_mode=mode),
+        uses=[uses for uses, _ in told],
+        entropies=[entropy for _, entropy in told],
+        global_steps=50,
+        generator=generator,
+    )
+    sign = 1 if mode == "argmin" else -1
+    assert chosen == sorted(range(len(told)), key=lambda at: (told[at][0], sign * told[at][1], at))[:n]
+    assert generator.bit_generator.state == before, "nothing was left to chance"
+
+
+def test_at_random_every_order_is_as_likely_and_the_seed_decides(make: Make) -> None:
+    def orders(seed: int, times: int) -> list[tuple[int, ...]]:
+        manager = pool(exp_select_mode="random", seed=seed)
+        manager.save_trajectories_to_memory([make(tokens=t) for t in range(3)])
+        return [tuple(drawn(manager, 3)) for _ in range(times)]
+
+    found = Counter(orders(1, 600))
+    assert len(found) == 6
+    assert fits(list(found.values()), [1] * 6)
+    assert orders(7, 20) == orders(7, 20)
+
+
+def test_freshest_lets_each_use_make_a_history_older(make: Make) -> None:
+    manager = pool(sampler={"name": "freshest", "decay": 2.0})
+    manager.save_trajectories_to_memory([make(tokens=t, policy_version=t) for t in range(4)])
+    assert [drawn(manager)[0] for _ in range(7)] == [3, 2, 1, 3, 0, 2, 1]
+
+
+def test_recency_by_versions_halves_the_chance(make: Make) -> None:
+    manager = pool(sampler={"name": "weighted", "unit": "trajectory", "recency": {"half_life": 10, "by": "versions"}})
+    manager.save_trajectories_to_memory([make(tokens=t, policy_version=10 * t) for t in range(3)])
+    counts = Counter(drawn(manager)[0] for _ in range(700))
+    assert fits([counts[t] for t in range(3)], [1, 2, 4])
+
+
+def test_staleness_counts_from_this_step_and_its_floor_keeps_the_newest(make: Make) -> None:
+    for floor, expected in ((0, []), (1, [3])):
+        manager = pool(sampler={"name": "weighted", "unit": "trajectory", "staleness": {"max_age": 5, "floor": floor}})
+        manager.save_trajectories_to_memory([make(tokens=t, policy_version=t) for t in range(4)])
+        manager.global_steps = 6
+        assert sorted(drawn(manager, 9)) == [1, 2, 3]
+        manager.global_steps = 100
+        assert drawn(manager, 9) == expected
+
+
+def test_priorities_are_outcomes(make: Make) -> None:
+    manager = pool(
+        sampler={"name": "weighted", "unit": "trajectory", "priorities": {"per": "trajectory", "alpha": 1, "eps": 0}}
+    )
+    outcomes = [1.0, 3.0, None, 2.0]
+    manager.save_trajectories_to_memory([make(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
+    counts = Counter(drawn(manager)[0] for _ in range(600))
+    assert fits([counts[t] for t in range(4)], [1, 3, 0, 2])
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"name": "least_used", "max_uses": 2},
+        {"name": "freshest", "max_uses": 2},
+        {"name": "weighted", "unit": "trajectory", "uses": {"max_uses": 2}},
+    ],
+)
+def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, sampler: dict[str, Any]) -> None:
+    manager = pool(sampler=sampler)
+    rollouts = [make(tokens=t, outcome=float(t < 3)) for t in range(8)]
+    manager.admit(rollouts)
+    seen = Counter[int]()
+    while manager.get_valid_replay_task_ids():
+        seen.update(drawn(manager, 2))
+    assert seen == {0: 2, 1: 2, 2: 2}
+    assert drawn(manager, 2) == []
+    assert "max_uses = 2" in manager.why_nothing()
+    other = pool(sampler=sampler)
+    other.load_state_dict(manager.state_dict())
+    assert other.get_valid_replay_task_ids() == []
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        ({"name": "oldest"}, "sampler: name 'oldest', must be one of weighted, epochs, freshest, least_used, groups"),
+        ({"name": "epochs", "unit": "trajectory"}, "epochs: the pool draws tasks by itself"),
+        ({"name": "groups"}, "groups: the pool draws tasks by itself"),
+        ({"name": "weighted"}, "give it unit: trajectory"),
+        ({"name": "weighted", "unit": "trajectory", "uses": {"cooldown": 2}}, "cooldown has no meaning here"),
+        ({"name": "freshest", "decay": -1}, "decay -1 must be finite"),
+        ({"name": "least_used", "best": "first"}, "best 'first', must be 'lowest' or 'highest'"),
+        ("freshest", "must be a mapping with a name, or null"),
+    ],
+)
+def test_samplers_that_make_no_sense_here_are_refused(sampler: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PoolRules(n_rollout=4, sampler=sampler)
+    with pytest.raises(ConfigurationError, match=message):
+        ExperienceReplayConfig.from_mapping({"sampler": sampler})
+
+
+def test_the_sampler_of_a_configuration_reaches_the_pool() -> None:
+    given = {"name": "freshest", "decay": 3.0}
+    config = ExperienceReplayConfig.from_mapping({"sampler": given})
+    assert config.pool_rules(8).sampler == given
+    assert isinstance(config.pool_rules(8).make_sampler(), FreshestSampler)
