@@ -36,7 +36,7 @@ class Loader(IterableDataset[T], Generic[D, T]):
     """
 
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
-        self._prefetch = options.get("prefetch", 2)
+        self._prefetch = options.get("prefetch", 4)
         self._prefetch_bytes = options.get("prefetch_bytes")
         if self._prefetch < 1 or (self._prefetch_bytes is not None and self._prefetch_bytes < 1):
             raise ConfigurationError(

@@ -24,7 +24,7 @@ class LoaderOptions(TypedDict, total=False):
         columns: names of the columns to read; None = all.
         rank: (r, W): this is rank r of W, and gets its part of every global batch; all ranks draw the same batches,
             and their parts together are that batch, whatever W is ((0, 1)).
-        prefetch: batches that are kept ready (2).
+        prefetch: batches that are kept ready (4).
         prefetch_bytes: bytes of batches that are kept ready; None = no bound.
         device: where batches go; a CUDA device gets them through pinned memory, on a stream of its own (CPU).
         timeout: seconds after which ``next`` raises TimeoutError; None waits for as long as it takes.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 _LOOK_AGAIN = 0.01
 """Seconds between two looks at buffers that are not ready."""
+
+_HAND_OVER = 0.001
+"""Seconds that the thread leaves to its consumer after a batch was taken, if another one is finished."""
 
 _REDRAWS = 100
 """Batches drawn anew in a row, because trajectories were evicted between draw and read, before that is an error."""
@@ -172,11 +176,25 @@ class Prefetcher(Generic[D, T]):
                 "figures() counts these in batches_redrawn"
             )
 
+    def _await_room(self) -> None:
+        """Wait until there is room; then let the consumer, who has just made it, go on with its batch undisturbed.
+
+        Both need the interpreter: a thread that begins at once would make its consumer wait for what it has taken, and
+        there is time as long as another batch is finished.
+        """
+        with self._changed:
+            if self._stopping or self._has_room():
+                return
+            self._changed.wait_for(lambda: self._stopping or self._has_room())
+            in_time = bool(self._made) and not self._stopping
+        if in_time:
+            time.sleep(_HAND_OVER)
+
     def _next_drawn(self) -> D | None:
         """Wait until there is room and something to draw; None at the end."""
         while True:
+            self._await_room()
             with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._has_room())
                 if self._stopping:
                     return None
                 if self._resumed:
