@@ -49,7 +49,7 @@ PAGES = [
     "README.md",
     "docs/tutorial.md",
     *(f"docs/howto/{name}.md" for name in ("agents", "copies", "damage", "feeding", "ranks", "reading")),
-    *(f"docs/howto/{name}.md" for name in ("retention", "rlinf", "samplers")),
+    *(f"docs/howto/{name}.md" for name in ("resume", "retention", "rlinf", "samplers")),
 ]
 """Each page is one program. One process runs them all, as importing torch takes longer than they do."""
 

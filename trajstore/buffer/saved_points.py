@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from trajstore.store.saved_points import SavedPoint, read_point
 from trajstore.store.states import asked
 from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.writer import StoreWriter
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -81,6 +84,15 @@ class PointsOfBuffer:
             plan, state, said = writer.points.roll_back(step, aside=aside)
             if not plan.is_empty:
                 self.view.show_own_again()
+                logger.warning(
+                    "%s: rolled back to step %d: %d trajectories (%d bytes) added since were %s, %d evicted are back",
+                    writer.directory.url,
+                    step,
+                    len(plan.leaving),
+                    plan.nbytes,
+                    "set aside" if aside else "deleted",
+                    len(plan.returning),
+                )
             return state, said
 
         state, said = self._while_nothing_is_added(writer, change)

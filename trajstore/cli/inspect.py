@@ -83,12 +83,32 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
         out.heading("columns")
         rows = [(c["name"], c["dtype"], str(c["row_shape"]), format_bytes(c["bytes"])) for c in columns]
         out.table([("name", "dtype", "shape of a row", "bytes"), *rows], right=(3,))
+    _write_points(report, out)
     if report["kind"] == "run" and not each:
         _write_parts(report, out)
     _write_integrity(report, out)
     if report["kind"] == "run" and each:
         for part in report["parts"]:
             write_report(part, out, each=True)
+
+
+def _write_points(report: dict[str, Any], out: Output) -> None:
+    """Write the saved points of a store, and what rollbacks set aside."""
+    if points := report.get("saved_points"):
+        out.heading("saved points")
+        rows = [
+            (f"{p['step']:,}", f"{p['trajectories']:,}", f"{p['generation']:,}", format_bytes(p["state_bytes"]))
+            for p in points
+        ]
+        out.table([("step", "trajectories", "generation", "state"), *rows], right=(0, 1, 2, 3))
+    if asides := report.get("aside"):
+        out.heading("set aside by rollbacks")
+        lines = [("name", "back to step", "trajectories", "bytes", "saved points")]
+        for a in asides:
+            back_to, count, nbytes = f"{a['rolled_back_to']:,}", f"{a['trajectories']:,}", format_bytes(a["bytes"])
+            lines.append((a["name"], back_to, count, nbytes, ", ".join(map(str, a["steps"]))))
+        out.table(lines, right=(1, 2, 3))
+        out.line("  trajstore rollback PATH --take-back NAME shows them again")
 
 
 def _write_parts(report: dict[str, Any], out: Output) -> None:
@@ -122,6 +142,13 @@ def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [leaf for part in report["parts"] for leaf in _leaves(part)]
 
 
+_STORES = {
+    ("store", "shared"): "one store, shared by all ranks that load it",
+    ("store", "per_rank"): "a store of one rank",
+    ("run", "per_rank"): "a store for each",
+}
+
+
 def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     files = f"{format_bytes(report['size_on_disk'])} in {report['files']:,} files"
     if report.get("shards") is not None:
@@ -129,6 +156,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     agents = report.get("tokens") is not None and report.get("steps") is None
     return [
         ("format", report.get("format") or ""),
+        ("ranks", _STORES.get((report["kind"], report.get("stores") or ""), "")),
         ("rollouts" if agents else "trajectories", f"{report['trajectories']:,}"),
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
@@ -144,6 +172,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("environments B", format_range(report.get("batch"))),
         ("episode limit", format_range(report.get("max_episode_length"))),
         ("ids", _ids(report.get("ids"))),
+        ("pins", ", ".join(report.get("pins", ()))),
         *_agents(report, note),
     ]
     rewards = report.get("rewards")

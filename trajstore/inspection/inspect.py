@@ -17,6 +17,7 @@ from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import StoreError
 from trajstore.files.base import Directory
 from trajstore.inspection.measure import measure as measure_trajectories
+from trajstore.inspection.points import points_report
 from trajstore.inspection.statistics import (
     id_gaps,
     merge_agents,
@@ -27,7 +28,7 @@ from trajstore.inspection.statistics import (
     policy_report,
     range_of,
 )
-from trajstore.reading.places import Place, find_place, mixed_sentence
+from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import SHARDS_FOLDER
@@ -54,7 +55,9 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they
         are known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or
-        not), ``readers`` (who shows which generation now), ``format``,
+        not), ``readers`` (who shows which generation now), ``saved_points``, ``aside`` (what rollbacks set aside),
+        ``pins`` (names), ``stores`` (``"shared"``: one store, from which all ranks draw; ``"per_rank"``: one of the
+        ``rank_*`` stores of a run), ``format``,
         ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
         of agent trajectories, ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not
         known is None or absent, never 0. A folder has ``parts``, a report each, and what they add up to; a part of
@@ -103,6 +106,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
     return {
         "kind": "run",
         "path": place.url,
+        "stores": "per_rank" if any(is_of_rank(part.name) for part in place.parts) else None,
         **totals,
         "format": ", ".join(sorted(formats)) or None,
         **merged,
@@ -152,8 +156,10 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         "format": metadata.get("trajectory_format"),
         "layout_version": metadata["layout_version"],
         "generation": catalog.generation,
+        "stores": "per_rank" if is_of_rank(directory.url.rstrip("/").rsplit("/", 1)[-1]) else "shared",
         "shards": int(catalog.needed_shards().sum()),
         "pinned": len(catalog.pinned),
+        **points_report(catalog),
         "next_id": catalog.next_id,
         "columns": _columns(catalog),
         "steps": range_of(index["steps"][of_steps]),

@@ -139,6 +139,11 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     return Ranks(tuple(found), tuple(lacking) if found else ())
 
 
+def is_of_rank(place_name: str) -> bool:
+    """Return whether a directory is called like that of one rank, which has a store of its own."""
+    return _RANK.fullmatch(place_name) is not None
+
+
 def check_no_ranks(directory: Directory) -> None:
     """Refuse to write a store into a run directory: it would hide the ranks.
 

@@ -191,15 +191,6 @@ class Points:
             aside = aside or not renamed
             if not aside:
                 self._release([head for head in catalog.pins.heads.values() if name in (head.name, head.aside)])
-        logger.warning(
-            "%s: rolled back to step %d: %d trajectories (%d bytes) added since were %s, %d evicted since are back",
-            self._directory.url,
-            step,
-            len(plan.leaving),
-            plan.nbytes,
-            f"set aside as {name!r}" if aside else "deleted",
-            len(plan.returning),
-        )
         return plan, state, said
 
     def take_back(self, name: str) -> int:

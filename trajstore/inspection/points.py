@@ -1,0 +1,155 @@
+"""Saved points of stores: what ``inspect`` says of them, and going back to one without a buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trajstore.errors import ConfigurationError
+from trajstore.reading.places import Place, find_place
+from trajstore.store.catalog import Catalog
+from trajstore.store.rollback import plan_rollback
+from trajstore.store.saved_points import SavedPoint, aside_name
+from trajstore.writing.unattended import held_points
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """What a rollback of one directory changed, or would change.
+
+    Attributes:
+        path: of the store, or of the folder of a run.
+        step: of the saved point.
+        trajectories: live afterwards.
+        leaving: trajectories that are no longer live.
+        leaving_bytes: of their columns.
+        returning: evicted trajectories that are live again.
+        later_steps: of the saved points that are void.
+        aside: name under which what leaves stays; None if nothing leaves, or it is deleted.
+        parts: of a run, one for each store.
+    """
+
+    path: str
+    step: int
+    trajectories: int = 0
+    leaving: int = 0
+    leaving_bytes: int = 0
+    returning: int = 0
+    later_steps: tuple[int, ...] = ()
+    aside: str | None = None
+    parts: list[RolledBack] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values = {
+            name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("parts", "later_steps")
+        }
+        parts = {"parts": [part.to_json() for part in self.parts]} if self.parts else {}
+        return {**values, "later_steps": list(self.later_steps), **parts}
+
+
+def roll_back(path: str | Path, step: int, *, aside: bool = True, dry_run: bool = False) -> RolledBack:
+    """Go back to the saved point of a step: a store, or all stores of a run, which must all have it.
+
+    Args:
+        path: path or URL.
+        step: of the point.
+        aside: keep what leaves readable; False deletes it.
+        dry_run: change nothing.
+
+    Raises:
+        StoreNotFoundError: there is no store, or one of them has no such point; nothing was changed.
+        ConfigurationError: it is no store of trajstore.
+        StoreLockedError: somebody writes there.
+        CorruptStoreError: a store or its point is damaged.
+        StoreWriteError: it could not be written.
+    """
+    place = find_place(path)
+    stores = _stores(place)
+    plans = [_planned(one, step, aside) for one in stores]  # first: a run goes back as a whole or not at all
+    if not dry_run:
+        for one in stores:
+            with held_points(one.directory) as points:
+                points.roll_back(step, aside=aside)
+    if len(plans) == 1 and place.kind == "store":
+        return plans[0]
+    totals = {
+        name: sum(getattr(plan, name) for plan in plans)
+        for name in ("trajectories", "leaving", "leaving_bytes", "returning")
+    }
+    return RolledBack(place.url, step, parts=plans, **totals)
+
+
+def take_back(path: str | Path, name: str) -> int:
+    """Make live again what a rollback set aside; return how many trajectories.
+
+    Args:
+        path: path or URL of a store.
+        name: ``"aside-..."``.
+
+    Raises:
+        StoreNotFoundError: there is no store, or nothing was set aside under this name.
+        ConfigurationError: it is no store of trajstore.
+        StoreLockedError: somebody writes there.
+        StoreWriteError: it could not be written.
+    """
+    place = find_place(path)
+    if place.kind != "store":
+        raise ConfigurationError(f"{place.url}: is no store of trajstore; name one store")
+    with held_points(place.directory) as points:
+        return points.take_back(name)
+
+
+def _stores(place: Place) -> list[Place]:
+    if place.kind == "store":
+        return [place]
+    stores = [part for part in place.parts if part.kind == "store"]
+    if place.kind != "run" or len(stores) < len(place.parts) or place.lacking:
+        raise ConfigurationError(f"{place.url}: is neither a store of trajstore nor a whole run of such")
+    return stores
+
+
+def _planned(place: Place, step: int, aside: bool) -> RolledBack:
+    catalog = Catalog.open(place.directory)
+    plan = plan_rollback(catalog, step)
+    leaves = bool(len(plan.leaving) or plan.void)
+    return RolledBack(
+        place.url,
+        step,
+        plan.point.count,
+        len(plan.leaving),
+        plan.nbytes,
+        len(plan.returning),
+        tuple(head.step or 0 for head in plan.void),
+        aside_name(catalog.generation + 1) if aside and leaves else None,
+    )
+
+
+def points_report(catalog: Catalog) -> dict[str, Any]:
+    """Return what ``inspect`` says of a store's saved points, of what rollbacks set aside, and of other pins."""
+    pins, generation = catalog.pins, catalog.generation
+    asides = [head for head in pins.heads.values() if head.back_to is not None and head.generation <= generation]
+    voided = pins.void(generation)
+    reports = []
+    for head in sorted(asides, key=lambda head: head.generation):
+        entries = catalog.pinned.positions_in(head.ids)
+        steps = {other.step for other in pins.heads.values() if other.aside == head.name}
+        steps |= {pins.heads[name].step for name, by in voided.items() if by == head.generation}
+        reports.append(
+            {
+                "name": head.name,
+                "rolled_back_to": head.back_to,
+                "trajectories": len(entries),
+                "bytes": int(catalog.pinned.arrays["nbytes"][entries].sum()),
+                "steps": sorted(step for step in steps if step is not None),
+            }
+        )
+    return {
+        "saved_points": [
+            {name: getattr(point, name) for name in ("step", "generation", "trajectories", "state_bytes")}
+            for point in map(SavedPoint.of, pins.points(generation))
+        ],
+        "aside": reports,
+        "pins": [head.name for head in pins.heads.values() if head.step is None and head.back_to is None],
+    }

@@ -1,0 +1,63 @@
+"""A store's log held by a tool, without a buffer: nobody is shown what changes, and nothing is added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trajstore.errors import StoreWriteError
+from trajstore.files.base import Directory
+from trajstore.store.catalog import METADATA_NAME
+from trajstore.store.moves import Moved
+from trajstore.store.sealed import parse_metadata
+from trajstore.writing.commit_log import Commit, CommitLog
+from trajstore.writing.points import Points
+
+_NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing
+
+
+class _Nobody:
+    """Is told of changes and does nothing; keeps the seed that ``metadata.json`` says."""
+
+    def __init__(self, seed: Any) -> None:
+        self._seed = seed
+
+    def metadata(self) -> Mapping[str, Any]:
+        return {"seed": self._seed}
+
+    def committed(self, commits: Sequence[Commit]) -> None:
+        return
+
+    def rejected(self, ids: Sequence[int]) -> None:
+        return
+
+    def to_evict(self) -> Sequence[int]:
+        return []
+
+    def evicted(self, ids: Sequence[int]) -> None:
+        return
+
+    def moved(self, moved: Moved) -> None:
+        return
+
+
+@contextmanager
+def held_points(directory: Directory) -> Iterator[Points]:
+    """Yield the saved points of a store, as its one writer.
+
+    Raises:
+        StoreLockedError: somebody else writes there.
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: it cannot be continued.
+    """
+    source = f"{directory.url}/{METADATA_NAME}"
+    metadata = parse_metadata(directory.read(METADATA_NAME), source)
+    try:
+        lock = directory.lock_writer()
+    except OSError as error:
+        raise StoreWriteError(f"{error}: cannot be written") from error
+    with lock:
+        log = CommitLog(directory, str(metadata.get("trajectory_format")), _NEVER, _Nobody(metadata.get("seed")))
+        yield Points(log)
+        log.close()
