@@ -316,7 +316,9 @@ print(len(reader), int(reader.get_stats()["mapped_shards"]), len(os.listdir("/pr
 """
 
 
-@pytest.mark.parametrize(("fmt", "shards"), [("zarr", 150), pytest.param("pt", 1100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fmt", "shards"), [("zarr", 150), ("pt", 300), pytest.param("pt", 1100, marks=pytest.mark.slow)]
+)
 def test_mapped_shards_keep_no_descriptors(tmp_path: Path, fmt: str, shards: int) -> None:
     options = WriterOptions(shard_bytes=1, commit_interval=0.0)
     with failing_disk(FaultPlan()), writer_to(tmp_path, trajectory_format=fmt, writer=options) as buffer:

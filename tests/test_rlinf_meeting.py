@@ -14,6 +14,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
 
@@ -103,3 +104,36 @@ def test_what_the_log_still_tells_is_read_beside_rlinfs_files(tmp_path: Path) ->
     assert [check_trajectory(lenient.get(number)) for number in range(4)] == [0, 1, 2, 3]
     lenient.save_checkpoint(tmp_path / "saved")
     assert verify(tmp_path / "saved").trajectories == 4
+
+
+@pytest.mark.parametrize("by", ["flush", "close"])
+def test_what_rlinf_writes_over_a_live_store_is_noticed_named_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    def said() -> list[str]:
+        return [text for text in caplog.messages if "RLinf has written into this store while it was open" in text]
+
+    store = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.flush()
+        wait_until(lambda: json.loads((store / "metadata.json").read_text())["size"] == 1)  # at rest now
+        rlinf_files(store)
+        theirs = {name: (store / name).read_bytes() for name in ("metadata.json", "trajectory_index.json")}
+        buffer.add_trajectories([witness(1)])
+        if by == "flush":
+            buffer.flush()
+            wait_until(lambda: bool(said()))  # metadata.json is renewed in the background
+            assert inspect(store)["trajectories"] == 2
+            buffer.add_trajectories([witness(2)])
+    assert len(said()) == 1
+    assert "trajectory_index.json.rlinf" in said()[0]
+    assert verify(store).sound
+    assert verify(store).trajectories == (3 if by == "flush" else 2)
+    assert {name: (store / f"{name}.rlinf").read_bytes() for name in theirs} == theirs
+
+    moved = tmp_path / "theirs"
+    moved.mkdir()
+    for file in [*store.glob("*.rlinf"), *store.glob("trajectory_*.pt")]:
+        file.rename(moved / file.name.removesuffix(".rlinf"))
+    assert verify(moved).sound

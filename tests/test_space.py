@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.files.base import Directory
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
+from trajstore.store.catalog import Catalog
 from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.waiting import wait_until
@@ -286,7 +288,7 @@ def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monk
     held: list[int] = []
 
     def look(*arguments: Any, **keywords: Any) -> list[int]:
-        held.append(source._writer.log._holds)  # type: ignore[union-attr]
+        held.append(source._backing.writer.log._holds)  # type: ignore[attr-defined]
         return choose(*arguments, **keywords)
 
     with writer_to(tmp_path) as source:
@@ -361,3 +363,38 @@ def test_inspect_tells_what_is_live_what_lies_on_disk_and_who_reads(tmp_path: Pa
         assert [f"process {os.getpid()} on " in one["holder"] for one in report["readers"]] == [True]
         reader.close()
         assert inspect(tmp_path)["readers"] == []
+
+
+def test_who_opens_keeps_only_what_it_will_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower that must open anew may take long; what others alone kept goes meanwhile."""
+    with writer_to(tmp_path, enable_cache=False) as source:
+        add_one_by_one(source, range(4))
+        earlier = reader_of(tmp_path)
+        source.evict([0, 1])
+        source._backing.writer.log.snapshot()  # type: ignore[attr-defined]
+        genuine = Catalog.open.__func__  # type: ignore[attr-defined]
+        seen: list[int] = []
+
+        def opening(cls: type[Catalog], directory: Directory) -> Catalog:
+            seen.append(len(shard_files(tmp_path)))
+            earlier.close()
+            source.evict([2])
+            seen.append(len(shard_files(tmp_path)))
+            catalog: Catalog = genuine(cls, directory)
+            return catalog
+
+        monkeypatch.setattr(Catalog, "open", classmethod(opening))
+        reader = reader_of(tmp_path)
+        assert seen == [4, 2], "the first two went with their last reader; the third stays for the one that opens"
+        assert check_trajectory(reader.get(3)) == 3
+        reader.close()
+
+
+def test_a_process_whose_readers_keep_much_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with writer_to(tmp_path, retention=Retention(max_trajectories=2), enable_cache=False) as source:
+        for key in range(0, 60, 6):
+            add_one_by_one(source, range(key, key + 2))
+            reader = reader_of(tmp_path)
+            add_one_by_one(source, range(key + 2, key + 6))
+            reader.close()
+    assert sum("readers still show them" in message for message in caplog.messages) == 1

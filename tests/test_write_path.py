@@ -18,14 +18,16 @@ import pytest
 import torch
 
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.errors import StoreError, StoreWriteError, UnwritableTrajectoryError
+from trajstore.errors import PartlyAddedError, StoreError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.reading.contents import Contents
+from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.writing.commit_log import CommitLog
+from trajstore.writing.queue import WriteQueue
 
 
 def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
@@ -480,3 +482,57 @@ def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
         buffer.add_trajectories([witness(0)])
         buffer.evict([0])
     assert threads == ["trajstore-change"]
+
+
+# -- a list that is larger than a shard --------------------------------------------------------------
+
+
+def test_the_ids_of_what_was_added_before_a_later_part_failed_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = WriteQueue.submit
+    calls: list[int] = []
+
+    def submit(self: WriteQueue, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        real(self, *arguments)
+
+    with opened(tmp_path / "store", writer=WriterOptions(shard_bytes=1)) as buffer:
+        with monkeypatch.context() as patched:
+            patched.setattr(WriteQueue, "submit", submit)
+            with pytest.raises(PartlyAddedError, match=r"no room; the first 2 of 5 trajectories were added") as told:
+                buffer.add_trajectories([witness(key) for key in range(5)])
+        assert told.value.ids == [0, 1] == buffer.trajectory_ids.tolist()
+        assert isinstance(told.value.__cause__, MemoryError)
+        buffer.add_trajectories([witness(key) for key in range(2, 5)])
+    assert contents_of(tmp_path / "store") == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Path) -> None:
+    with opened(tmp_path / "live") as buffer:
+        for key in range(4):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        store = copy_live(tmp_path / "live", tmp_path / "killed")
+    (segment,) = (store / "log").iterdir()
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-20])  # killed in its last commit
+
+    def full(self: LocalDirectory, files: Sequence[Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", files[0].name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LocalDirectory, "publish", full)
+        buffer = opened(store)
+        assert buffer.trajectory_ids.tolist() == [0, 1, 2]
+        buffer.evict([1])
+        with pytest.raises(StoreWriteError, match="No space left"):
+            buffer.close()
+    assert segment.read_bytes().startswith(whole[: whole[:-1].rindex(b"\n") + 1])
+    assert contents_of(store) == [0, 2]
+    with opened(store) as buffer:
+        assert buffer.add_trajectories([witness(9)]) == [3]
+    assert contents_of(store) == [0, 2, 9]
+    assert verify(store).sound

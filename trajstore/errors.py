@@ -14,7 +14,8 @@ Each message names the file or field at fault and says what to do about it. The 
         ├── StoreNotFoundError (FileNotFoundError)   no store at this path
         ├── StoreLockedError                     another writer holds the directory; names the holder
         ├── StoreWriteError (OSError)            a write did not reach the disk; names the file
-        │   └── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
+        │   ├── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
+        │   └── PartlyAddedError                     the first of a long list were added; names their ids
         ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
         ├── StoreClosedError                     used after close(), or in a forked child
         ├── UnsupportedVersionError              the directory was written by a newer layout
@@ -107,6 +108,20 @@ class UnwritableTrajectoryError(StoreWriteError):
         return UnwritableTrajectoryError(
             listed((str(error) for error in several), 3), [number for error in several for number in error.ids]
         )
+
+
+class PartlyAddedError(StoreWriteError):
+    """Of a list that is larger than a shard, the first trajectories were added and the others were not.
+
+    Its ``__cause__`` is the error that ended it.
+
+    Attributes:
+        ids: of those that were added, in the order of the list.
+    """
+
+    def __init__(self, message: str, ids: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ids = list(ids)
 
 
 class PendingFullError(StoreError):

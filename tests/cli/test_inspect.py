@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import FAILED
+from trajstore.cli.output import format_bytes
 from trajstore.errors import SchemaMismatchError
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.statistics import RewardStatistics
@@ -67,6 +69,9 @@ def test_json_and_words_tell_the_same(run: Run, store: Path) -> None:
     assert code == 0
     assert "policy versions" in out
     assert "10 to 14" in out
+    report = inspect(store)
+    live, shards = format_bytes(report["live_bytes"]), format_bytes(report["shard_bytes"])
+    assert re.search(rf"live in shards +{re.escape(live)} of {re.escape(shards)}\n", out)
     assert "curr_obs.states" in out
 
 

@@ -14,7 +14,7 @@ from trajstore.buffer.view import View
 from trajstore.columns.memory import Arena
 from trajstore.columns.owned import groups, own
 from trajstore.columns.record import NothingToStoreError, Record, record_of
-from trajstore.errors import InvalidTrajectoryError, listed
+from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.groups import Batch
 from trajstore.writing.interrupts import uninterrupted
@@ -129,6 +129,7 @@ class StoreIntake(Intake):
 
         Raises:
             StoreWriteError: an earlier write failed.
+            PartlyAddedError: it failed after pieces were added; has their ids.
             PendingFullError: there is no room and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
@@ -136,7 +137,16 @@ class StoreIntake(Intake):
         pieces = list(groups(records, self._shard_bytes))
         total: int | None = sum([nbytes for _, nbytes in pieces])
         for piece, nbytes in pieces:
-            ids += self._submit(piece, Batch(nbytes), total)
+            try:
+                ids += self._submit(piece, Batch(nbytes), total)
+            except Exception as error:  # whatever it is, the caller must learn which ids there are
+                if not ids:
+                    raise
+                raise PartlyAddedError(
+                    f"{error or repr(error)}; the first {len(ids)} of {len(records)} trajectories were added before, "
+                    "this error's ids are theirs; add the others again",
+                    ids,
+                ) from error
             total = None
         return ids
 

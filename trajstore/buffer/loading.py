@@ -23,7 +23,7 @@ from trajstore.files.base import Directory, ReaderLease
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.sources import Source, StoreSource
-from trajstore.store.catalog import METADATA_NAME, Catalog
+from trajstore.store.catalog import METADATA_NAME, Catalog, oldest_generation
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.partition import share_of
 from trajstore.store.salvage import open_leniently
@@ -79,7 +79,7 @@ def load_sources(
         share_of(0, *share)
     path = place.url
     directories, lacking = _directories(place)
-    leases = [directory.announce_reader() for directory in directories]
+    leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
     try:
         found, kept, errors = _open_all(directories, leases, strict, pin)
         if (strict is not False and (lacking or errors)) or not found:

@@ -171,6 +171,8 @@ class TrajectoryReplayBuffer(ReadableBuffer):
             StoreWriteError: an earlier write failed; nothing was added. Each failure is told once; what could not be
                 written is kept in memory and tried again.
             UnwritableTrajectoryError: earlier trajectories could not be written for their own sake; nothing was added.
+            PartlyAddedError: the list needs more memory than a shard, and what is above befell a later part of it; its
+                ``ids`` are those of the trajectories that were added.
             PendingFullError: no room for more waiting writes (``on_full="raise"``).
         """
         return self._backing.add(trajectories)

@@ -160,7 +160,16 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("rollouts" if agents else "trajectories", f"{report['trajectories']:,}"),
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
+        ("  live in shards", _live(report)),
     ]
+
+
+def _live(report: dict[str, Any]) -> str:
+    """Return how much of the shards is live; the rest is evicted, and kept for pins, for readers or until rewritten."""
+    if "live_bytes" not in report:
+        return ""
+    live, shards = report["live_bytes"], report["shard_bytes"]
+    return f"{format_bytes(live)} of {format_bytes(shards)}"
 
 
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -71,7 +71,8 @@ class WriterLock(ABC):
 class ReaderLease:
     """Tells the writer what somebody reads; this one tells nothing (the directory keeps no list of readers).
 
-    A new lease is looking: it holds everything until :meth:`settle`.
+    A new lease is looking: it holds what is needed at the generation that it was announced with and everything newer,
+    until :meth:`settle`.
     """
 
     def look(self) -> None:
@@ -92,13 +93,15 @@ class Reader:
         name: of its lease.
         generation: what it shows.
         settled: whether it shows that generation alone; otherwise it is about to show a newer one.
-        holder: process and host, for people.
+        holder: process, host and since when, for people.
+        process: process and host, the same for all its leases.
     """
 
     name: str
     generation: int
     settled: bool
     holder: str
+    process: str
 
 
 class Directory(ABC):
@@ -210,6 +213,15 @@ class Directory(ABC):
     def append(self, name: str, data: Buffer) -> None:
         """Append to a log segment, durably. After a failure the segment ends where it ended before."""
 
+    def cut(self, name: str, end: int) -> None:
+        """Cut a log segment off, durably; this takes no space. Where nothing is appended, no record is ever torn.
+
+        Args:
+            name: of the segment.
+            end: bytes that stay.
+        """
+        raise NotImplementedError(f"{self.url}: segments are published whole")
+
     def settle(self) -> None:  # noqa: B027  # most have nothing to settle
         """Cut off what failed appends left behind, where they could not do so themselves."""
 
@@ -231,8 +243,12 @@ class Directory(ABC):
             StoreLockedError: somebody else is; names process, host and time.
         """
 
-    def announce_reader(self) -> ReaderLease:
-        """Tell the writer that somebody reads, so that evicted files stay; remote directories cannot."""
+    def announce_reader(self, generation: int = 0) -> ReaderLease:
+        """Tell the writer that somebody reads, so that evicted files stay; remote directories cannot.
+
+        Args:
+            generation: nothing older will be read; 0 where nobody can tell.
+        """
         return ReaderLease()
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:

@@ -19,8 +19,16 @@ def holder_document() -> dict[str, object]:
 def describe_holder(holder: bytes) -> str:
     """Return what a lock's text says about its holder, for people."""
     try:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(orjson.loads(holder)["since"]))
+        return f"{process_of(holder)} since {since}"
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return "another process"
+
+
+def process_of(holder: bytes) -> str:
+    """Return which process a lock's text names."""
+    try:
         value = orjson.loads(holder)
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value["since"]))
-        return f"process {value['pid']} on {value['host']} since {since}"
+        return f"process {value['pid']} on {value['host']}"
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return "another process"

@@ -274,6 +274,10 @@ class LocalDirectory(Directory):
         finally:
             os.close(descriptor)
 
+    def cut(self, name: str, end: int) -> None:
+        self._uncut[check_name(name)] = end
+        self.settle()
+
     def settle(self) -> None:
         for name, end in list(self._uncut.items()):
             descriptor = self._root.open(name, os.O_WRONLY)
@@ -315,13 +319,13 @@ class LocalDirectory(Directory):
         self._lock = LocalWriterLock(self._root)
         return self._lock
 
-    def announce_reader(self) -> ReaderLease:
+    def announce_reader(self, generation: int = 0) -> ReaderLease:
         try:
             self._root.stat(LOCK_NAME)
         except (FileNotFoundError, CorruptStoreError):
             return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
         try:
-            return LocalReaderLease(self._root)
+            return LocalReaderLease(self._root, generation)
         except OSError as error:  # a read-only file system: nobody evicts there either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
             return ReaderLease()

@@ -15,7 +15,7 @@ from trajstore.errors import CorruptStoreError, StoreLockedError
 from trajstore.files.base import FULL, Reader, ReaderLease, WriterLock
 from trajstore.files.descriptors import Descriptor
 from trajstore.files.held import HeldFolder
-from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document
+from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document, process_of
 
 logger = logging.getLogger(__name__)
 
@@ -142,11 +142,11 @@ class LocalReaderLease(ReaderLease):
     """A file that says what is being read, under an flock that ends with the reader.
 
     Its text: 20 digits, the generation that is shown; a space, or ``+`` while a newer one is looked for; JSON that says
-    who. An empty file is one that is looking for its first generation. A forked child reads under its parent's lease,
-    as long as the parent lives and keeps it.
+    who. An empty file is one that is looking for its first generation, and may read any. A forked child reads under its
+    parent's lease, as long as the parent lives and keeps it.
     """
 
-    def __init__(self, root: HeldFolder) -> None:
+    def __init__(self, root: HeldFolder, generation: int) -> None:
         self._root = root
         root.make_folder(READERS_FOLDER)
         while True:
@@ -159,7 +159,7 @@ class LocalReaderLease(ReaderLease):
                 self._file.close()
                 continue
             break
-        self._write(b"%020d+%b" % (0, orjson.dumps(holder_document())), 0)
+        self._write(b"%020d+%b" % (generation, orjson.dumps(holder_document())), 0)
 
     def look(self) -> None:
         self._write(b"+", _DIGITS)
@@ -196,6 +196,7 @@ def read_lease(root: HeldFolder, name: str, tidy: bool) -> Reader | None:
             generation=int(text[:_DIGITS]) if known else 0,
             settled=known and text[_DIGITS : _DIGITS + 1] != b"+",
             holder=describe_holder(text[_DIGITS + 1 :]),
+            process=process_of(text[_DIGITS + 1 :]),
         )
     else:
         if tidy:

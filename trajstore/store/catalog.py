@@ -18,7 +18,7 @@ import orjson
 from trajstore.columns.fields import Axis
 from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.columns.schema import Extent, Schema
-from trajstore.errors import CorruptStoreError, StoreNotFoundError
+from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.formats.base import ShardManifest
 from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
@@ -521,6 +521,17 @@ class Catalog:
         """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
         self.lifetimes.note(self.needed_shards(), self.generation)
         return self.lifetimes.waiting()
+
+
+def oldest_generation(directory: Directory) -> int:
+    """Return a generation that whoever opens a directory from now on will not go below: that of its snapshot.
+
+    0 where it cannot be told: there is no store, or what it says is damaged.
+    """
+    try:
+        return int(Catalog(directory).metadata()["generation"])
+    except (StoreError, OSError):
+        return 0
 
 
 def _generation_of(record: Mapping[str, Any]) -> int:

@@ -37,7 +37,14 @@ from trajstore.store.log_records import (
 from trajstore.store.moves import Moved, move_to_json
 from trajstore.store.saved_points import pin_name
 from trajstore.store.sealed import LAYOUT_VERSION
-from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
+from trajstore.writing.maintenance import (
+    STORE_FOLDERS,
+    Garbage,
+    check_unused,
+    files_of_rlinf,
+    keep_files_of_rlinf,
+    remove_segments,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,16 +164,27 @@ class CommitLog:
                 self._write_snapshot(catalog)
             except StoreWriteError as error:
                 cause = error.__cause__
-                if older or catalog.segment_torn or not (isinstance(cause, OSError) and cause.errno in FULL):
+                if older or not (isinstance(cause, OSError) and cause.errno in FULL):
                     raise
-                # So that a full disk can be opened, and something be evicted.
+                # So that a full disk can be opened, and something be evicted. (A store of an older layout needs a
+                # snapshot first: what reads that layout could not read records of this one.)
                 logger.warning("%s; the log that is there is continued", error)
-                self._segment = catalog.segment
+                self._continue(catalog)
             else:
                 directory.remove(segments)
         else:
             self._renewed = catalog.generation
         return catalog
+
+    def _continue(self, catalog: Catalog) -> None:
+        """Append to the segment that is there, without what an interrupted commit left at its end."""
+        if catalog.segment_torn:
+            try:
+                self.directory.cut(catalog.segment, catalog.segment_end)
+            except OSError as error:
+                raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
+            catalog.segment_torn = 0
+        self._segment = catalog.segment
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -447,6 +465,9 @@ class CommitLog:
                 return
             self._renew_at = time.monotonic() + _RENEWAL
             catalog = self.catalog
+            if files_of_rlinf(self.directory, catalog.snapshot_bytes):
+                self._begin_segment()  # which keeps them
+                return
             values = {**self._listener.metadata(), "generation": catalog.snapshot_generation}
             self.directory.publish([catalog.metadata_file(trajectory_format=self._format_name, **values)])
             self._renewed = catalog.generation
@@ -482,6 +503,9 @@ class CommitLog:
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
         try:
+            theirs = files_of_rlinf(self.directory, catalog.snapshot_bytes)
+            if theirs:
+                keep_files_of_rlinf(self.directory, theirs)
             index = catalog.snapshot_file()
             self.directory.publish([index])
             metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())

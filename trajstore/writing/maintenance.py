@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from trajstore.errors import CorruptStoreError
-from trajstore.files.base import Directory, Reader
+from trajstore.errors import CorruptStoreError, listed
+from trajstore.files.base import Directory, EncodedFile, Reader
 from trajstore.files.local import TEMPORARY_SUFFIX
 from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, segment_generation
 from trajstore.store.saved_points import PINS_FOLDER
+from trajstore.store.sealed import begins_sealed, is_of_rlinf
 from trajstore.store.shard_table import shard_number
 
 logger = logging.getLogger(__name__)
 
+
+_OF_RLINF = ".rlinf"
 
 STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
 """Made when a writer opens a store; one that disappears later is not made anew."""
@@ -110,19 +114,19 @@ class Garbage:
             self._tell(catalog, holding)
 
     def _tell(self, catalog: Catalog, holding: Sequence[Reader]) -> None:
-        """Warn, once for each reader, when readers hold more than the store itself."""
+        """Warn, once for each process, when readers hold more than the store itself."""
         live = int(catalog.index["nbytes"].sum())
-        fresh = [reader for reader in holding if reader.name not in self._told]
+        fresh = [reader for reader in holding if reader.process not in self._told]
         if self.held_bytes <= live or not fresh:
             return
-        self._told.update(reader.name for reader in fresh)
+        self._told.update(reader.process for reader in fresh)
         logger.warning(
             "%s: %d bytes of evicted trajectories stay on disk, %d are live: readers still show them (%s); "
             "a reader lets go of them when it calls refresh() or close()",
             self._directory.url,
             self.held_bytes,
             live,
-            "; ".join(reader.holder for reader in fresh),
+            "; ".join(dict.fromkeys(reader.holder for reader in fresh)),
         )
 
 
@@ -134,6 +138,45 @@ def remove_segments(directory: Directory, up_to: int) -> None:
         if (first := segment_generation(name)) is not None and first <= up_to
     ]
     _remove(directory, old)
+
+
+def files_of_rlinf(directory: Directory, index_bytes: int) -> dict[str, bytes]:
+    """Return the JSON files of a live store that RLinf has replaced by its own; it replaces both whenever it adds.
+
+    Args:
+        directory: the store's.
+        index_bytes: size of the index as its writer left it; one of that size is taken for it without being read.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    found = {}
+    with suppress(FileNotFoundError, CorruptStoreError):
+        metadata = directory.read(METADATA_NAME)
+        if is_of_rlinf(metadata):
+            found[METADATA_NAME] = metadata
+    with suppress(FileNotFoundError, CorruptStoreError):
+        if directory.size(INDEX_NAME) != index_bytes:
+            index = directory.read(INDEX_NAME)
+            if not begins_sealed("snapshot", index):
+                found[INDEX_NAME] = index
+    return found
+
+
+def keep_files_of_rlinf(directory: Directory, files: Mapping[str, bytes]) -> None:
+    """Keep what RLinf wrote over the files of a live store, which are about to be written again, under other names.
+
+    Raises:
+        OSError: there is no room for them.
+    """
+    directory.publish([EncodedFile(f"{name}{_OF_RLINF}", [data]) for name, data in files.items()])
+    logger.warning(
+        "%s: RLinf has written into this store while it was open; its files are kept as %s, and trajstore's are "
+        "written again. Stop it, and move these, without %s, and its trajectory_* files to a directory of their own",
+        directory.url,
+        listed(f"{name}{_OF_RLINF}" for name in files),
+        _OF_RLINF,
+    )
 
 
 def _remove(directory: Directory, names: list[Any]) -> None:
