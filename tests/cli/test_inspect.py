@@ -18,6 +18,7 @@ from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import FAILED
 from trajstore.cli.output import format_bytes
 from trajstore.errors import SchemaMismatchError
+from trajstore.experience.persistence import PoolContents, write_pool
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.statistics import RewardStatistics
 from trajstore.trajectory import Reward
@@ -202,6 +203,24 @@ def test_experience_pool(run: Run, shared_fixtures: Path) -> None:
     assert report["skipped_tasks"] == 2
     assert report["trajectories"] > 0
     assert run("inspect", shared_fixtures / "experience_pool")[0] == 0
+
+
+def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path: Path) -> None:
+    whole = AgentTrajectory(
+        input_ids=torch.tensor([1, 2]),
+        loss_mask=torch.tensor([0, 1]),
+        response_start=1,
+        old_log_probs=torch.tensor([-0.5]),
+        task_id="a",
+    )
+    held = {"a": [whole, AgentTrajectory(task_id="a", messages=[{"role": "user", "content": "no tokens"}])]}
+    write_pool(tmp_path / "step_1", PoolContents({1: ["a"]}, [], held))
+    report = inspect(tmp_path / "step_1")
+    assert (report["trajectories"], report["replayable"]) == (2, 1)
+    assert report["refused"] == {"no_response_mask": 1}
+    code, out, _ = run("inspect", tmp_path / "step_1")
+    assert code == 0
+    assert "no_response_mask" in out
 
 
 @settings(max_examples=60, deadline=None)

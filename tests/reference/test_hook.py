@@ -282,6 +282,20 @@ def test_replay_that_yields_nothing_says_why_once(caplog: pytest.LogCaptureFixtu
     assert "16 were refused as outcome_not_finite" in caplog.text
 
 
+def test_tasks_that_still_wait_at_the_end_of_a_run_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    more = [f"more{number}" for number in range(4)]
+    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0)
+    replay: ReplayHook[str] = ReplayHook(config, n_rollout=N, get_task=str)
+    do_step(replay, 1)
+    *_, metrics = do_step(replay, 2, tasks=more)
+    assert metrics["experience_replay/waiting_tasks"] == 2.0
+    with caplog.at_level(logging.WARNING):
+        replay.close()
+    assert (
+        "2 tasks gave way to history and still wait for their turn at the end of this run (more2, more3)" in caplog.text
+    )
+
+
 def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         hook(save_filter="positive")

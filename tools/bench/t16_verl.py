@@ -113,6 +113,7 @@ def _rows_figure(size: int, times: Mapping[str, Sequence[float]]) -> Figure:
             "get_ms": each["get"],
             "unpack_ms": each["read"] - each["get"],
             "build_ms": each["build"],
+            "text_ms": each["text"],
             "record_ms": each["record"],
             "background_ms": each["background"],
             "background_s": statistics.median(times["background"]),

@@ -7,7 +7,6 @@ output (an agent loop that summarises its context, say) has several rows and is 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 from trainer_hooks.verl.config import OutcomeRule
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
-from trajstore.experience.compact import with_small_columns, with_usual_columns
+from trajstore.experience.compact import small_ids, small_mask, with_usual_columns
 from trajstore.experience.rows import pack_rows, row_count
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -95,7 +94,7 @@ def trajectories_of(
     may have taken a part. ``trained`` is false for rows of a group that the sampler dropped; they
     have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
     ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt. Ids and
-    masks are in few bytes (``with_small_columns``).
+    masks are in few bytes (``trajstore.experience.compact``).
     A rollout whose reward gave no outcome has none: its ``reward.outcome`` is ``None``.
 
     Args:
@@ -116,22 +115,26 @@ def trajectories_of(
     for outputs in sessions.values():
         outputs.sort(key=lambda row: output_of(row.key))
         parts = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in outputs]
-        # verl scores a session by its last output, and counts that one in the group; it also knows the whole session.
-        own = {name: parts[0].metadata[name] for name in (*_OF_ONE_OUTPUT, "min_global_steps")}
-        parts[0].metadata = parts[-1].metadata | own
-        one = dataclasses.replace(pack_rows(parts, own=_OF_ONE_OUTPUT), reward=parts[-1].reward)
-        one.entropy = _entropy(one)
-        made.append(one)
+        made.append(parts[0] if len(parts) == 1 else _session(parts))
     count = Counter(one.task_id for one in made)
     for one, outputs in zip(made, sessions.values(), strict=True):
         one.metadata |= {"outputs": len(outputs), "task_rollouts": count[one.task_id], "trained": trained}
     return made
 
 
-def _entropy(one: AgentTrajectory) -> float | None:
-    if one.entropys is None or one.response_mask is None:
-        return None
-    return mean_entropy(one.entropys, one.response_mask)
+def _session(outputs: Sequence[AgentTrajectory]) -> AgentTrajectory:
+    """Return the outputs of a session as one rollout.
+
+    verl scores a session by its last output, and counts that one in the group; what is known of the whole session
+    stands there too.
+    """
+    first, last = outputs[0], outputs[-1]
+    first.metadata = last.metadata | {name: first.metadata[name] for name in (*_OF_ONE_OUTPUT, "min_global_steps")}
+    one = pack_rows(outputs, own=_OF_ONE_OUTPUT)
+    one.reward = last.reward
+    if one.entropys is not None and one.response_mask is not None:
+        one.entropy = mean_entropy(one.entropys, one.response_mask)
+    return one
 
 
 def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
@@ -164,15 +167,15 @@ def lost_beside(found: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
 
 def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
     columns = row.columns
-    prompt, response, mask = columns["prompts"], columns["responses"], columns["response_mask"]
+    prompt, response, mask = columns["prompts"], columns["responses"], small_mask(columns["response_mask"])
     scores = columns.get("rm_scores")
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
     places = [] if scores is None else scores.nonzero().flatten().tolist()
     entropys = columns.get("entropy")
-    made = AgentTrajectory(
+    return AgentTrajectory(
         messages=_messages(columns.get("raw_prompt")),
-        input_ids=torch.cat([prompt, response]),
+        input_ids=small_ids(torch.cat([prompt, response])),
         loss_mask=torch.cat([torch.zeros(prompt.numel(), dtype=mask.dtype), mask]),
         response_start=prompt.numel(),
         old_log_probs=columns.get("old_log_probs"),
@@ -196,7 +199,6 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
             **_told_by_the_loop(columns, extra),
         },
     )
-    return with_small_columns(made)
 
 
 def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward:

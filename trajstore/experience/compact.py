@@ -21,9 +21,9 @@ def with_small_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
     small = dataclasses.replace(trajectory)
     for name in _MASKS:
         if (mask := getattr(trajectory, name)) is not None:
-            setattr(small, name, _small_mask(mask))
+            setattr(small, name, small_mask(mask))
     if trajectory.input_ids is not None:
-        small.input_ids = _small_ids(trajectory.input_ids)
+        small.input_ids = small_ids(trajectory.input_ids)
     return small
 
 
@@ -36,13 +36,15 @@ def with_usual_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
     return usual
 
 
-def _small_mask(mask: torch.Tensor) -> torch.Tensor:
+def small_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask of zeros and ones as ``uint8``; one with other values as it is."""
     if mask.dtype == torch.uint8:
         return mask
     return mask.to(torch.uint8) if bool(((mask == 0) | (mask == 1)).all()) else mask
 
 
-def _small_ids(ids: torch.Tensor) -> torch.Tensor:
+def small_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Return 64-bit token ids as ``int32``, if that holds them."""
     if ids.dtype != torch.int64 or not ids.numel():
         return ids
     low, high = torch.aminmax(ids)
