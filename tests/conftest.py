@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from trajstore import locks
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "fixtures"
@@ -22,3 +25,14 @@ def shared_fixtures() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs ../shared/fixtures, directories written by RLinf and AgentEvolver")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which locks are taken out of order; exceptions at any moment forbid it, see ``locks.checked``."""
+    if "interrupts" in request.keywords:
+        yield
+        return
+    with locks.checked() as breaches:
+        yield
+    assert not breaches, "\n\n".join(breaches)

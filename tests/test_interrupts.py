@@ -26,6 +26,8 @@ from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.moves import STARTS, Moved, move_entries
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
+pytestmark = pytest.mark.interrupts
+
 PACKAGE = str(Path(__file__).resolve().parent.parent / "trajstore")
 FILES = (PACKAGE, threading.__file__)
 

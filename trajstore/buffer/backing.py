@@ -1,4 +1,7 @@
-"""What stands behind a view: a store that the buffer writes, or nothing but memory."""
+"""What stands behind a view: a store that the buffer writes, or nothing but memory.
+
+Takes no lock of its own; what it calls takes what it needs.
+"""
 
 from __future__ import annotations
 

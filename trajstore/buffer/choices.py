@@ -1,4 +1,7 @@
-"""Draws of a buffer: who chooses (the buffer's own generator, or a sampler), and the rows that were chosen, read."""
+"""Draws of a buffer: who chooses (the buffer's own generator, or a sampler), and the rows that were chosen, read.
+
+Samplers are told and asked with ``Contents.lock`` held, which every method takes itself; rows are copied without it.
+"""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
+from trajstore import locks
 from trajstore.buffer.view import View
 from trajstore.columns.memory import Arena
 from trajstore.columns.owned import groups, own
@@ -61,7 +61,7 @@ class Intake(ABC):
     """
 
     def __init__(self, view: View) -> None:
-        self.lock = threading.RLock()
+        self.lock = locks.rlock("Intake.lock")
         self.counter = 0
         self._view = view
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
+from trajstore import locks
 from trajstore.buffer.loading import Loaded, load_sources
 from trajstore.buffer.retention import Retention
 from trajstore.files.base import Directory, ReaderLease
@@ -79,7 +79,7 @@ class View:
         self._leases: list[ReaderLease] = []
         self._request: LoadRequest | None = None
         self._told: set[str] = set()
-        self.steady = threading.Lock()
+        self.steady = locks.lock("View.steady")
         """Held while what was loaded is replaced, followed or saved: files that are to be linked stay."""
         self.contents = self._empty()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from trajstore import locks
 
 ALIGNMENT = 64
 
@@ -61,7 +62,7 @@ class Arena:
     def __init__(self, slab_bytes: int, spare: int = 2) -> None:
         self._slab_bytes = aligned(slab_bytes)
         self._spare: deque[npt.NDArray[np.uint8]] = deque(maxlen=spare)
-        self._lock = threading.Lock()
+        self._lock = locks.lock("Arena._lock")
         self._lease: Lease | None = None
         self._used = 0
 

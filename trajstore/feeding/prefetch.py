@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from trajstore import locks
 from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
 from trajstore.feeding.source import Source
 
@@ -59,7 +60,7 @@ class Prefetcher(Generic[D, T]):
         self._make = make
         self._depth = depth
         self._max_bytes = max_bytes
-        self._changed = threading.Condition()
+        self._changed = locks.condition("Prefetcher._changed")
         self._resumed: deque[D] = deque()
         self._making: D | None = None
         self._made: deque[_Made[D, T]] = deque()

@@ -6,11 +6,11 @@ import contextlib
 import errno
 import os
 import stat
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trajstore import locks
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.files.descriptors import Descriptor
 
@@ -46,7 +46,7 @@ class HeldFolder:
         self.where = where or os.path.join(_working_folder(path), path)
         """Absolute path at the time of opening."""
         self._above = above
-        self._mutex = threading.Lock()
+        self._mutex = locks.lock("HeldFolder._mutex")
         self._held: Descriptor | None = None
         self._made = above is not None  # the name of one in another is that one's to make durable
         self._counted = True  # some file systems count no names of folders

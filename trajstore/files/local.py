@@ -6,11 +6,11 @@ import contextlib
 import errno
 import logging
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trajstore import locks
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import READ_LIMIT, Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
 from trajstore.files.filemap import FileMap
@@ -45,7 +45,7 @@ class LocalDirectory(Directory):
     def __init__(self, path: Path, where: str | None = None, *, root: HeldFolder | None = None) -> None:
         self.path = path
         self._root = root or HeldFolder(path, where)
-        self._mutex = threading.Lock()
+        self._mutex = locks.lock("LocalDirectory._mutex")
         self._known: set[str] = set()  # folders right in it that were there
         self._segments: dict[str, int] = {}  # log segments appended to, whose names are durable: their ends
         self._uncut: dict[str, int] = {}  # segments with half a record at their end that could not be cut off

@@ -6,11 +6,11 @@ import contextlib
 import fcntl
 import logging
 import os
-import threading
 import uuid
 
 import orjson
 
+from trajstore import locks
 from trajstore.errors import CorruptStoreError, StoreLockedError
 from trajstore.files.base import FULL, Reader, ReaderLease, WriterLock
 from trajstore.files.descriptors import Descriptor
@@ -37,7 +37,7 @@ class LocalWriterLock(WriterLock):
 
     def __init__(self, root: HeldFolder) -> None:
         self._root = root
-        self._mutex = threading.Lock()
+        self._mutex = locks.lock("LocalWriterLock._mutex")
         self._folder = Descriptor(root.open_folder(), of_process=True)
         try:
             fcntl.flock(self._folder.number, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,13 +8,13 @@ import hashlib
 import os
 import shutil
 import tempfile
-import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+from trajstore import locks
 from trajstore.files.filemap import FileMap
 
 _PARTIAL = ".part"
@@ -34,7 +34,7 @@ class ReadCache:
         self._folder = folder
         self._limit = limit
         self._temporary: tuple[int, Path] | None = None
-        self._mutex = threading.Lock()
+        self._mutex = locks.lock("ReadCache._mutex")
         self._downloads: weakref.WeakValueDictionary[str, _Download] = weakref.WeakValueDictionary()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -111,7 +111,7 @@ class _Download:
     """Held while a copy is made, so that a second thread waits for it."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = locks.lock("_Download.lock")
 
 
 def _map_copy(path: Path, size: int, sequential: bool) -> FileMap | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from trajstore import locks
 from trajstore.errors import ConfigurationError
 from trajstore.guidance.json_http import post_json
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
@@ -74,7 +75,7 @@ class EMClient:
         self._rest = rest
         self._failures = 0
         self._rest_until = 0.0
-        self._lock = threading.Lock()
+        self._lock = locks.lock("EMClient._lock")
         self._closed = threading.Event()
 
     def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:

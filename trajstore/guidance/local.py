@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Sequence
 
+from trajstore import locks
 from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.guidance.experience import Experience
@@ -50,7 +50,7 @@ class LocalMaker:
         self._present = present
         self._index = RetrievalIndex()
         self._digests: set[str] = set()
-        self._adding = threading.Lock()
+        self._adding = locks.lock("LocalMaker._adding")
         self._closed = False
         self._open()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 
+from trajstore import locks
 from trajstore.guidance.maker import MakerError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class Trouble:
         self._what = what
         self._counts: Counter[str] = Counter()
         self._since: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.lock("Trouble._lock")
 
     def failed(self, error: MakerError) -> None:
         """Count a failure; log its cause unless the same kind of trouble is going on already."""

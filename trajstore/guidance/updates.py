@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from trajstore import locks
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.context import ExperienceTemplate
 from trajstore.guidance.maker import ExperienceMaker, MakerError
@@ -41,10 +42,9 @@ class UpdateQueue:
         self._template = template
         self._waiting: queue.Queue[list[AgentTrajectory] | None] = queue.Queue(capacity)
         self._trouble = Trouble("summarizing rollouts")
-        self._lock = threading.Lock()
         self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
         self._busy = 0
-        self._idle = threading.Condition(self._lock)
+        self._idle = locks.condition("UpdateQueue._idle")
         self._dropping = False
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -54,7 +54,7 @@ class UpdateQueue:
 
         The trajectories must not be changed afterwards.
         """
-        with self._lock:
+        with self._idle:
             if self._closing:
                 return False
             if self._thread is None:
@@ -84,7 +84,7 @@ class UpdateQueue:
 
     def close(self, timeout: float = 10.0) -> None:
         """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
-        with self._lock:
+        with self._idle:
             already, self._closing = self._closing, True
             thread = self._thread
         if already or thread is None:
@@ -100,7 +100,7 @@ class UpdateQueue:
             left += len(held or ())
         self._waiting.put(None)
         thread.join(max(end - time.monotonic(), 0.0))
-        with self._lock:
+        with self._idle:
             self._figures["dropped"] += left
         if left or thread.is_alive():
             logger.warning(
@@ -112,7 +112,7 @@ class UpdateQueue:
 
     def metrics(self) -> dict[str, float]:
         """Return figures since the beginning: rollouts by what became of them, experiences made, failures by kind."""
-        with self._lock:
+        with self._idle:
             figures = {f"guidance/update/{name}": float(value) for name, value in self._figures.items()}
         for kind, count in self._trouble.counts().items():
             figures[f"guidance/update/failed/{kind}"] = float(count)
@@ -154,6 +154,6 @@ class UpdateQueue:
             self._trouble.failed(MakerError("failed", repr(error)))
             return
         self._trouble.succeeded()
-        with self._lock:
+        with self._idle:
             self._figures["summarized"] += len(batch)
             self._figures["made"] += made

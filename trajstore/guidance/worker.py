@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trajstore import locks
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.allocation import TrainMode
 from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
@@ -66,7 +66,7 @@ class ExperienceWorker:
         """Names of experiences that are not asked for; may be set anew at any time."""
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = locks.lock("ExperienceWorker._lock")
 
     def manage_rollout_context(
         self, messages: Sequence[Mapping[str, Any]], traj_config: TrajExpConfig

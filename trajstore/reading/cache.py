@@ -1,4 +1,7 @@
-"""The trajectory cache's policy: which trajectories stay in memory. Pure; the memory itself is elsewhere."""
+"""The trajectory cache's policy: which trajectories stay in memory. Pure; the memory itself is elsewhere.
+
+Guarded by ``Contents.lock``.
+"""
 
 from __future__ import annotations
 

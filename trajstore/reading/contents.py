@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore import locks
 from trajstore.columns.fields import Axis
 from trajstore.columns.owned import OwnedRecord
 from trajstore.columns.record import Record, parse_document, trajectory_of
@@ -109,6 +109,7 @@ def _before_fork() -> None:
     _stopped.extend(_living)
     for contents in _stopped:
         contents.lock.acquire()
+    for contents in _stopped:
         contents.residency.stop()
 
 
@@ -135,7 +136,7 @@ class Contents:
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
         from trajstore import _kernels  # noqa: F401  # here, so that no first add or sample waits for numba
 
-        self.lock = threading.RLock()
+        self.lock = locks.rlock("Contents.lock")
         self.index = TrajectoryIndex()
         self.sources: list[Source] = []
         self.cache = cache

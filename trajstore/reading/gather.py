@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore import locks
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import ConfigurationError
 from trajstore.store.index import TrajectoryIndex
@@ -64,7 +64,7 @@ class Helpers:
         self.threads = threads
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
-        self._lock = threading.Lock()
+        self._lock = locks.lock("Helpers._lock")
 
     def pool(self) -> ThreadPoolExecutor:
         """Return the pool of this process."""

@@ -7,7 +7,6 @@ sampling call that may still use them is running.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trajstore import locks
 from trajstore.columns.schema import ColumnSpec, Extent, Kind, Schema
 
 MEMORY = -1
@@ -95,7 +95,7 @@ class Residency:
         self._free: list[int] = []
         self._readers: weakref.WeakSet[Reading] = weakref.WeakSet()
         self._graves: list[tuple[int, Any]] = []
-        self._lock = threading.Lock()
+        self._lock = locks.lock("Residency._lock")
 
     # -- slots ------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Directories that a buffer reads: each opens its shards by row, mapped where it can be."""
+"""Directories that a buffer reads: each opens its shards by row, mapped where it can be.
+
+Shards of a buffer are opened with ``Contents.lock`` held; tables of what was loaded change with ``View.steady`` held.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Random draws: the window of the newest trajectories, and which of its samples a generator gives. No I/O."""
+"""Random draws: the window of the newest trajectories, and which of its samples a generator gives. No I/O.
+
+A buffer draws with ``Contents.lock`` held.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pins: files that each keep the trajectories of one moment readable. Saved points, and what a rollback set aside."""
+"""Pins: files that each keep the trajectories of one moment readable. Saved points, and what a rollback set aside.
+
+Guarded as the catalog that they belong to.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Shards of one format and schema differ only in numbers (file sizes, offsets, checksums), so these are
 kept as arrays per *family* and a manifest is made only when a shard is opened. A hundred thousand
-shards are a few megabytes this way.
+shards are a few megabytes this way. Guarded as the catalog that it belongs to.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from trajstore import locks
 from trajstore.writing.interrupts import Parking
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class CommitCallbacks:
     def __init__(self, call: Callable[[Sequence[int]], None], url: str) -> None:
         self._call = call
         self._url = url
-        self._lock = threading.RLock()
+        self._lock = locks.rlock("CommitCallbacks._lock")
         self._parking = Parking()
         self._commits: deque[Sequence[int]] = deque()
         self._closing = False

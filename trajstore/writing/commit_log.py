@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import orjson
 
+from trajstore import locks
 from trajstore.columns.record import Record
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
@@ -123,7 +123,7 @@ class CommitLog:
 
     def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
         self.directory = directory
-        self.lock = threading.Lock()
+        self.lock = locks.lock("CommitLog.lock")
         """Held for every change; :meth:`record` and :meth:`keep_house` leave it to the caller, the rest take it."""
         self.unsettled = False
         """Whether half a record may stand in the log, or housekeeping failed."""

@@ -1,4 +1,8 @@
-"""What is written together: trajectories cut out of the queue into groups, a group into shards of one schema each."""
+"""What is written together: trajectories cut out of the queue into groups, a group into shards of one schema each.
+
+Batches are guarded by ``WriteQueue._lock``, with which :func:`fill` is called. A group belongs to the one thread that
+took it from the queue.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot."""
+"""Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot.
+
+All of it is called with ``CommitLog.lock`` held, or before the writer has a second thread.
+"""
 
 from __future__ import annotations
 

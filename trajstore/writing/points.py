@@ -6,13 +6,13 @@ What a crash leaves at each point is written in docs/design/saved-points.md.
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from trajstore import locks
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError
 from trajstore.files.base import EncodedFile
 from trajstore.store.rollback import RollbackPlan, plan_rollback, with_live
@@ -50,7 +50,7 @@ class Points:
     def __init__(self, log: CommitLog) -> None:
         self._log = log
         self._directory = log.directory
-        self._one = threading.Lock()
+        self._one = locks.lock("Points._one")
         """Held by one change at a time: what a point has written and not yet named must not pass for left over."""
         with log.lock:
             self._end_interrupted()

@@ -10,7 +10,6 @@ there before anybody waits for room.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections import deque
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from trajstore import locks
 from trajstore.columns.owned import OwnedRecord
 from trajstore.errors import (
     PendingFullError,
@@ -59,7 +59,7 @@ class WriteQueue:
         self._url = url
         self._options = options
         self._check_process = check_usable
-        self._lock = threading.RLock()  # re-entrant: a signal handler may flush while its thread is in here
+        self._lock = locks.rlock("WriteQueue._lock")  # a signal handler may flush while its thread is in here
         self._parking = Parking()
         self._adding: dict[int, weakref.ref[Batch]] = {}  # room was reserved for them, and they are not queued yet
         self._waiting: deque[Batch] = deque()

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from trajstore import locks
 from trajstore.columns.fields import Axis
 from trajstore.columns.record import raw_bytes
 from trajstore.columns.schema import Extent
@@ -134,7 +135,7 @@ class Rewriter:
         self._format = trajectory_format
         self._shard_bytes = shard_bytes
         self._new_shard = new_shard
-        self._one = threading.Lock()
+        self._one = locks.lock("Rewriter._one")
         self._damaged: set[int] = set()
         self._wake = threading.Event()
         self._closing = False

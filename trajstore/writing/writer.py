@@ -2,7 +2,8 @@
 
 The way of a group: taken from the queue by a pool thread, encoded, published (files durable), then, in
 the order of ids, recorded in the log (one append for all groups that are ready), then visible. What a
-crash leaves at each point is written in docs/design/store.md.
+crash leaves at each point is written in docs/design/store.md. Groups are encoded and published without a lock, and
+recorded with ``CommitLog.lock`` held.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from trajstore import locks
 from trajstore.errors import StoreLockedError, StoreWriteError, TrajstoreError, UnwritableTrajectoryError
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
@@ -77,7 +79,7 @@ class StoreWriter:
         catalog = self.log.catalog
         self.queue = WriteQueue(directory.url, options, catalog.next_id, catalog.next_shard, self._check_process)
         self._callbacks = None if on_commit is None else CommitCallbacks(on_commit, directory.url)
-        self._close_lock = threading.Lock()
+        self._close_lock = locks.lock("StoreWriter._close_lock")
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"trajstore-writer-{i}", daemon=True)
@@ -221,7 +223,7 @@ class StoreWriter:
                 groups = groups[len(recorded) :]
 
     def _record(self, groups: list[Group]) -> list[Group]:
-        """Record groups, at least the first one; return those that are done with.
+        """Record groups, at least the first one, with the log's lock held; return those that are done with.
 
         Raises:
             StoreWriteError: the log could not be written.

@@ -1,0 +1,125 @@
+"""The order of locks: a breach is told, every lock has a place, and the design page has the same table."""
+
+from __future__ import annotations
+
+import ast
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trajstore import locks
+
+
+def test_a_lock_that_is_taken_out_of_order_is_told_with_both_places() -> None:
+    with locks.checked() as breaches:
+        outer, inner = locks.rlock("Contents.lock"), locks.lock("WriteQueue._lock")
+        with outer, inner:
+            assert breaches == []
+        with inner, outer:
+            pass
+    assert len(breaches) == 1
+    assert breaches[0].startswith("Contents.lock is taken while WriteQueue._lock is held")
+    assert breaches[0].count("test_locks.py") >= 2
+    assert "with inner, outer" in breaches[0]
+
+
+def test_each_thread_has_locks_of_its_own() -> None:
+    with locks.checked() as breaches:
+        outer, inner = locks.lock("Contents.lock"), locks.lock("WriteQueue._lock")
+        with inner:
+            thread = threading.Thread(target=lambda: outer.acquire() and outer.release())
+            thread.start()
+            thread.join()
+    assert breaches == []
+
+
+@pytest.mark.parametrize("name", ["Intake.lock", "Contents.lock"])
+def test_a_lock_may_be_taken_again_by_its_own_thread(name: str) -> None:
+    with locks.checked() as breaches:
+        one, below = locks.rlock(name), locks.lock("WriteQueue._lock")
+        with one, below, one:
+            pass
+        with one:
+            pass
+    assert breaches == []
+
+
+def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
+    with locks.checked() as breaches:
+        with locks.rlock("Contents.lock"), locks.rlock("Contents.lock"):
+            pass
+        assert breaches == []
+        with locks.rlock("Intake.lock"), locks.rlock("Intake.lock"):
+            pass
+    assert len(breaches) == 1
+    assert breaches[0].startswith("Intake.lock is taken while Intake.lock is held")
+
+
+def test_to_try_a_lock_breaks_no_order() -> None:
+    with locks.checked() as breaches:
+        outer, inner = locks.lock("Contents.lock"), locks.lock("WriteQueue._lock")
+        with inner:
+            assert outer.acquire(blocking=False)
+            outer.release()
+    assert breaches == []
+
+
+def test_who_waits_at_a_condition_holds_nothing() -> None:
+    with locks.checked() as breaches:
+        changed = locks.condition("Prefetcher._changed")
+        with changed:
+            changed.wait(0.001)
+            changed.notify_all()
+        with locks.lock("Arena._lock"):
+            pass
+    assert breaches == []
+
+
+def test_unchecked_locks_are_those_of_threading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_breaches", None)
+    assert type(locks.lock("Arena._lock")) is type(threading.Lock())
+    assert type(locks.rlock("Contents.lock")) is type(threading.RLock())
+
+
+def made_in(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield name and module of every lock, as the class and the attribute that it is assigned to say."""
+    for path in sorted(root.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        module = path.relative_to(root).with_suffix("").as_posix()
+        for scope in ast.walk(tree):
+            if isinstance(scope, ast.ClassDef):
+                for node in ast.walk(scope):
+                    if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("locks."):
+                        call = node.value
+                        assert isinstance(call, ast.Call)
+                        name = f"{scope.name}.{ast.unparse(node.targets[0]).removeprefix('self.')}"
+                        assert ast.literal_eval(call.args[0]) == name, f"{path}:{node.lineno}"
+                        yield name, module
+
+
+def test_every_lock_has_a_place_in_the_order(project_root: Path) -> None:
+    names = [name for name, _ in made_in(project_root / "trajstore")]
+    assert sorted(names) == sorted(locks.ORDER)
+    assert set(locks.SEVERAL) <= set(locks.ORDER)
+
+
+def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
+    # Gates of those who wait: nobody takes another lock while holding one, as holding it is to wait.
+    allowed = {"trajstore/locks.py", "trajstore/writing/interrupts.py"}
+    found = {
+        path.relative_to(project_root).as_posix()
+        for folder in ("trajstore", "trainer_hooks")
+        for path in (project_root / folder).rglob("*.py")
+        if re.search(r"\b(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\(", path.read_text())
+    }
+    assert found <= allowed, "make it with trajstore.locks, and give it a place in its ORDER"
+
+
+def test_the_design_page_has_the_same_table(project_root: Path) -> None:
+    page = (project_root / "docs" / "design" / "locks.md").read_text()
+    rows = re.findall(r"^\| `([A-Za-z_.]+)` \| `([a-z_/]+)` \| .+ \|$", page, re.MULTILINE)
+    modules = dict(made_in(project_root / "trajstore"))
+    assert rows == [(name, modules[name]) for name in locks.ORDER]
