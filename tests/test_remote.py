@@ -9,10 +9,11 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import fsspec
 import orjson
 import pytest
 import torch
@@ -63,7 +64,17 @@ def memory_url() -> str:
     return f"memory://bucket-{uuid.uuid4()}/run1"
 
 
+def around(url: str, **options: Any) -> MutableMapping[str, bytes]:
+    """Return what lies at a URL, asked anew each time."""
+    system = fsspec.filesystem(url.partition(":")[0], skip_instance_cache=True, use_listings_cache=False, **options)
+    return cast(MutableMapping[str, bytes], fsspec.FSMap(system._strip_protocol(url), system))
+
+
 class TestMemory(DirectoryConformance):
+    @pytest.fixture
+    def behind(self, memory_url: str) -> MutableMapping[str, bytes]:
+        return around(memory_url)
+
     @pytest.fixture
     def open_again(self, memory_url: str) -> Callable[[], Directory]:
         return lambda: open_directory(memory_url)
@@ -71,11 +82,19 @@ class TestMemory(DirectoryConformance):
 
 class TestS3(DirectoryConformance):
     @pytest.fixture
+    def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:
+        return around(s3_url, **s3_options)
+
+    @pytest.fixture
     def open_again(self, s3_url: str, s3_options: dict[str, Any]) -> Callable[[], Directory]:
         return lambda: open_directory(s3_url, **s3_options)
 
 
 class TestS3WholeBucket(DirectoryConformance):
+    @pytest.fixture
+    def behind(self, s3_url: str, s3_options: dict[str, Any]) -> MutableMapping[str, bytes]:
+        return around(s3_url.removesuffix("/runs/run1"), **s3_options)
+
     @pytest.fixture
     def open_again(self, s3_url: str, s3_options: dict[str, Any]) -> Callable[[], Directory]:
         return lambda: RemoteDirectory(s3_url.removesuffix("/runs/run1") + "/", **s3_options)

@@ -1,4 +1,4 @@
-"""What every directory must pass: subclass :class:`DirectoryConformance` and define the fixture ``open_again``."""
+"""What every directory must pass: subclass :class:`DirectoryConformance`, define ``open_again`` and ``behind``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 import random
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -37,12 +37,17 @@ def open_files(name: str) -> int:
 
 
 class DirectoryConformance:
-    """Subclass this and define the fixture ``open_again``; every test must pass."""
+    """Subclass this and define the fixtures ``open_again`` and ``behind``; every test must pass."""
 
     @pytest.fixture
     def open_again(self) -> Callable[[], Directory]:
         """Return a function that opens one place, at first empty, anew with each call, as another process would."""
         raise NotImplementedError("define the fixture 'open_again' in the subclass")
+
+    @pytest.fixture
+    def behind(self) -> MutableMapping[str, bytes]:
+        """Return the files of that place by name, read and written without the class under test."""
+        raise NotImplementedError("define the fixture 'behind' in the subclass")
 
     @pytest.fixture
     def directory(self, open_again: Callable[[], Directory]) -> Directory:
@@ -76,6 +81,32 @@ class DirectoryConformance:
         assert other.names() == ["shards/deep/er/two", "shards/one", "top"]
         assert [other.read(name) for name in other.names()] == [b"xyz", b"", b"0123456789"]
         assert [other.size(name) for name in other.names()] == [3, 0, 10]
+
+    def test_what_it_writes_lies_there(self, directory: Directory, behind: MutableMapping[str, bytes]) -> None:
+        publish(directory, top=b"0123456789", shards__one=b"", shards__deep__er__two=b"xyz")
+        directory.append("log/1", b"a line\n")
+        expected = {"top": b"0123456789", "shards/one": b"", "shards/deep/er/two": b"xyz", "log/1": b"a line\n"}
+        assert dict(behind) == expected
+        if directory.can_append:
+            directory.append("log/1", b"another\n")
+            assert behind["log/1"] == b"a line\nanother\n"
+        publish(directory, top=b"new")
+        assert behind["top"] == b"new"
+        directory.remove(["top", "shards/deep/er/two", "log/1"])
+        assert dict(behind) == {"shards/one": b""}
+
+    def test_what_lies_there_is_read(self, directory: Directory, behind: MutableMapping[str, bytes]) -> None:
+        for name, data in {"top": b"0123", "log/1": b"ab", "shards/deep/x": b"xyz"}.items():
+            behind[name] = data
+        assert directory.names() == ["log/1", "shards/deep/x", "top"]
+        assert directory.sizes() == {"log/1": 2, "shards/deep/x": 3, "top": 4}
+        assert directory.listing() == (["top"], ["log", "shards"])
+        assert directory.read("top", 1) == b"123"
+        assert directory.size("log/1") == 2
+        assert directory.map("shards/deep/x", 3).view.tobytes() == b"xyz"
+        del behind["log/1"]
+        with pytest.raises(FileNotFoundError, match="log/1"):
+            directory.read("log/1")
 
     @pytest.mark.parametrize("offset", [0, 1, 9, 10, 11, 1000])
     def test_read_from_an_offset(self, directory: Directory, offset: int) -> None:
@@ -230,7 +261,9 @@ class DirectoryConformance:
             assert all(pool.map(work, range(12)))
         assert len(directory.names("shards")) == 36
 
-    def test_random_calls_agree_with_a_dict(self, directory: Directory, open_again: Callable[[], Directory]) -> None:
+    def test_random_calls_agree_with_a_dict(
+        self, directory: Directory, open_again: Callable[[], Directory], behind: MutableMapping[str, bytes]
+    ) -> None:
         generator = random.Random(1)
         expected: dict[str, bytes] = {}
         names = [f"{folder}{stem}" for folder in ("", "log/", "shards/s.zarr/") for stem in ("a", "b", "c.0")]
@@ -251,4 +284,4 @@ class DirectoryConformance:
             if name in expected:
                 assert other.read(name, 3) == expected[name][3:]
                 assert other.size(name) == len(expected[name])
-        assert {name: other.read(name) for name in other.names()} == expected
+        assert {name: other.read(name) for name in other.names()} == dict(behind) == expected
