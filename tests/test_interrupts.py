@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.buffer.backing import StoreBacking
 from trajstore.inspection.verify import verify
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.moves import STARTS, Moved, move_entries
@@ -194,6 +195,17 @@ def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str) -> None:
     step = max(1, total // 12)  # all of them in the long campaign
     for at in range(0, total, step):
         interrupted_at(tmp_path / str(at), name, at)
+
+
+def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_them(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        assert isinstance(buffer._backing, StoreBacking)
+        rewriter = buffer._backing.writer.rewriter
+        tracer = Tracer(None)
+        tracer.run(rewriter.note)
+        for at in range(tracer.count):
+            assert not Tracer(at).run(rewriter.note)
+            within(60, rewriter.note)
 
 
 @pytest.mark.slow

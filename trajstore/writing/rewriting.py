@@ -7,8 +7,9 @@ shards are then needed by nobody. What a crash leaves at each point is written i
 from __future__ import annotations
 
 import logging
-import threading
+import queue
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -137,17 +138,17 @@ class Rewriter:
         self._new_shard = new_shard
         self._one = locks.lock("Rewriter._one")
         self._damaged: set[int] = set()
-        self._wake = threading.Event()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt within an Event.set keeps its lock
         self._closing = False
 
     def note(self) -> None:
         """Let :meth:`run` see whether something is to be done."""
-        self._wake.set()
+        self._news.put(None)
 
     def stop(self) -> None:
         """Let :meth:`run` return; a shard that is being written is finished first."""
         self._closing = True
-        self._wake.set()
+        self._news.put(None)
 
     def run(self) -> None:
         """Rewrite what is worth it, now and whenever enough was evicted, until :meth:`stop`."""
@@ -156,8 +157,7 @@ class Rewriter:
         while not self._closing:
             if self._log.evicted_bytes - looked_at <= pause:
                 held = self._log.garbage.is_waiting
-                self._wake.wait(_LEASES_SECONDS if held else None)
-                self._wake.clear()
+                self._wait(_LEASES_SECONDS if held else None)
                 if held:
                     self._log.collect_garbage()
                 continue
@@ -173,6 +173,13 @@ class Rewriter:
                 logger.exception("%s: shards could not be rewritten", self._directory.url)
             with self._log.lock:  # an eighth of what is live can be evicted until it is worth another look
                 pause = max(SLACK_BYTES, int(self._log.catalog.index["nbytes"].sum()) // 8)
+
+    def _wait(self, seconds: float | None) -> None:
+        """Wait for :meth:`note` or :meth:`stop`; all that came so far counts once."""
+        with suppress(queue.Empty):
+            self._news.get(timeout=seconds)
+            while True:
+                self._news.get_nowait()
 
     def step(self, *, everything: bool = False) -> bool:
         """Make one new shard out of several, if that is worth it; return whether it was.
