@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.guidance.rollouts import rollout
+from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.experience import BufferStore, MemoryStore
 from trajstore.guidance import (
@@ -19,6 +20,7 @@ from trajstore.guidance import (
     count_worth,
     with_guidance,
 )
+from trajstore.inspection.inspect import inspect
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -93,3 +95,24 @@ def test_wrong_rules_are_named() -> None:
         RetirementRule(below=float("nan"))
     with pytest.raises(ConfigurationError, match="retire_least_count: 0"):
         RetirementRule(below=0.0, least_count=0)
+
+
+def test_inspect_shows_what_experiences_were_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = BufferStore.open(tmp_path / "experience")
+    LocalMaker(store).summarize([rollout("cup", "go kitchen")])
+    ledger = WorthLedger(store, RetirementRule(below=1.0, least_count=1))
+    ledger.note(STEP)
+    store.close()
+    report = inspect(tmp_path / "experience")["experiences"]
+    assert report["count"] == 1
+    assert report["retired"] == ["1", "2"]
+    assert report["shown"]["1"] == {
+        "rollouts_with": 2,
+        "outcome_with": 0.5,
+        "rollouts_without": 1,
+        "outcome_without": 0.0,
+        "gain": 0.5,
+    }
+    assert main(["inspect", str(tmp_path / "experience")]) == 0
+    said = capsys.readouterr().out
+    assert "gain +0.5: outcome 0.5 in 2 rollouts with it, 0 in 1 without, retired" in said

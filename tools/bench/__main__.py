@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tools.bench import (
     alternatives,
+    guided,
     rlinf,
     samplers,
     space,
@@ -65,6 +66,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t15": t15_start.figures,
     "t16": t16_verl.figures,
     "t17": t17_priorities.figures,
+    "guided": guided.figures,
     "samplers": samplers.figures,
     "space": space.figures,
     "rlinf": rlinf.figures,

@@ -21,6 +21,10 @@ KINDS = {
 }
 
 
+MOST_EXPERIENCES = 10
+"""Experiences whose worth is written for people, those that helped most."""
+
+
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
@@ -183,6 +187,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("ids", _ids(report.get("ids"))),
         ("pins", ", ".join(report.get("pins", ()))),
         *_agents(report, note),
+        *_experiences(report.get("experiences"), note),
     ]
     rewards = report.get("rewards")
     if rewards is not None:
@@ -214,6 +219,22 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
     rows.append(("tasks", "" if agents["tasks"] is None else f"{agents['tasks']:,}{note}"))
     rows.append(("outcomes", format_range(agents["outcomes"])))
     rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}"))
+    return rows
+
+
+def _experiences(held: dict[str, Any] | None, note: str) -> list[tuple[str, str]]:
+    if held is None:
+        return []
+    shown, retired = held["shown"], held["retired"]
+    rows = [("experiences", f"{held['count']:,}{note}"), ("  shown, retired", f"{len(shown):,}, {len(retired):,}")]
+    known = [(one["gain"], name, one) for name, one in shown.items() if one["gain"] is not None]
+    for gain, name, one in sorted(known, key=lambda item: -item[0])[:MOST_EXPERIENCES]:
+        sides = f"outcome {one['outcome_with']:.3g} in {one['rollouts_with']:,} rollouts with it, "
+        sides += f"{one['outcome_without']:.3g} in {one['rollouts_without']:,} without"
+        sides += ", retired" if name in retired else ""
+        rows.append((f"  experience {name}", f"gain {gain:+.3g}: {sides}"))
+    if len(known) > MOST_EXPERIENCES:
+        rows.append(("", f"{len(known) - MOST_EXPERIENCES:,} more; --json has all"))
     return rows
 
 

@@ -134,10 +134,14 @@ class _Segment:
         if not known:
             return []
         scores = np.zeros(len(self.keys))
+        matrix = self._index.scores
+        data, rows, ends = matrix["data"], matrix["indices"], matrix["indptr"]
         for word in known:
             # The segment's own weight of the word is in its scores: out with it, in with that of all texts.
             own = _idf(self._frequencies[word], len(self.keys))
-            scores += self._index.get_scores([word]) * (weights[word] / own)
+            column = self._index.vocab_dict[word]
+            start, stop = ends[column], ends[column + 1]
+            scores[rows[start:stop]] += data[start:stop] * (weights[word] / own)  # a column has each row once
         scores = scores.round(_DIGITS)
         if len(banned):
             scores[np.isin(self.keys, banned)] = 0.0

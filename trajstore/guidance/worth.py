@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError
+from trajstore.errors import ConfigurationError, StoreError
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.guidance.experience import EXPERIENCE
 from trajstore.guidance.record import Guidance
@@ -93,6 +93,50 @@ def count_worth(rollouts: Iterable[AgentTrajectory]) -> dict[str, Worth]:
     return result
 
 
+class GuidanceRecords:
+    """What a store's records say of experiences, gathered record by record in order of their ids."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Records that are experiences."""
+        self.worth: dict[str, Worth] = {}
+        self.retired: dict[str, None] = {}
+
+    def add(self, record: AgentTrajectory) -> bool:
+        """Take a record; return whether it is one of guidance. What cannot be understood is one, and says nothing."""
+        said = record.metadata.get(EXPERIENCE)
+        if not isinstance(said, Mapping) or said.get("kind") not in ("experience", "worth"):
+            return False
+        if said["kind"] == "experience":
+            self.count += 1
+            return True
+        try:
+            self.worth |= {str(name): Worth(*values) for name, values in said["worth"].items()}
+            self.retired |= dict.fromkeys(str(name) for name in said["retired"])
+        except (KeyError, AttributeError, TypeError) as error:
+            logger.warning("a record of what experiences were worth cannot be understood: %r", error)
+        return True
+
+    def report(self) -> dict[str, Any] | None:
+        """Return the number of experiences, what each that was shown was worth, the retired; ``None`` without any."""
+        if not self.count and not self.worth:
+            return None
+        return {
+            "count": self.count,
+            "shown": {
+                name: {
+                    "rollouts_with": one.shown,
+                    "outcome_with": one.shown_reward / one.shown if one.shown else None,
+                    "rollouts_without": one.other,
+                    "outcome_without": one.other_reward / one.other if one.other else None,
+                    "gain": one.gain,
+                }
+                for name, one in self.worth.items()
+            },
+            "retired": list(self.retired),
+        }
+
+
 class WorthLedger:
     """The worth of all experiences, in a store. Not thread-safe: the training loop's.
 
@@ -104,15 +148,19 @@ class WorthLedger:
     def __init__(self, store: PoolStore | None = None, rule: RetirementRule | None = None) -> None:
         self._store: PoolStore = MemoryStore() if store is None else store
         self._rule = rule
-        self._worth: dict[str, Worth] = {}
-        self._retired: dict[str, None] = {}
         self._records: list[int] = []
         self.lost = 0
         """Steps whose worth could not be written; it counts on in memory, and is in the next record of everything."""
-        for number, said in worth_records(self._store):
-            self._records.append(number)
-            self._worth |= {name: Worth(*values) for name, values in said["worth"].items()}
-            self._retired |= dict.fromkeys(said["retired"])
+        held = GuidanceRecords()
+        for number in self._store.ids():
+            try:
+                record = self._store.get(number)
+            except StoreError as error:
+                logger.warning("record %d cannot be read, what it says of experiences is left out: %s", number, error)
+                continue
+            if held.add(record) and record.metadata[EXPERIENCE]["kind"] == "worth":
+                self._records.append(number)
+        self._worth, self._retired = held.worth, held.retired
 
     @property
     def worth(self) -> dict[str, Worth]:
@@ -169,21 +217,6 @@ class WorthLedger:
         self._store.flush()
         self._store.evict(self._records)
         self._records = ids
-
-
-def worth_records(store: PoolStore) -> list[tuple[int, dict[str, Any]]]:
-    """Return the records of worth in a store, oldest first, with their ids; unreadable ones are warned of."""
-    found = []
-    for number in store.ids():
-        try:
-            said = store.get(number).metadata.get(EXPERIENCE)
-            if isinstance(said, Mapping) and said.get("kind") == "worth":
-                for values in said["worth"].values():
-                    Worth(*values)
-                found.append((number, {"worth": said["worth"], "retired": said["retired"]}))
-        except (StoreError, InvalidTrajectoryError, KeyError, AttributeError, TypeError) as error:
-            logger.warning("record %d cannot be read, what it says of experiences is left out: %s", number, error)
-    return found
 
 
 def _record(worth: Mapping[str, Worth], retired: Iterable[str]) -> AgentTrajectory:

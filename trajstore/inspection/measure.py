@@ -12,6 +12,7 @@ import torch
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, Schema
 from trajstore.errors import CorruptStoreError
+from trajstore.guidance.worth import GuidanceRecords
 from trajstore.inspection.statistics import RewardStatistics, Seam, range_of
 from trajstore.reading.shard_access import ShardAccess, extent_at
 from trajstore.store.catalog import Catalog
@@ -78,6 +79,7 @@ class _Measurement:
         self._turns: list[int] = []
         self._messages = 0
         self._agents = 0
+        self._guidance = GuidanceRecords()
 
     def add(self, access: ShardAccess, index: TrajectoryIndex, position: int, count: int) -> None:
         """Take trajectories from a position on, which are alike if they are several."""
@@ -111,6 +113,8 @@ class _Measurement:
         trajectory = access.trajectory(index, position, (DOCUMENT, "response_mask"))
         if not isinstance(trajectory, AgentTrajectory):
             return
+        if self._guidance.add(trajectory):
+            return
         self._agents += 1
         self._tasks.add(trajectory.task_id)
         self._messages += bool(trajectory.messages)
@@ -134,6 +138,7 @@ class _Measurement:
             "rewards": self._rewards.rewards_report(),
             "episodes": self._rewards.episodes_report(),
             "agents": agents,
+            "experiences": self._guidance.report(),
         }
 
 

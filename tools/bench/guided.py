@@ -1,0 +1,64 @@
+"""Guided: what an experience costs in the index of retrieval, when it is added and when it is asked for.
+
+Texts of 20 words, drawn by Zipf's law from 20,000, added in lists of 64. An addition's cost has its share of all
+merging so far; queries are of 20 words, for the three best. Both are ratios to the cost at the smallest number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from statistics import median
+
+import numpy as np
+
+from tools.bench.report import Figure, Options, SkippedError
+from trajstore.errors import MissingDependencyError
+from trajstore.guidance import RetrievalIndex
+
+SIZES = (1_000, 10_000, 100_000, 1_000_000)
+LIST = 64
+WORDS = 20
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield both ratios at each size."""
+    try:
+        RetrievalIndex()
+    except MissingDependencyError as error:
+        raise SkippedError(str(error)) from error
+    smallest: tuple[float, float] | None = None
+    for size in SIZES:
+        count = options.count(size, 64)
+        added, queried, longest = _costs(count, options.repeats)
+        smallest = smallest or (added, queried)
+        name = f"{count:,} experiences"
+        details = {"us": added * 1e6, "longest_list_s": longest}
+        yield Figure("GUIDED", f"addition to {name}, over the smallest", added / smallest[0], None, details=details)
+        details = {"us": queried * 1e6}
+        yield Figure("GUIDED", f"query of {name}, over the smallest", queried / smallest[1], None, details=details)
+
+
+def _costs(count: int, repeats: int) -> tuple[float, float, float]:
+    """Return seconds per addition, seconds per query, and the longest addition of a list."""
+    generator = np.random.default_rng(0)
+    index = RetrievalIndex()
+    total = longest = 0.0
+    for start in range(0, count, LIST):
+        keys = range(start, min(start + LIST, count))
+        texts = [_text(generator) for _ in keys]
+        begun = time.perf_counter()
+        index.add(keys, texts)
+        took = time.perf_counter() - begun
+        total, longest = total + took, max(longest, took)
+    times = []
+    for _ in range(max(repeats, 1) * 3):
+        query = _text(generator)
+        begun = time.perf_counter()
+        index.search(query, 3)
+        times.append(time.perf_counter() - begun)
+    return total / count, median(times), longest
+
+
+def _text(generator: np.random.Generator) -> str:
+    return " ".join(f"w{int(word) % 20_000}" for word in generator.zipf(1.3, WORDS))
