@@ -51,9 +51,9 @@ def store(tmp_path: Path) -> Iterator[Callable[..., TrajectoryReplayBuffer]]:
         buffer.close()
 
 
-def reader(path: Path) -> TrajectoryReplayBuffer:
+def reader(path: Path, pin: str | None = None) -> TrajectoryReplayBuffer:
     buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
-    buffer.load_checkpoint(path)
+    buffer.load_checkpoint(path, pin=pin)
     return buffer
 
 

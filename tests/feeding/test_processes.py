@@ -12,39 +12,44 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.feeding.test_loader import fill, reader, rewards
+from tests.feeding.test_loader import block, fill, reader, rewards
 from trajstore.feeding import ReplayLoader
 
 _RANK = """
 import json, sys
-import torch
 import torch.distributed as dist
-from tests.feeding.test_loader import reader
+from tests.feeding.test_loader import fill, reader
+from trajstore import saved_state
 from trajstore.feeding import ReplayLoader
 from pathlib import Path
 
-folder, rank, world, state = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}", rank=rank, world_size=world)
-loader = ReplayLoader(reader(folder / "store"), 16, rank=(rank, world))
-if state != "none":
-    loader.load_state_dict(torch.load(state, weights_only=False))
+folder, rank, world, begins = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "begin"
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}-{begins}", rank=rank, world_size=world)
+if begins:  # rank 0 is the store's writer
+    buffer = fill(folder / "store", range(10)) if rank == 0 else reader(folder / "store")
+else:
+    buffer = reader(folder / "store", "step-4")
+loader = ReplayLoader(buffer, 16, rank=(rank, world))
+if not begins:
+    loader.load_state_dict(saved_state(folder / "store", 4)["loader"])
 for _ in range(4):
     parts = [None] * world
     dist.all_gather_object(parts, next(loader)["rewards"].reshape(-1).tolist())
     if rank == 0:
         print(json.dumps([value for part in parts for value in part]), flush=True)
-if rank == world - 1:
-    torch.save(loader.state_dict(), folder / f"state-{world}")
+if begins and rank == 0:
+    buffer.save_point(4, {"loader": loader})
 dist.barrier()
 loader.close()
+buffer.close()
 """
 
 
-def _run(folder: Path, world: int, state: str, root: Path) -> list[list[float]]:
+def _run(folder: Path, world: int, what: str, root: Path) -> list[list[float]]:
     command = [sys.executable, "-c", _RANK, str(folder)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(world), state],
+            [*command, str(rank), str(world), what],
             stdout=subprocess.PIPE,
             text=True,
             cwd=root,
@@ -57,12 +62,18 @@ def _run(folder: Path, world: int, state: str, root: Path) -> list[list[float]]:
     return [json.loads(line) for line in output[0].splitlines()]
 
 
-def test_ranks_that_talk_over_gloo_resume_on_another_number_of_them(tmp_path: Path, project_root: Path) -> None:
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 8))])
+def test_ranks_that_talk_over_gloo_resume_from_a_saved_point_on_another_number_of_them(
+    tmp_path: Path, project_root: Path, world: int
+) -> None:
     fill(tmp_path / "store", range(10)).close()
     with ReplayLoader(reader(tmp_path / "store"), 16) as alone:
         expected = [sorted(rewards(next(alone))) for _ in range(8)]
-    first = _run(tmp_path, 2, "none", project_root)
-    second = _run(tmp_path, 3, str(tmp_path / "state-2"), project_root)
+    first = _run(tmp_path, 2, "begin", project_root)
+    with fill(tmp_path / "store", range(0)) as writer:  # goes on after the point
+        writer.add_trajectories([block(99)])
+        writer.evict([0, 5])
+    second = _run(tmp_path, world, "resume", project_root)
     assert [sorted(batch) for batch in first + second] == expected
 
 

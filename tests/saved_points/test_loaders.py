@@ -1,0 +1,111 @@
+"""Loaders and samplers that resume through a saved point: the same batches, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trajstore
+from tests.saved_points.stores import add, make
+from trajstore import TrajectoryReplayBuffer
+from trajstore.feeding import ReplayLoader
+from trajstore.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
+
+SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
+    "uniform": lambda: None,
+    "epochs": lambda: EpochSampler(epochs=2),
+    "weighted": lambda: WeightedSampler([UseLimit(cooldown=1)]),
+}
+
+
+def rewards(batch: dict[str, Any]) -> list[float]:
+    values: list[float] = batch["rewards"].flatten().tolist()
+    return values
+
+
+def reader(path: Path, pin: str | None = None) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(seed=3, sample_window_size=0)
+    buffer.load_checkpoint(path, pin=pin)
+    return buffer
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
+    tmp_path: Path, name: str, world: int
+) -> None:
+    """Ten trajectories of 8 rows; two epochs of 10 batches of 8 together, stopped at the fifth batch."""
+    with make(tmp_path) as writer:
+        add(writer, range(10))
+        with ReplayLoader(writer, 8, prefetch=3, sampler=SAMPLERS[name]()) as loader:
+            begun = [rewards(next(loader)) for _ in range(5)]
+            writer.save_point(5, {"loader": loader})
+            rest = [rewards(next(loader)) for _ in range(15)]
+        writer.evict([2, 3])
+        add(writer, range(10, 14))
+    state = trajstore.saved_state(tmp_path, 5)["loader"]
+    ranks = [
+        ReplayLoader(reader(tmp_path, "step-5"), 8, rank=(rank, world), sampler=SAMPLERS[name]())
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.load_state_dict(state)
+    resumed = [[value for rank in ranks for value in rewards(next(rank))] for _ in range(15)]
+    for rank in ranks:
+        rank.close()
+    assert resumed == rest
+    if name == "epochs":
+        rows = list(itertools.chain(*begun, *resumed))
+        assert sorted(rows) == sorted(2 * [1000.0 * key + row for key in range(10) for row in range(8)])
+
+
+def test_the_writers_own_loader_goes_on_after_a_rollback(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(10))
+        with ReplayLoader(buffer, 8, prefetch=3, sampler=EpochSampler()) as loader:
+            next(loader)
+            buffer.save_point(1, {"loader": loader})
+            expected = [rewards(next(loader)) for _ in range(12)]
+        buffer.evict([1])
+        add(buffer, [70])
+    with make(tmp_path) as buffer:
+        state = buffer.rollback(1)
+        with ReplayLoader(buffer, 8, sampler=EpochSampler()) as loader:
+            loader.load_state_dict(state["loader"])
+            assert [rewards(next(loader)) for _ in range(12)] == expected
+
+
+def test_priorities_go_on_to_the_bit(tmp_path: Path) -> None:
+    """Also those that were changed after trajectories had come and gone, so that the tree looks another way."""
+
+    def learn(buffer: TrajectoryReplayBuffer, sampler: WeightedSampler, steps: range) -> list[Any]:
+        seen = []
+        for step in steps:
+            add(buffer, [step])
+            if len(buffer) > 6:
+                buffer.evict(buffer.trajectory_ids[:-6].tolist())
+            batch = buffer.sample(16, sampler=sampler)
+            assert batch.weights is not None
+            seen.append((batch["rewards"].flatten().tolist(), batch.weights.tolist()))
+            buffer.update_priorities(sampler, batch.drawn, torch.sin(batch["rewards"].flatten()).abs() / 3)
+        return seen
+
+    def sampler() -> WeightedSampler:
+        return WeightedSampler([UseLimit(cooldown=1)], Priorities(alpha=0.7, beta=0.5))
+
+    with make(tmp_path) as buffer:
+        chosen = sampler()
+        learn(buffer, chosen, range(1, 30))
+        buffer.save_point(30, {"sampler": chosen})
+        expected = learn(buffer, chosen, range(30, 60))
+    with make(tmp_path) as buffer:
+        state = buffer.rollback(30)
+        chosen = sampler()
+        buffer.follow(chosen)
+        chosen.load_state_dict(state["sampler"])
+        assert learn(buffer, chosen, range(30, 60)) == expected
