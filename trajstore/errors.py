@@ -17,6 +17,7 @@ Each message names the file or field at fault and says what to do about it. The 
         │   ├── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
         │   └── PartlyAddedError                     the first of a long list were added; names their ids
         ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
+        ├── StoreUnreachableError                a store on another machine does not answer
         ├── StoreClosedError                     used after close(), or in a forked child
         ├── UnsupportedVersionError              the directory was written by a newer layout
         ├── UnsafeContentError                   a pickle or a name that would leave the sandbox
@@ -126,6 +127,10 @@ class PartlyAddedError(StoreWriteError):
 
 class PendingFullError(StoreError):
     """Waiting writes fill the memory set aside for them."""
+
+
+class StoreUnreachableError(StoreError):
+    """A store on another machine has not answered in time; nothing is known of what it was asked last."""
 
 
 class StoreClosedError(StoreError):

@@ -18,6 +18,7 @@ from trajstore.buffer.listener import ViewListener, WeakListener, close_quietly
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.rlinf_guard import check_not_rlinf
 from trajstore.buffer.view import View
+from trajstore.columns.record import Record
 from trajstore.errors import StoreError
 from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
@@ -51,9 +52,16 @@ class Backing(ABC):
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
-        records = records_of(trajectories)
+        return self.add_records(records_of(trajectories), None)
+
+    def add_records(self, records: Sequence[Record], uuids: bytes | None) -> list[int]:
+        """Add trajectories that were checked, under their UUIDs (16 bytes each) or random ones; return their ids."""
         self._watch.look(records)
-        return self.intake.add(records) if records else []
+        return self.intake.add(records, uuids) if records else []
+
+    def share_ids(self, rank: int, ranks: int) -> None:
+        """Give out only ids that are ``rank`` modulo ``ranks`` from now on."""
+        raise StoreError("share_ids: this buffer has no store of its own; use auto_save=True")
 
     def retain(self) -> None:
         """Let go of what lies beyond the limits, before the next addition; of what was loaded, only here."""
@@ -190,6 +198,10 @@ class StoreBacking(Backing):
         self._listener.opened(catalog.next_id - 1)
         self.retain()
         self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
+
+    def share_ids(self, rank: int, ranks: int) -> None:
+        with self.intake.lock:
+            self.writer.queue.reserve_ids(rank, ranks)
 
     def _retain(self) -> None:
         self.writer.retain()

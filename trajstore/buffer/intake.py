@@ -66,8 +66,13 @@ class Intake(ABC):
         self._view = view
 
     @abstractmethod
-    def add(self, records: Sequence[Record]) -> list[int]:
-        """Add records, one or more, and return their ids. Their tensors are copied before this returns."""
+    def add(self, records: Sequence[Record], uuids: bytes | None = None) -> list[int]:
+        """Add records, one or more, and return their ids. Their tensors are copied before this returns.
+
+        Args:
+            records: what to add.
+            uuids: 16 bytes for each; None = random ones.
+        """
 
     @abstractmethod
     def go_on(self, counter: int, first: int, stride: int) -> None:
@@ -89,13 +94,13 @@ class MemoryIntake(Intake):
         self._next_id = 0
         self._stride = 1
 
-    def add(self, records: Sequence[Record]) -> list[int]:
+    def add(self, records: Sequence[Record], uuids: bytes | None = None) -> list[int]:
         owned = own(records, self._arena)
         with self.lock:
             ids = [self._next_id + i * self._stride for i in range(len(owned))]
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
             self.counter = ids[-1] + 1
-            self._view.contents.add(owned, ids, random_uuids(len(owned)), pending=False)
+            self._view.contents.add(owned, ids, uuids or random_uuids(len(owned)), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
         return ids
 
@@ -121,7 +126,7 @@ class StoreIntake(Intake):
         self._shard_bytes = options.shard_bytes
         self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
 
-    def add(self, records: Sequence[Record]) -> list[int]:
+    def add(self, records: Sequence[Record], uuids: bytes | None = None) -> list[int]:
         """Add records; waits for room in the queue, or raises, as its options say.
 
         A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
@@ -137,8 +142,9 @@ class StoreIntake(Intake):
         pieces = list(groups(records, self._shard_bytes))
         total: int | None = sum([nbytes for _, nbytes in pieces])
         for piece, nbytes in pieces:
+            given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
             try:
-                ids += self._submit(piece, Batch(nbytes), total)
+                ids += self._submit(piece, Batch(nbytes), total, given)
             except Exception as error:  # whatever it is, the caller must learn which ids there are
                 if not ids:
                     raise
@@ -150,7 +156,7 @@ class StoreIntake(Intake):
             total = None
         return ids
 
-    def _submit(self, records: Sequence[Record], batch: Batch, total: int | None) -> list[int]:
+    def _submit(self, records: Sequence[Record], batch: Batch, total: int | None, given: bytes | None) -> list[int]:
         queue = self._queue
         ids: list[int] = []
         try:
@@ -158,6 +164,7 @@ class StoreIntake(Intake):
             owned = own(records, self._arena)
             with self.lock:
                 ids, uuids = queue.take_ids(len(owned))
+                uuids = given or uuids
                 self._view.contents.add(owned, ids, uuids, pending=True)
                 queue.submit(batch, owned, ids, uuids)
                 self.counter = ids[-1] + 1

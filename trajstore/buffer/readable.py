@@ -219,6 +219,12 @@ class ReadableBuffer:
             return np.array(self._view.contents.index["trajectory_id"], np.int64)
 
     @property
+    def trajectory_uuids(self) -> npt.NDArray[np.void]:
+        """UUIDs of all trajectories, oldest first, as an array of 16 bytes each."""
+        with self._view.contents.lock:
+            return np.array(self._view.contents.index["uuid"])
+
+    @property
     def store_id(self) -> str | None:
         """UUID of the directory that this buffer writes to; None in memory only."""
         return self._backing.store_id

@@ -17,6 +17,7 @@ from trajstore.buffer.reloading import load, refresh
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.saved_points import KEPT, PointsOfBuffer
 from trajstore.buffer.view import LoadRequest, View
+from trajstore.columns.record import Record
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
@@ -176,6 +177,32 @@ class TrajectoryReplayBuffer(ReadableBuffer):
             PendingFullError: no room for more waiting writes (``on_full="raise"``).
         """
         return self._backing.add(trajectories)
+
+    def add_records(self, records: Sequence[Record], uuids: bytes) -> list[int]:
+        """Add what another process has checked and taken apart into columns; return the ids.
+
+        Args:
+            records: see :func:`trajstore.columns.record.record_of`; copied before this returns.
+            uuids: UUID of each, 16 bytes; where directories are united, of those with the same UUID one counts.
+
+        Raises:
+            StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by :meth:`add_trajectories`.
+            ConfigurationError: there are not as many UUIDs as records.
+        """
+        if len(uuids) != 16 * len(records):
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(records)} records")
+        return self._backing.add_records(records, uuids)
+
+    def share_ids(self, rank: int, ranks: int) -> None:
+        """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
+
+        Raises:
+            ConfigurationError: ``rank`` is not in ``[0, ranks)``.
+            StoreError: the buffer has no store (``auto_save=False``).
+        """
+        if not whole("rank", rank, 0) < whole("ranks", ranks, 1):
+            raise ConfigurationError(f"rank: {rank}, must be less than ranks, {ranks}")
+        self._backing.share_ids(rank, ranks)
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.

@@ -1,0 +1,217 @@
+"""One served store, without Ray: parcels, a second attempt, a new start, what it tells."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajstore import AgentTrajectory, Retention, Reward, TrajectoryReplayBuffer
+from trajstore.buffer.intake import records_of
+from trajstore.columns.record import record_of
+from trajstore.distributed.census import Census
+from trajstore.distributed.known import Known
+from trajstore.distributed.parcel import pack, split, unpack
+from trajstore.distributed.server import MOST_STORES, StoreServer
+from trajstore.errors import ConfigurationError, EmptyBufferError, StoreLockedError, TrajectoryUnavailableError
+from trajstore.sampling.weighted import WeightedSampler
+from trajstore.testing.witness import check_trajectory, witness
+
+
+def agent(number: int) -> AgentTrajectory:
+    tokens = torch.arange(5 + number)
+    return AgentTrajectory(
+        messages=[{"role": "user", "content": "é" * number}],
+        input_ids=tokens,
+        loss_mask=(tokens > 2).long(),
+        response_start=3,
+        old_log_probs=-torch.rand(2 + number),
+        task_id=f"task_{number % 3}",
+        reward=Reward(outcome=None if number % 2 else 1.0),
+        policy_version=None if number % 2 else number,
+    )
+
+
+def server(path: Path, rank: int = 0, began: str = "first", **options: Any) -> StoreServer:
+    return StoreServer(str(path), rank, options, ("host", "node", began))
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def test_what_is_packed_comes_out_equal() -> None:
+    given = [witness(3), agent(0), agent(1), witness(4)]
+    parcel = pack(records_of(given))
+    parcel.data.flags.writeable = False  # as out of Ray's object store
+    records = [record_of(one) for one in given]
+    for record, found in zip(records, unpack(parcel), strict=True):
+        assert found.schema is record.schema
+        assert (found.extent, found.num_samples, found.versions) == (record.extent, record.num_samples, record.versions)
+        assert (found.model_weights_id, found.max_episode_length) == (
+            record.model_weights_id,
+            record.max_episode_length,
+        )
+        for column in range(len(record.tensors)):
+            assert bytes(found.column_bytes(column)) == bytes(record.column_bytes(column))
+
+
+def test_a_list_is_cut_by_bytes() -> None:
+    records = records_of([witness(key) for key in range(6)])
+    sizes = [record.nbytes for record in records]
+    parts = list(split(records, max(sizes)))
+    assert [record for part in parts for record in part] == records
+    assert all(len(part) == 1 or sum(record.nbytes for record in part) <= max(sizes) for part in parts)
+    assert len(list(split(records, sum(sizes)))) == 1
+
+
+def test_a_parcel_of_another_version_is_refused() -> None:
+    parcel = pack(records_of([witness(0)]))
+    for head in (b"{}", b"nonsense", parcel.head.replace(b'"records"', b'"other"')):
+        with pytest.raises(ConfigurationError, match="same trajstore"):
+            unpack(type(parcel)(parcel.key, head, parcel.data))
+    with pytest.raises(ConfigurationError, match="bytes arrived"):
+        unpack(type(parcel)(parcel.key, parcel.head, parcel.data[:-64]))
+
+
+def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
+    one = server(tmp_path, 7)
+    parcel = pack(records_of([witness(key) for key in range(5)]))
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: results.append(one.add(parcel, 5))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[7 + MOST_STORES * place for place in range(5)]] * 4
+    assert one.committed(parcel.key, 5, 60.0) is True
+    one.close()
+    again = server(tmp_path, 7, "second")  # the process was killed, and the caller never got its answer
+    assert again.add(parcel, 5) == results[0]
+    assert again.stats()["num_trajectories"] == 5
+    assert again.add(pack(records_of([witness(9)])), 1) == [7 + MOST_STORES * 5]
+    again.close()
+
+
+def test_what_was_not_committed_when_the_process_ended_is_asked_for_again(tmp_path: Path) -> None:
+    parcel = pack(records_of([witness(0)]))
+    one = server(tmp_path)
+    assert one.committed(parcel.key, 1, 0.0) is None
+    one.close()
+
+
+def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
+    parcel = pack(records_of([witness(key) for key in range(4)]))
+    one = server(tmp_path)
+    ids = one.add(parcel, 4)
+    one.flush()
+    one.evict(ids[2:])
+    one.close()
+    two = server(tmp_path, began="second")  # as if the last two had not been committed
+    assert two.add(parcel, 4)[:2] == ids[:2]
+    assert two.stats()["num_trajectories"] == 4
+    for key, number in enumerate(two.add(parcel, 4)):
+        assert check_trajectory(two.trajectories([number])[0]) == key
+    two.close()
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    one = server(tmp_path)
+    with pytest.raises(StoreLockedError):
+        server(tmp_path)
+    one.close()
+
+
+@pytest.mark.parametrize("name", ["auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"])
+def test_what_the_server_decides_is_no_option(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        server(tmp_path, **{name: 1})
+
+
+def test_known_forgets_the_oldest() -> None:
+    known = Known(limit=2)
+    uuids = b"".join(bytes([number]) * 16 for number in range(3))
+    known.note(uuids, [10, 11, 12])
+    assert known.ids(uuids) == [None, 11, 12]
+
+
+def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -> None:
+    census = Census()
+    one, two = server(tmp_path, 0, retention=Retention(max_trajectories=6)), server(tmp_path, 1)
+
+    def look(*servers: tuple[int, StoreServer]) -> None:
+        for rank, store in servers:
+            census.take(rank, store.news(*census.heard(rank), False))
+
+    with pytest.raises(EmptyBufferError):
+        census.samples(1, torch.Generator())
+    for key in range(8):
+        one.add(pack(records_of([witness(key)])), 1)
+        two.add(pack(records_of([witness(100 + key)])), 1)
+        look((0, one), (1, two))
+        here = {rank: store.trajectories for rank, store in ((0, one), (1, two))}
+        for number in census.ids.tolist():
+            store, place = number % MOST_STORES, number // MOST_STORES
+            assert check_trajectory(here[store]([number])[0]) == place + 100 * store
+    one.flush()
+    look((0, one))
+    assert len(census) == 6 + 8
+    one.evict([0 + MOST_STORES * 4])
+    look((0, one))
+    assert 4 * MOST_STORES not in census.ids
+    one.close()
+    one = server(tmp_path, 0, "second")
+    look((0, one))
+    assert len(census) == 5 + 8
+    drawn = census.samples(4000, torch.Generator().manual_seed(0))
+    assert set(drawn.ids.tolist()) == set(census.ids.tolist())
+    for number in census.ids.tolist():  # each sample of each trajectory
+        size = record_of((one if number % MOST_STORES == 0 else two).trajectories([number])[0]).num_samples
+        assert set(drawn.samples[drawn.ids == number].tolist()) <= set(range(size))
+    assert census.leave_out(1) == 8
+    assert not (census.samples(100, torch.Generator()).ids % MOST_STORES).any()
+    sampler = WeightedSampler()
+    census.tell(sampler)
+    assert sampler.ids.tolist() == census.ids.tolist()
+    look((1, two))
+    census.tell(sampler)
+    assert sorted(sampler.ids.tolist()) == sorted(census.ids.tolist())
+    one.close()
+    two.close()
+
+
+def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
+    one = server(tmp_path)
+    one.add(pack(records_of([witness(key) for key in range(4)])), 4)
+    one.flush()
+    census = Census()
+    census.take(0, one.news("", -1, False))
+    drawn = census.samples(50, torch.Generator().manual_seed(1))
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        reader.load_checkpoint(tmp_path / "rank_0")
+        expected = reader.read(drawn)
+    found = one.read(drawn, ["rewards", "forward_inputs.mask", "curr_obs.tag"])
+    assert np.array_equal(found["curr_obs.tag"], expected["curr_obs"]["tag"].numpy())
+    assert torch.equal(torch.as_tensor(found["rewards"]), expected["rewards"])
+    assert isinstance(found["forward_inputs.mask"], torch.Tensor)  # numpy has no bfloat16
+    one.evict([0])
+    one.evict([0])  # a caller that got no answer asks again
+    with pytest.raises(TrajectoryUnavailableError):
+        one.trajectories([0])
+    one.close()
+
+
+def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
+    one = server(tmp_path)
+    one.add(pack(records_of([agent(number) for number in range(4)])), 4)
+    assert one.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
+    assert one.news("", -1, False).changes[0].tasks is None
+    one.close()

@@ -1,0 +1,33 @@
+"""Stores on many machines: actors of Ray that own them, a handle for producers and learners, a channel, Ray Data.
+
+Needs the extra ``ray``. Names are loaded on first use, so that nothing of Ray is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trajstore.distributed.channel import Channel, receive
+    from trajstore.distributed.handle import DistributedReplayBuffer
+    from trajstore.distributed.receipts import Receipt
+
+__all__ = ["Channel", "DistributedReplayBuffer", "Receipt", "receive"]
+
+_MODULES = {
+    "Channel": "channel",
+    "DistributedReplayBuffer": "handle",
+    "Receipt": "receipts",
+    "receive": "channel",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"trajstore.distributed.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'trajstore.distributed' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

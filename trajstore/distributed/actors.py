@@ -1,0 +1,252 @@
+"""Stores as actors of Ray: made, found by name, called with a deadline. Here is decided what Ray's errors mean."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from trajstore.distributed.server import MOST_STORES, ServedStore, StoreServer
+from trajstore.errors import ConfigurationError, MissingDependencyError, StoreUnreachableError
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "trajstore"
+
+_GROUPS = {"add": 4, "wait": 256, "read": 8}
+_PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
+_LONGEST_PAUSE = 2.0
+
+
+def ray() -> ModuleType:
+    """Return the module ``ray``.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+        ConfigurationError: this process has not joined a cluster.
+    """
+    try:
+        import ray as module
+    except ImportError as error:
+        raise MissingDependencyError("ray", "ray") from error
+    if not module.is_initialized():
+        raise ConfigurationError("this process has not joined a Ray cluster: call ray.init(address=...) first")
+    return module
+
+
+def away() -> tuple[type[Exception], ...]:
+    """Return Ray's errors that say nothing of the call itself: actor, node or answer are lost. It may be made again."""
+    from ray import exceptions
+
+    return (
+        exceptions.RayActorError,
+        exceptions.GetTimeoutError,
+        exceptions.ObjectLostError,
+        exceptions.NodeDiedError,
+        exceptions.RaySystemError,
+    )
+
+
+@cache
+def _actor_class() -> Any:
+    module = ray()
+
+    class StoreActor(StoreServer):
+        """A server in a process of its own; long waits do not keep others from adding and reading."""
+
+        def __init__(self, path: str, rank: int, options: Mapping[str, Any]) -> None:
+            node = module.get_runtime_context().get_node_id()
+            super().__init__(path, rank, options, (socket.gethostname(), node, uuid.uuid4().hex))
+
+    for group, names in {
+        "add": ("add",),
+        "wait": ("committed", "flush", "save_checkpoint", "pin", "unpin", "evict"),
+        "read": ("read", "trajectories", "news", "stats"),
+    }.items():
+        for name in names:
+            inherited = getattr(StoreServer, name)
+            setattr(StoreActor, name, module.method(concurrency_group=group)(_copy(inherited)))
+    return module.remote(concurrency_groups=_GROUPS)(StoreActor)
+
+
+def _copy(method: Any) -> Any:
+    """Return a function of its own, as Ray writes on what it decorates."""
+    from types import FunctionType
+
+    return FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+
+
+def actor_name(name: str, rank: int) -> str:
+    """Return the name under which a store's actor is found."""
+    return f"{name}/rank_{rank}"
+
+
+def start(
+    name: str,
+    rank: int,
+    path: str,
+    options: Mapping[str, Any],
+    actor_options: Mapping[str, Any],
+    scheduling_strategy: Any,
+    namespace: str = NAMESPACE,
+) -> Any:
+    """Return a store's actor: the one that has the name already, or a new one, which Ray starts again when it dies."""
+    return (
+        _actor_class()
+        .options(
+            name=actor_name(name, rank),
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,  # callers try again themselves: they know when to stop, and what to say
+            scheduling_strategy=scheduling_strategy,
+            **{"num_cpus": 1, **actor_options},
+        )
+        .remote(path, rank, dict(options))
+    )
+
+
+def alive_nodes() -> list[str]:
+    """Return the ids of the nodes that are there, in the order of their ids."""
+    return sorted(node["NodeID"] for node in ray().nodes() if node["Alive"])
+
+
+class Stores:
+    """The stores of one name, as this process sees them.
+
+    Args:
+        name: of the buffer.
+        namespace: of the actors.
+        deadline: seconds for which a store that does not answer is asked again.
+    """
+
+    def __init__(self, name: str, namespace: str, deadline: float) -> None:
+        self.name = name
+        self.deadline = deadline
+        self.namespace = namespace
+        self._actors: dict[int, Any] = {}
+        self._about: dict[int, ServedStore] = {}
+        self.look()
+
+    def look(self) -> list[int]:
+        """Look which stores there are; return their ranks."""
+        from ray.util import list_named_actors
+
+        ray()
+        prefix = actor_name(self.name, 0).removesuffix("0")
+        for found in list_named_actors(all_namespaces=True):
+            rank = found["name"].removeprefix(prefix)
+            if found["namespace"] == self.namespace and found["name"] != rank and rank.isdigit():
+                self._find(int(rank))
+        return self.ranks
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of all stores seen so far."""
+        return sorted(self._actors)
+
+    def _find(self, rank: int) -> None:
+        if rank not in self._actors and rank < MOST_STORES:
+            try:
+                self._actors[rank] = ray().get_actor(actor_name(self.name, rank), namespace=self.namespace)
+            except ValueError:  # gone in between
+                logger.info("store rank_%d of %r has just gone", rank, self.name)
+
+    def forget(self, rank: int) -> None:
+        """Look a store's actor up anew at the next call: somebody may have made another one."""
+        self._actors.pop(rank, None)
+        self._about.pop(rank, None)
+        self._find(rank)
+
+    def submit(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Begin a call and return its reference.
+
+        Raises:
+            StoreUnreachableError: there is no actor of that number now.
+        """
+        if rank not in self._actors:
+            self._find(rank)
+        if rank not in self._actors:
+            raise StoreUnreachableError(f"{self._named(rank)} is not there; create() starts it again")
+        return getattr(self._actors[rank], method).remote(*arguments)
+
+    def call(self, rank: int, method: str, *arguments: Any, deadline: float | None = None) -> Any:
+        """Make a call, again and again until it is answered.
+
+        Raises:
+            StoreUnreachableError: it was not for ``deadline`` seconds; says what the last attempt said.
+        """
+        limit = self.deadline if deadline is None else deadline
+        until = time.monotonic() + limit
+        pause = _PAUSE
+        unanswered: tuple[type[Exception], ...] = (*away(), StoreUnreachableError)
+        while True:
+            try:
+                return ray().get(self.submit(rank, method, *arguments), timeout=max(0.001, until - time.monotonic()))
+            except unanswered as error:
+                if time.monotonic() + pause >= until:
+                    raise self.unreachable(rank, limit, error) from error
+                logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
+                self.forget(rank)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def describe(self, rank: int) -> ServedStore:
+        """Return what a store says of itself; asked once per actor."""
+        if rank not in self._about:
+            self._about[rank] = self.call(rank, "describe")
+        return self._about[rank]
+
+    def stop(self, rank: int) -> None:
+        """Close a store and end its actor; nothing to do for one that does not answer but to end it."""
+        try:
+            self.call(rank, "close")
+        except StoreUnreachableError as error:
+            logger.warning("%s; its actor is ended all the same", error)
+        if rank in self._actors:
+            ray().kill(self._actors.pop(rank))
+        self._about.pop(rank, None)
+
+    def here(self, rank: int) -> bool:
+        """Return whether a store's directory can be read by this process without asking the store."""
+        about = self.describe(rank)
+        return about.host == socket.gethostname() and os.path.isdir(os.path.join(about.path, f"rank_{rank}"))
+
+    def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
+        """Return the error that says that a store has not answered."""
+        return StoreUnreachableError(f"{self._named(rank)} has not answered for {seconds:.0f} s: {first_line(error)}")
+
+    def _named(self, rank: int) -> str:
+        return f"store rank_{rank} of {self.name!r}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def strategies(stores: int | str, given: Any, shared: bool) -> Sequence[Any]:
+    """Return how Ray is to place each store.
+
+    Args:
+        stores: how many, or ``"per_node"``.
+        given: a strategy of Ray's for all of them; None = spread.
+        shared: whether a store may be started again on another node, because all reach the directory.
+    """
+    if stores == "per_node":
+        if given is not None:
+            raise ConfigurationError("scheduling_strategy: has no effect with stores='per_node'")
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return [NodeAffinitySchedulingStrategy(node, soft=shared) for node in alive_nodes()]
+    if not isinstance(stores, int) or isinstance(stores, bool) or not 1 <= stores <= MOST_STORES:
+        raise ConfigurationError(f"stores: {stores!r}, must be 'per_node' or a number in [1, {MOST_STORES}]")
+    return [given or "SPREAD"] * stores

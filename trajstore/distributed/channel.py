@@ -1,0 +1,124 @@
+"""The way from rollout to learner: a queue of Ray's under a name, with RLinf's names for what one does with it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+from trajstore.distributed.actors import NAMESPACE, ray
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.trajectory import AnyTrajectory
+
+
+class Channel:
+    """A queue that several processes put into and get from, first in, first out. Make it with :meth:`create`.
+
+    Args:
+        name: of the channel.
+        queue: ``ray.util.queue.Queue``.
+    """
+
+    def __init__(self, name: str, queue: Any) -> None:
+        self.name = name
+        self._queue = queue
+
+    @classmethod
+    def create(cls, name: str, maxsize: int = 0, *, namespace: str = NAMESPACE) -> Self:
+        """Return a channel; one that has the name already is found.
+
+        Args:
+            name: of the channel.
+            maxsize: most items in it, beyond which :meth:`put` waits; 0 = no bound.
+            namespace: of its actor.
+        """
+        from ray.util.queue import Queue
+
+        ray()
+        if maxsize < 0:
+            raise ConfigurationError(f"maxsize: {maxsize}, must be at least 0")
+        options = {"name": f"{name}/channel", "namespace": namespace, "get_if_exists": True, "num_cpus": 0}
+        return cls(name, Queue(maxsize, actor_options=options))
+
+    @classmethod
+    def connect(cls, name: str, *, namespace: str = NAMESPACE) -> Self:
+        """Return a channel that another process has made.
+
+        Raises:
+            StoreNotFoundError: there is none.
+        """
+        from ray.util.queue import Queue
+
+        try:
+            actor = ray().get_actor(f"{name}/channel", namespace=namespace)
+        except ValueError as error:
+            raise StoreNotFoundError(f"no channel named {name!r} in Ray's namespace {namespace!r}") from error
+        queue = Queue.__new__(Queue)
+        queue.maxsize, queue.actor = 0, actor
+        return cls(name, queue)
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        """Put something in; waits while the channel is full.
+
+        Raises:
+            TimeoutError: it was full for ``timeout`` seconds.
+        """
+        from ray.util.queue import Full
+
+        try:
+            self._queue.put(item, timeout=timeout)
+        except Full as error:
+            raise TimeoutError(f"channel {self.name!r} was full for {timeout} s") from error
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Take the oldest out; waits while there is none.
+
+        Raises:
+            TimeoutError: it was empty for ``timeout`` seconds.
+        """
+        from ray.util.queue import Empty
+
+        try:
+            return self._queue.get(timeout=timeout)
+        except Empty as error:
+            raise TimeoutError(f"channel {self.name!r} was empty for {timeout} s") from error
+
+    async def put_async(self, item: Any) -> None:
+        """Put something in, waiting without keeping the event loop."""
+        await self._queue.put_async(item)
+
+    async def get_async(self) -> Any:
+        """Take the oldest out, waiting without keeping the event loop."""
+        return await self._queue.get_async()
+
+    def qsize(self) -> int:
+        """Return how many items are in it."""
+        return int(self._queue.qsize())
+
+    def empty(self) -> bool:
+        """Return whether nothing is in it."""
+        return self.qsize() == 0
+
+    def full(self) -> bool:
+        """Return whether :meth:`put` would wait."""
+        return bool(self._queue.full())
+
+
+class Taker(Protocol):
+    """A buffer, or a handle of one."""
+
+    def add_trajectories(self, trajectories: list[AnyTrajectory]) -> Any:
+        """Add trajectories."""
+
+
+def receive(channel: Channel, buffer: Taker, count: int, timeout: float | None = None) -> int:
+    """Take ``count`` items out of a channel and add them: trajectories, or lists of them. Return how many were added.
+
+    Raises:
+        TimeoutError: the channel was empty for ``timeout`` seconds; what came before is added.
+    """
+    added = 0
+    for _ in range(count):
+        item = channel.get(timeout)
+        trajectories = list(item) if isinstance(item, list | tuple) else [item]
+        buffer.add_trajectories(trajectories)
+        added += len(trajectories)
+    return added

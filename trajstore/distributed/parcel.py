@@ -1,0 +1,146 @@
+"""Trajectories on their way to another process: checked, and packed into one block of bytes. Pure; no I/O.
+
+The block travels through Ray's object store without being copied, and is copied once more, into the store's memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore.columns.memory import Lease, aligned
+from trajstore.columns.record import BlockTensors, Record
+from trajstore.columns.schema import Extent, Schema, intern_schema
+from trajstore.errors import ConfigurationError
+
+KEY_BYTES = 12
+"""Of a trajectory's UUID the first bytes are the parcel's key, the last four its place in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A list of trajectories.
+
+    Attributes:
+        key: random, :data:`KEY_BYTES` long; two parcels never have the same.
+        head: schemas, extents and numbers of the trajectories, as JSON.
+        data: their columns one after another, each from a multiple of 64 bytes on.
+    """
+
+    key: bytes
+    head: bytes
+    data: npt.NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return len(self.head) + self.data.nbytes
+
+
+def uuids_of(key: bytes, count: int) -> bytes:
+    """Return the UUIDs of a parcel's trajectories, 16 bytes each.
+
+    They are the same each time, so that whoever is sent a parcel twice can tell.
+    """
+    return b"".join([key + place.to_bytes(4, "big") for place in range(count)])
+
+
+def split(records: Sequence[Record], limit: int) -> Iterator[list[Record]]:
+    """Cut a list so that each part, if it has more than one record, has at most ``limit`` bytes."""
+    part: list[Record] = []
+    total = 0
+    for record in records:
+        nbytes = record.nbytes
+        if part and total + nbytes > limit:
+            yield part
+            part, total = [], 0
+        part.append(record)
+        total += nbytes
+    if part:
+        yield part
+
+
+def pack(records: Sequence[Record]) -> Parcel:
+    """Return records as a parcel, their columns copied."""
+    from trajstore._kernels import copy_blocks  # numba takes a while to import
+
+    sizes = [tensor.nbytes for record in records for tensor in record.tensors]
+    starts = np.cumsum([0, *map(aligned, sizes)], dtype=np.int64)
+    data = np.empty(int(starts[-1]), np.uint8)
+    sources = np.array([tensor.data_ptr() for record in records for tensor in record.tensors], np.int64)
+    copy_blocks(starts[:-1] + data.ctypes.data, sources, np.array(sizes, np.int64))
+    numbers: dict[Schema, int] = {}
+    rows = []
+    for record in records:
+        number = numbers.setdefault(record.schema, len(numbers))
+        extent = record.extent
+        rows.append(
+            (
+                number,
+                (extent.steps, extent.batch, extent.extra, extent.document),
+                record.num_samples,
+                record.max_episode_length,
+                record.model_weights_id,
+                record.versions,
+            )
+        )
+    head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "records": rows})
+    return Parcel(os.urandom(KEY_BYTES), head, data)
+
+
+def unpack(parcel: Parcel) -> list[Record]:
+    """Return the records of a parcel; their columns lie in it.
+
+    Raises:
+        ConfigurationError: it was not packed by this version of trajstore.
+    """
+    try:
+        return _unpack(parcel)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"a parcel cannot be read ({type(error).__name__}: {error}): all machines must have the same trajstore"
+        ) from error
+
+
+def _unpack(parcel: Parcel) -> list[Record]:
+    head: dict[str, Any] = orjson.loads(parcel.head)
+    schemas = [_interned(Schema.from_json(value)) for value in head["schemas"]]
+    lease = Lease(_writable(parcel.data))
+    records = []
+    start = lease.address
+    for number, extents, samples, longest, weights, versions in head["records"]:
+        schema, extent = schemas[number], Extent(*extents)
+        addresses = []
+        for spec, width in zip(schema.columns, schema.row_nbytes, strict=True):
+            addresses.append(start)
+            start += aligned(extent.rows(spec.axis) * width)
+        tensors = BlockTensors(schema, extent, lease, np.array(addresses, np.int64))
+        records.append(
+            Record(schema, extent, tensors, samples, longest, weights, None if versions is None else tuple(versions))
+        )
+    if start - lease.address != parcel.data.nbytes:
+        raise ValueError(f"{parcel.data.nbytes:,} bytes arrived of {start - lease.address:,}")
+    return records
+
+
+def _interned(schema: Schema) -> Schema:
+    return intern_schema(schema.kind, [(c.name, c.torch_dtype, c.row_shape, c.axis) for c in schema.columns])
+
+
+def _writable(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Return the same bytes as an array that torch takes without a warning; nobody writes to it.
+
+    What comes out of Ray's object store is read-only, of which torch knows nothing.
+    """
+    if data.flags.writeable or not data.nbytes:
+        return data
+    alias: Any = (ctypes.c_uint8 * data.nbytes).from_address(data.ctypes.data)
+    alias.keeps = data  # as long as anything refers to the alias
+    return np.frombuffer(alias, np.uint8)

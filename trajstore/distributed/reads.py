@@ -1,0 +1,158 @@
+"""Rows and trajectories of many stores: from the directory where this machine has it, else by asking the store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.columns.fields import join_name, walk
+from trajstore.distributed.actors import Stores
+from trajstore.distributed.server import MOST_STORES
+from trajstore.errors import SchemaMismatchError, StoreError, StoreUnreachableError, TrajectoryUnavailableError
+from trajstore.sampling.base import Drawn
+from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+Columns = dict[str, torch.Tensor]
+
+
+class Reads:
+    """Reads what was drawn.
+
+    Args:
+        stores: whom to ask.
+    """
+
+    def __init__(self, stores: Stores) -> None:
+        self._stores = stores
+        self._readers: dict[int, TrajectoryReplayBuffer | None] = {}
+        self._lock = threading.Lock()
+
+    def rows(
+        self, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> Columns:
+        """Return rows by dotted column name, ``[n, ...]``, in the order in which they were drawn.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory has been evicted since.
+            SchemaMismatchError: stores differ in their columns.
+            StoreUnreachableError: a store does not answer.
+        """
+        ranks = drawn.ids % MOST_STORES
+        present = np.unique(ranks).tolist()
+        if len(present) == 1:
+            return self._of_one(present[0], drawn, columns, out)
+        whole: Columns = {}
+        for rank in present:
+            places = np.flatnonzero(ranks == rank)
+            part = self._of_one(rank, Drawn(drawn.ids[places], drawn.samples[places]), columns, None)
+            if not whole:
+                whole = {name: _room(name, tensor, len(drawn), out) for name, tensor in part.items()}
+            elif part.keys() != whole.keys():
+                raise SchemaMismatchError(
+                    f"stores differ in {', '.join(sorted(part.keys() ^ whole.keys()))}; name the columns to read"
+                )
+            at = torch.from_numpy(places)
+            for name, tensor in part.items():
+                if (tensor.dtype, tensor.shape[1:]) != (whole[name].dtype, whole[name].shape[1:]):
+                    raise SchemaMismatchError(
+                        f"stores differ in the dtype or shape of {name}; name the columns to read"
+                    )
+                whole[name].index_copy_(0, at, tensor)
+        return whole
+
+    def _of_one(
+        self, rank: int, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None
+    ) -> Columns:
+        reader = self._reader(rank)
+        if reader is not None:
+            try:
+                return _flat(self._from_directory(rank, reader, drawn, columns, out))
+            except TrajectoryUnavailableError:
+                pass  # not committed yet, or gone: the store knows
+        found = self._stores.call(rank, "read", drawn, columns)
+        part = {name: value if isinstance(value, torch.Tensor) else _tensor(value) for name, value in found.items()}
+        if out is None:
+            return part
+        whole = {name: _room(name, tensor, len(drawn), out) for name, tensor in part.items()}
+        for name, tensor in part.items():
+            whole[name].copy_(tensor)
+        return whole
+
+    def _from_directory(
+        self,
+        rank: int,
+        reader: TrajectoryReplayBuffer,
+        drawn: Drawn,
+        columns: Sequence[str] | None,
+        out: Mapping[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        try:
+            return reader.read(drawn, columns=columns, out=out)
+        except TrajectoryUnavailableError:
+            with self._lock:
+                reader.refresh()
+            return reader.read(drawn, columns=columns, out=out)
+
+    def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
+        """Return whole trajectories, in the order of their ids as given.
+
+        Raises:
+            TrajectoryUnavailableError: one is not there.
+            StoreUnreachableError: a store does not answer.
+        """
+        found: dict[int, AnyTrajectory] = {}
+        for rank in sorted({number % MOST_STORES for number in ids}):
+            mine = [number for number in ids if number % MOST_STORES == rank]
+            found.update(zip(mine, self._stores.call(rank, "trajectories", mine), strict=True))
+        return [found[number] for number in ids]
+
+    def _reader(self, rank: int) -> TrajectoryReplayBuffer | None:
+        """Return a reader of a store's directory; None if this machine has not got it."""
+        with self._lock:
+            if rank not in self._readers:
+                self._readers[rank] = self._open(rank)
+            return self._readers[rank]
+
+    def _open(self, rank: int) -> TrajectoryReplayBuffer | None:
+        try:
+            if not self._stores.here(rank):
+                return None
+            reader = TrajectoryReplayBuffer(seed=None, sample_window_size=0)
+            reader.load_checkpoint(os.path.join(self._stores.describe(rank).path, f"rank_{rank}"))
+        except (StoreError, StoreUnreachableError) as error:
+            logger.warning("store rank_%d is read through its actor: %s", rank, error)
+            return None
+        return reader
+
+    def close(self) -> None:
+        """Let go of the directories."""
+        with self._lock:
+            for reader in self._readers.values():
+                if reader is not None:
+                    reader.close()
+            self._readers.clear()
+
+
+def _flat(values: Mapping[str, Any]) -> Columns:
+    return {join_name(path): value for path, value in walk(values)}
+
+
+def _tensor(value: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return an array out of Ray's object store as a tensor of its own, which may be written to."""
+    return torch.from_numpy(value.copy())
+
+
+def _room(name: str, like: torch.Tensor, count: int, out: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+    """Return where ``count`` rows of a column go."""
+    if out is None or name not in out:
+        return torch.empty((count, *like.shape[1:]), dtype=like.dtype)
+    return out[name][:count]

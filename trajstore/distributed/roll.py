@@ -1,0 +1,107 @@
+"""What a store tells those who draw from it elsewhere: which trajectories were added and evicted. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.errors import EmptyBufferError
+from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
+
+_KEPT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What has changed since somebody asked last.
+
+    Attributes:
+        began: which start of the store's process tells it; to be given back at the next question.
+        cursor: how far it has told; the same.
+        whole: whether this is everything, whatever was known before.
+        changes: in order, what was added, or the ids of what was evicted.
+    """
+
+    began: str
+    cursor: int
+    whole: bool
+    changes: list[Additions | IntArray] = field(default_factory=list)
+
+
+class Roll(Sampler):
+    """Hears of additions and evictions as samplers do, and keeps the newest of them for those who ask.
+
+    Args:
+        needs_tasks: whether the tasks of agent trajectories are told, which costs reading them.
+        began: different for each start of the process; whoever has heard another one is told everything.
+    """
+
+    def __init__(self, needs_tasks: bool, began: str) -> None:
+        self.needs_tasks = needs_tasks
+        self._began = began
+        self._parts: list[Additions] = []
+        self._changes: deque[Additions | IntArray] = deque(maxlen=_KEPT)
+        self._end = 0
+
+    @property
+    def ids(self) -> IntArray:
+        self._join()
+        return self._parts[0].ids if self._parts else np.empty(0, np.int64)
+
+    def added(self, additions: Additions) -> None:
+        self._parts.append(additions)
+        self._note(additions)
+
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        gone = np.asarray(ids, np.int64)
+        if not len(gone):
+            return
+        self._join()
+        if self._parts:
+            self._parts = [without(self._parts[0], gone)]
+        self._note(gone)
+
+    def since(self, began: str, cursor: int) -> News:
+        """Return what has changed since; everything if that is too long ago, or was told by an earlier process."""
+        missed = self._end - cursor
+        if began != self._began or not 0 <= missed <= len(self._changes):
+            self._join()
+            return News(self._began, self._end, True, list(self._parts))
+        return News(self._began, self._end, False, list(self._changes)[len(self._changes) - missed :])
+
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+        raise EmptyBufferError("a roll only listens")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: it is told again."""
+
+    def _note(self, change: Additions | IntArray) -> None:
+        self._changes.append(change)
+        self._end += 1
+
+    def _join(self) -> None:
+        if len(self._parts) > 1:
+            self._parts = [joined(self._parts)]
+
+
+def joined(parts: Sequence[Additions]) -> Additions:
+    """Return several additions as one."""
+    tasks = None if any(part.tasks is None for part in parts) else [task for part in parts for task in part.tasks or ()]
+    names = ("ids", "samples", "versions")
+    ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    return Additions(ids, samples, versions, tasks)
+
+
+def without(part: Additions, gone: IntArray) -> Additions:
+    """Return additions without some of their trajectories."""
+    kept = np.flatnonzero(~np.isin(part.ids, gone))
+    tasks = None if part.tasks is None else [part.tasks[at] for at in kept.tolist()]
+    return Additions(part.ids[kept], part.samples[kept], part.versions[kept], tasks)

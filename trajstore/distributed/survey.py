@@ -1,0 +1,102 @@
+"""Asks the stores of a buffer what is new, without waiting for those that are silent."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from typing import Any
+
+from trajstore.distributed import actors
+from trajstore.distributed.census import Census
+from trajstore.distributed.routes import Routes
+from trajstore.errors import StoreUnreachableError
+from trajstore.sampling.base import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class Survey:
+    """Keeps a census up to date. Used by one thread at a time.
+
+    Args:
+        stores: whom to ask.
+        routes: hears which of them answer; says how long to wait.
+        interval: seconds for which an answer is good.
+    """
+
+    def __init__(self, stores: actors.Stores, routes: Routes, interval: float) -> None:
+        self.census = Census()
+        self._stores = stores
+        self._routes = routes
+        self._interval = interval
+        self._needs_tasks = False
+        self._asked: dict[int, Any] = {}
+        self._looked = -1e9
+        self._told: weakref.WeakKeyDictionary[Sampler, int] = weakref.WeakKeyDictionary()
+
+    def look(self, sampler: Sampler | None) -> Census:
+        """Return the census, not older than the interval, and tell a sampler of it."""
+        if sampler is not None and sampler.needs_tasks and not self._needs_tasks:
+            self._needs_tasks, self.census = True, Census()
+            self._asked.clear()
+            self._told.clear()
+        self.refresh(not len(self.census))
+        if sampler is not None and self._told.get(sampler) != self.census.revision:
+            self.census.tell(sampler)
+            self._told[sampler] = self.census.revision
+        return self.census
+
+    def refresh(self, force: bool) -> None:
+        """Ask all stores; those that were silent before are asked, too, but not waited for.
+
+        Args:
+            force: also if the last time was less than the interval ago.
+        """
+        if not force and time.monotonic() - self._looked < self._interval:
+            return
+        for rank in self._stores.look():
+            if rank not in self._asked:
+                self._ask(rank)
+        self._collect()
+        self._looked = time.monotonic()
+
+    def _ask(self, rank: int) -> None:
+        try:
+            heard = self.census.heard(rank)
+            self._asked[rank] = self._stores.submit(rank, "news", *heard, self._needs_tasks)
+        except StoreUnreachableError as error:
+            self._leave_out(rank, error)
+
+    def _collect(self) -> None:
+        waited = [answer for rank, answer in self._asked.items() if rank not in self.census.absent]
+        if waited:
+            actors.ray().wait(waited, num_returns=len(waited), timeout=self._routes.patience)
+        for rank, answer in list(self._asked.items()):
+            ready, _ = actors.ray().wait([answer], timeout=0)
+            if not ready:
+                self._leave_out(rank, TimeoutError("no answer"))
+                continue
+            del self._asked[rank]
+            try:
+                news = actors.ray().get(answer)
+            except actors.away() as error:
+                self._leave_out(rank, error)
+                continue
+            if rank in self.census.absent:
+                logger.warning("store rank_%d of %r answers again", rank, self._stores.name)
+            self.census.take(rank, news)
+            self._routes.answered(rank)
+
+    def _leave_out(self, rank: int, error: Exception) -> None:
+        self._stores.forget(rank)
+        new = rank not in self.census.absent
+        count = self.census.leave_out(rank)
+        if new:
+            logger.warning(
+                "store rank_%d of %r does not answer (%s): draws leave out its %d trajectories",
+                rank,
+                self._stores.name,
+                actors.first_line(error),
+                count,
+            )
