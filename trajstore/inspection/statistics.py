@@ -218,7 +218,7 @@ def merge_ranges(parts: Iterable[tuple[dict[str, Any] | None, float]]) -> dict[s
     total = sum(weight for _, weight in known)
     return {
         "min": min(part["min"] for part, _ in known),
-        "mean": sum(part["mean"] * weight for part, weight in known) / total,
+        "mean": sum(part["mean"] * (weight / total) for part, weight in known),
         "max": max(part["max"] for part, _ in known),
     }
 
@@ -230,8 +230,11 @@ def merge_rewards(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | No
     if merged is None:
         return None
     count = sum(part["count"] for part in known)
-    squares = sum((part["std"] ** 2 + part["mean"] ** 2) * part["count"] for part in known) / count
-    return {**merged, "std": math.sqrt(max(0.0, squares - merged["mean"] ** 2)), "count": count}
+    # Not by squares: those of damaged rewards, of any size, have no room in a float.
+    shares = [(math.sqrt(part["count"] / count), part) for part in known]
+    within = [share * part["std"] for share, part in shares]
+    between = [share * (part["mean"] - merged["mean"]) for share, part in shares]
+    return {**merged, "std": math.hypot(*within, *between), "count": count}
 
 
 def merge_episodes(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
