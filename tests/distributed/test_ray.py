@@ -19,6 +19,8 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 ray = pytest.importorskip("ray")
 
+pytestmark = pytest.mark.timeout(600)  # processes start, and start again
+
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from trajstore.distributed import Channel, DistributedReplayBuffer, receive  # noqa: E402
