@@ -34,6 +34,7 @@ from tools.bench import (
     t15_start,
     t16_verl,
     t17_priorities,
+    t19_ray,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -67,6 +68,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t16": t16_verl.figures,
     "t17": t17_priorities.figures,
     "guided": guided.figures,
+    "t19": t19_ray.figures,
     "samplers": samplers.figures,
     "space": space.figures,
     "rlinf": rlinf.figures,

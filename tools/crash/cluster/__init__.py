@@ -1,0 +1,1 @@
+"""Kills of actors and of a whole node while producers add through Ray."""

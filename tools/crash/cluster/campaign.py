@@ -1,0 +1,156 @@
+"""Producers on a Ray cluster of three nodes; actors, and once a whole node, are killed while they add."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.distributed import DistributedReplayBuffer
+from trajstore.errors import TrajstoreError
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
+
+NAME = "campaign"
+_KEYS = 1 << 20  # of one producer
+
+
+@dataclass
+class Result:
+    """What a campaign found."""
+
+    problems: list[str] = field(default_factory=list)
+    actors_killed: int = 0
+    nodes_killed: int = 0
+    acknowledged: int = 0
+    stored: int = 0
+    errors: int = 0
+    retries: int = 0
+
+
+class _Retries(logging.Handler):
+    """Counts the parcels that were sent again."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += "sent again" in record.getMessage() or "go to rank_" in record.getMessage()
+
+
+def produce(number: int, seconds: float) -> tuple[dict[int, int], list[str], int]:
+    """Add trajectories for a while; return the keys by acknowledged id, errors that were told, parcels sent again."""
+    counter = _Retries()
+    logging.getLogger("trajstore.distributed").addHandler(counter)
+    acknowledged: dict[int, int] = {}
+    errors: list[str] = []
+    end = time.monotonic() + seconds
+    key = number * _KEYS
+    open_receipts: list[tuple[Any, list[int]]] = []
+    with DistributedReplayBuffer.connect(NAME, patience=5.0, deadline=120.0) as handle:
+        while time.monotonic() < end or open_receipts:
+            try:
+                if time.monotonic() < end and len(open_receipts) < 8:
+                    keys = list(range(key, key + 1 + key % 3))
+                    key = keys[-1] + 1
+                    open_receipts.append((handle.add_trajectories([witness(one) for one in keys]), keys))
+                    continue
+                receipt, keys = open_receipts[0]
+                acknowledged.update(zip(receipt.committed(), keys, strict=True))
+                open_receipts.pop(0)
+            except TrajstoreError as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                if time.monotonic() > end + 300:
+                    break
+    return acknowledged, errors, counter.count
+
+
+def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
+    """Run a campaign in an empty folder.
+
+    Raises:
+        StoreUnreachableError: the stores do not start.
+    """
+    chance = random.Random(seed)
+    result = Result()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"promises": producers}})
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+        cluster.wait_for_nodes()
+        handle = DistributedReplayBuffer.create(
+            NAME, folder, stores=3, actor_options={"num_cpus": 0.1}, shared_path=True, deadline=120.0
+        )
+        task = ray.remote(max_retries=0)(produce)
+        # On the node that stays: a promise that died with its producer cannot be checked.
+        work = [
+            task.options(num_cpus=0, resources={"promises": 1}).remote(number, seconds) for number in range(producers)
+        ]
+        end = time.monotonic() + seconds
+        node_dies = time.monotonic() + seconds / 2
+        while time.monotonic() < end:
+            time.sleep(chance.uniform(1.0, 4.0))
+            rank = chance.randrange(3)
+            try:
+                ray.kill(ray.get_actor(f"{NAME}/rank_{rank}", namespace="trajstore"), no_restart=False)
+                result.actors_killed += 1
+            except ValueError as error:
+                result.problems.append(f"rank_{rank} has no actor: {error}")
+            if nodes and time.monotonic() > node_dies:
+                cluster.remove_node(nodes.pop(), allow_graceful=False)
+                result.nodes_killed += 1
+                node_dies = end + 1e9
+        acknowledged: dict[int, int] = {}
+        for answer in work:
+            _collect(answer, acknowledged, result)
+        check_batch(handle.sample(256))
+        handle.stop()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    _judge(folder, acknowledged, result)
+    return result
+
+
+def _collect(answer: Any, acknowledged: dict[int, int], result: Result) -> None:
+    try:
+        keys, errors, retries = ray.get(answer, timeout=600)
+    except ray.exceptions.RayError as error:
+        result.problems.append(f"a producer died: {error}")
+        return
+    for number in acknowledged.keys() & keys.keys():
+        result.problems.append(f"id {number} was given twice")
+    acknowledged.update(keys)
+    result.errors += len(errors)
+    result.retries += retries
+
+
+def _judge(folder: Path, acknowledged: dict[int, int], result: Result) -> None:
+    result.acknowledged = len(acknowledged)
+    for part in sorted(folder.glob("rank_*")):
+        result.problems += [f"{part.name}: {problem}" for problem in verify(part).problems]
+    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
+        buffer.load_checkpoint(folder)
+        ids = buffer.trajectory_ids.tolist()
+        result.stored = len(ids)
+        keys: dict[int, int] = {}
+        for number in ids:
+            try:
+                key = check_trajectory(buffer.get(number))
+            except WitnessError as error:
+                result.problems.append(f"trajectory {number}: {error}")
+                continue
+            if key in keys:
+                result.problems.append(f"key {key} is stored twice, as {keys[key]} and {number}")
+            keys[key] = number
+    for number, key in acknowledged.items():
+        if key not in keys:
+            result.problems.append(f"key {key}, acknowledged as {number}, is lost")
