@@ -1,8 +1,8 @@
 """T19: adds through Ray over adds in one process; sampling through a handle on the owner's node over a reader's own.
 
-Agent trajectories (37 KB with their messages), lists of 16, until all are committed: four producers, actors of Ray with a
-handle each, against one thread with a buffer of its own. Sampling: the state workload, batch 1024, rows read from the mapped
-directory in both cases; the handle does not ask for news between the draws.
+Agent trajectories (37 KB with their messages), lists of 16, until all are committed: four producers, actors of Ray
+with a handle each, against one thread with a buffer of its own. Sampling: the state workload, batch 1024, rows read
+from the mapped directory in both cases; the handle does not ask for news between the draws.
 """
 
 from __future__ import annotations

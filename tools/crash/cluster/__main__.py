@@ -1,4 +1,4 @@
-"""``python -m tools.crash.cluster --seconds 60``: exit code 0 if nothing that was acknowledged is lost, torn or twice."""
+"""``python -m tools.crash.cluster --seconds 60``: exit code 0 if nothing acknowledged is lost, torn or there twice."""
 
 from __future__ import annotations
 
