@@ -15,7 +15,7 @@ from tools.bench import t08_open, t14_memory
 from tools.bench.__main__ import BENCHMARKS, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
-NOT_TRIED = ("t11", "t12", "t16")  # the first two have no sizes to make smaller; t16 starts Ray, minutes at any size
+NOT_TRIED = ("t11", "t12", "t16", "t19")  # the first two have no sizes to make smaller; the others start Ray
 
 
 def in_process(module: str, *arguments: object) -> Any:
