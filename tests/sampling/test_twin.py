@@ -21,7 +21,6 @@ from trajstore.sampling import (
     UseLimit,
     WeightedSampler,
 )
-from trajstore.sampling.factors import Factor
 
 MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.2
 
@@ -32,10 +31,12 @@ class WeightedTwin(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 9), per=st.sampled_from(["sample", "trajectory", None]))
     def begin(self, seed: int, per: str | None) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        factors: list[Factor] = [Recency(HALF_LIFE), Staleness(MAX_AGE, FLOOR), UseLimit(MAX_USES, COOLDOWN)]
         priorities = None if per is None else Priorities(alpha=0.5, eps=0.1, per=per)  # type: ignore[arg-type]
         self.per = per
-        self.sampler = WeightedSampler(factors, priorities)
+        self.make = lambda: WeightedSampler(
+            [Recency(HALF_LIFE), Staleness(MAX_AGE, FLOOR), UseLimit(MAX_USES, COOLDOWN)], priorities
+        )
+        self.sampler = self.make()
         self.rows: dict[int, dict[str, object]] = {}
         self.added = self.batches = 0
         self.largest = 1.0
@@ -68,6 +69,18 @@ class WeightedTwin(RuleBasedStateMachine):
         self.sampler.evicted(gone)
         for number in gone:
             del self.rows[number]
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def reload(self) -> None:
+        """As a run does that goes on: another sampler is told of what is there, then of the state."""
+        state = self.sampler.state_dict()
+        self.sampler = self.make()
+        numbers = sorted(self.rows)
+        rows = [self.rows[number] for number in numbers]
+        sizes = {number: row["size"] for number, row in zip(numbers, rows, strict=True)}
+        self.sampler.added(told(sizes, [row["version"] for row in rows], [row["task"] for row in rows]))  # type: ignore[arg-type,misc]
+        self.sampler.load_state_dict(state)
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), priority=st.floats(0, 50))

@@ -19,6 +19,8 @@ from trajstore.sampling import (
     Additions,
     EpochSampler,
     FreshestSampler,
+    GroupSampler,
+    LeastUsedSampler,
     Priorities,
     Recency,
     Sampler,
@@ -40,6 +42,8 @@ SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "priorities per transition": lambda: WeightedSampler(priorities=Priorities()),
     "epochs": EpochSampler,
     "freshest": FreshestSampler,
+    "least used": LeastUsedSampler,
+    "groups of 10": lambda: GroupSampler(most=10),
 }
 
 
@@ -49,7 +53,7 @@ def figures(options: Options) -> Iterator[Figure]:
     for name, make in SAMPLERS.items():
         samplers = [_filled(make(), count) for count in counts]
         generator = torch.Generator().manual_seed(0)
-        count = 1 if name in ("freshest", "uses with a pause") else BATCH  # few trajectories: few uses
+        count = BATCH if sampler_draws_rows(name) else 1  # few trajectories: few uses
         works = [partial(sampler.draw, count, generator) for sampler in samplers]
         times = [statistics.median(kept) for kept in alternate(works, max(20, options.repeats))]
         details = {f"us_{rows * SAMPLES:.0e}": 1e6 * time for rows, time in zip(counts, times, strict=True)}
@@ -58,7 +62,13 @@ def figures(options: Options) -> Iterator[Figure]:
         )
 
 
+def sampler_draws_rows(name: str) -> bool:
+    """Return whether a sampler draws a thousand rows, also of ten trajectories."""
+    return name not in ("freshest", "least used", "groups of 10", "uses with a pause")
+
+
 def _filled(sampler: Sampler, trajectories: int) -> Sampler:
     ids = np.arange(trajectories)
-    sampler.added(Additions(ids, np.full(trajectories, SAMPLES), ids * 10 // trajectories))
+    tasks = [f"task {number // 10}" for number in ids.tolist()] if sampler.needs_tasks else None
+    sampler.added(Additions(ids, np.full(trajectories, SAMPLES), ids * 10 // trajectories, tasks))
     return sampler

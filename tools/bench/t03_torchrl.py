@@ -1,7 +1,8 @@
 """T3: ``sample`` over TorchRL's replay buffer on ``LazyMemmapStorage``: same batch, same bytes, same disk.
 
 Ours has nothing cached. The peer is sampled as its documentation shows (random sampler, with replacement) and, as
-``ratio_to_storage_alone``, by reading drawn rows from its storage without a sampler. Skipped without ``torchrl``.
+``ratio_to_storage_alone``, by reading drawn rows from its storage without a sampler. A second figure sets batches as
+fast as they come from our prefetching loader beside those of TorchRL's prefetching buffer. Skipped without ``torchrl``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.timing import alternate, ratio
 from tools.bench.workloads import RawGather, Workload, image, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
+from trajstore.feeding import ReplayLoader
 
 TARGET = 0.6
+PREFETCH = 4
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -33,7 +36,8 @@ def figures(options: Options) -> Iterator[Figure]:
     for make in (state, image):
         workload = make(options)
         columns = raw_columns(workload.trajectories)
-        peer, storage_alone = _peer(columns, workload.batch, options.folder / f"{workload.name}_torchrl")
+        folder = options.folder / f"{workload.name}_torchrl"
+        peer, storage_alone, prefetching = _peer(columns, workload.batch, folder)
         with TrajectoryReplayBuffer(
             seed=0,
             enable_cache=False,
@@ -44,6 +48,7 @@ def figures(options: Options) -> Iterator[Figure]:
             buffer.add_trajectories(workload.trajectories)
             buffer.flush()
             yield _figure(workload, buffer, [peer, storage_alone, RawGather(columns, workload.batch, 1)], options)
+            yield _prefetched(workload, buffer, prefetching, options)
 
 
 def _figure(
@@ -65,9 +70,18 @@ def _figure(
     )
 
 
+def _prefetched(
+    workload: Workload, buffer: TrajectoryReplayBuffer, peer: Callable[[], object], options: Options
+) -> Figure:
+    # Each makes batches ahead while the other is timed, so a time is that of more batches than either keeps ready.
+    with ReplayLoader(buffer, workload.batch, prefetch=PREFETCH) as loader:
+        times = alternate([lambda: next(loader), peer], options.repeats, calls=10 * PREFETCH)
+    return Figure("T3", f"loader over TorchRL's prefetching buffer, {workload.name}", ratio(*times), TARGET)
+
+
 def _peer(
     columns: dict[str, torch.Tensor], batch: int, folder: Path
-) -> tuple[Callable[[], object], Callable[[], object]]:
+) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
     from tensordict import TensorDict
     from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
 
@@ -81,4 +95,5 @@ def _peer(
     def storage_alone() -> object:
         return storage.get(torch.randint(0, samples, (min(batch, samples),), generator=generator))
 
-    return buffer.sample, storage_alone
+    prefetching: Any = TensorDictReplayBuffer(storage=storage, batch_size=min(batch, samples), prefetch=PREFETCH)
+    return buffer.sample, storage_alone, prefetching.sample

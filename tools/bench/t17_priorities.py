@@ -1,10 +1,12 @@
 """T17: a prioritized draw of 1,024 transitions and new priorities for them, 10^7 rows, beside cpprb.
 
-Needs ``cpprb``, which is no part of any extra: ``pip install cpprb``.
+Needs ``cpprb``, which is no part of any extra: ``pip install cpprb``. TorchRL's prioritized sampler stands beside it
+where its extension loads.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +64,33 @@ def figures(options: Options) -> Iterator[Figure]:
     details = {f"{name}_ms": 1e3 * float(np.median(times[2 * at])) for at, name in enumerate(names)}
     details |= {f"peer_{name}_ms": 1e3 * float(np.median(times[2 * at + 1])) for at, name in enumerate(names)}
     yield Figure("T17", "prioritized draw and write-back ÷ cpprb", ratio(*both), 0.5, details=details)
+    try:
+        yield _torchrl(sampler, generator, spread, fresh, options)
+    except (ImportError, RuntimeError) as error:  # TorchRL says so when it was built for another torch
+        sys.stderr.write(f"T17 without TorchRL: {error}\n")
+
+
+def _torchrl(sampler: WeightedSampler, generator: torch.Generator, spread: Any, fresh: Any, options: Options) -> Figure:
+    from torchrl.data import LazyTensorStorage, PrioritizedSampler
+
+    rows = len(spread)
+    storage: Any = LazyTensorStorage(rows)
+    storage.set(range(rows), torch.zeros(rows, 1, dtype=torch.uint8))
+    peer: Any = PrioritizedSampler(rows, alpha=0.6, beta=0.4)
+    peer.extend(torch.arange(rows))
+    peer.update_priority(torch.arange(rows), torch.from_numpy(spread))
+    new = torch.from_numpy(fresh).float()
+
+    def mine() -> None:
+        drawn = sampler.draw(BATCH, generator)
+        sampler.update(drawn.ids, drawn.samples, fresh)
+
+    def theirs() -> None:
+        drawn, _ = peer.sample(storage, BATCH)
+        peer.update_priority(drawn, new)
+
+    times = alternate([mine, theirs], max(options.repeats, 30))
+    return Figure("T17", "the same ÷ TorchRL", ratio(*times), None)
 
 
 def filled(trajectories: int) -> WeightedSampler:

@@ -269,6 +269,13 @@ class Staleness(Factor):
         for task in self._tasks.values():
             task.stale = [(version, place[entry]) for version, entry in task.stale]
 
+    def state(self, entries: IntArray) -> dict[str, Any]:
+        return {"newest": self._newest}  # its trajectory may have been evicted
+
+    def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:
+        if state["newest"] is not None:
+            self.reached(int(state["newest"]))
+
     def figures(self, alive: IntArray) -> dict[str, float]:
         return {
             "eligible_trajectories": float(np.count_nonzero(self._weight.values[alive])),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
+from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit, uniform
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ class GroupSampler(Sampler):
         self._least, self._most, self._max_age = least, most, max_age
         self._rollouts: dict[str, dict[int, int]] = {}
         """By task, the version of each rollout by its id, in the order of addition."""
+        self._tasks: list[str] = []
+        """Tasks with rollouts, in an order that draws depend on."""
+        self._place: dict[str, int] = {}
         self._task: dict[int, str] = {}
         self._order: dict[int, int] = {}
         self._added = 0
@@ -58,7 +61,11 @@ class GroupSampler(Sampler):
             self._newest = max(self._newest, version)
             if task:
                 self._task[number] = task
-                self._rollouts.setdefault(task, {})[number] = version
+                if task not in self._rollouts:
+                    self._rollouts[task] = {}
+                    self._place[task] = len(self._tasks)
+                    self._tasks.append(task)
+                self._rollouts[task][number] = version
             elif not self._told:
                 self._told = True
                 logger.warning("groups: trajectory %d names no task, so it is in no group", number)
@@ -71,15 +78,22 @@ class GroupSampler(Sampler):
                 del self._rollouts[task][number]
                 if not self._rollouts[task]:
                     del self._rollouts[task]
+                    self._leave(task)
+
+    def _leave(self, task: str) -> None:
+        """Take a task out of the list; the last one takes its place."""
+        at, last = self._place.pop(task), self._tasks.pop()
+        if last != task:
+            self._tasks[at] = last
+            self._place[last] = at
 
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
         oldest = -1 if first is None else self._order[first]
         groups: list[list[int]] = []
-        tasks = list(self._rollouts)
-        for at in torch.randperm(len(tasks), generator=generator).tolist():
+        for at in _shuffled(len(self._tasks), generator):
             rollouts = [
                 number
-                for number, version in self._rollouts[tasks[at]].items()
+                for number, version in self._rollouts[self._tasks[at]].items()
                 if self._order[number] >= oldest
                 and (self._max_age is None or (version != UNKNOWN_VERSION and version >= self._newest - self._max_age))
             ]
@@ -88,7 +102,9 @@ class GroupSampler(Sampler):
                 if len(groups) == count:
                     break
         if not groups:
-            raise EmptyBufferError(f"cannot sample: none of {len(tasks)} tasks has {self._least} rollouts to draw")
+            raise EmptyBufferError(
+                f"cannot sample: none of {len(self._tasks)} tasks has {self._least} rollouts to draw"
+            )
         ids = np.array([number for group in groups for number in group], np.int64)
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
@@ -96,10 +112,28 @@ class GroupSampler(Sampler):
         self._newest = max(self._newest, version)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"tasks": list(self._tasks), "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: there is no state beyond the trajectories."""
+        known = dict.fromkeys(task for task in state["tasks"] if task in self._rollouts)
+        self._tasks = [*known, *(task for task in self._tasks if task not in known)]
+        self._place = {task: at for at, task in enumerate(self._tasks)}
+        self.reached(int(state["newest"]))
 
     def figures(self) -> dict[str, float]:
         return {"tasks": float(len(self._rollouts))}
+
+
+def _shuffled(count: int, generator: torch.Generator) -> Iterator[int]:
+    """Yield ``0 .. count - 1`` in a random order; what is not asked for costs nothing.
+
+    Source: the shuffle of Fisher and Yates, of which only the places that were touched are written down.
+    """
+    moved: dict[int, int] = {}
+    chance: list[float] = []
+    for at in range(count):
+        if not chance:
+            chance = uniform(min(64, count - at), generator).tolist()[::-1]
+        other = min(at + int(chance.pop() * (count - at)), count - 1)
+        yield moved.get(other, other)
+        moved[other] = moved.pop(at, at)

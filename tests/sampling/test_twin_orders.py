@@ -1,0 +1,131 @@
+"""Epochs and groups against plain twins: additions, evictions, reloads and draws in any order."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.sampling.told import told
+from trajstore.errors import EmptyBufferError
+from trajstore.sampling import Drawn, EpochSampler, GroupSampler
+
+
+class EpochTwin(RuleBasedStateMachine):
+    """Every row of an epoch comes once; what is added waits, what is evicted does not come."""
+
+    @initialize(seed=st.integers(0, 9))
+    def begin(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sampler = EpochSampler()
+        self.sizes: dict[int, int] = {}
+        self.left: set[tuple[int, int]] = set()
+        self.added = self.epochs = 0
+
+    @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    def add(self, sizes: list[int]) -> None:
+        new = dict(zip(range(self.added, self.added + len(sizes)), sizes, strict=True))
+        self.sampler.added(told(new))
+        self.sizes |= new
+        self.added += len(sizes)
+
+    @precondition(lambda self: self.sizes)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.sizes)), unique=True))
+        self.sampler.evicted(gone)
+        for number in gone:
+            del self.sizes[number]
+        self.left = {row for row in self.left if row[0] in self.sizes}
+
+    @rule()
+    def reload(self) -> None:
+        state = self.sampler.state_dict()
+        self.sampler = EpochSampler()
+        if self.sizes:
+            self.sampler.added(told(dict(sorted(self.sizes.items()))))
+        self.sampler.load_state_dict(state)
+
+    @precondition(lambda self: self.sizes)
+    @rule(count=st.integers(1, 6))
+    def draw(self, count: int) -> None:
+        drawn = self.sampler.draw(count, self.generator)
+        assert len(drawn) == count
+        for row in zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True):
+            if not self.left:  # the epoch ended with the row before
+                self.left = {(number, at) for number, size in self.sizes.items() for at in range(size)}
+            assert row in self.left
+            self.left.remove(row)
+
+
+class GroupTwin(RuleBasedStateMachine):
+    """Whole groups of different tasks, as many as there are to draw; a reloaded sampler draws what the other would."""
+
+    LEAST, MOST, MAX_AGE = 2, 3, 2
+
+    @initialize(seed=st.integers(0, 9))
+    def begin(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sampler = self.make()
+        self.rows: dict[int, tuple[str, int]] = {}
+        self.added, self.newest = 0, 0
+
+    def make(self) -> GroupSampler:
+        return GroupSampler(self.LEAST, self.MOST, self.MAX_AGE)
+
+    @rule(tasks=st.text("abcd", min_size=1, max_size=8), step=st.integers(0, 2))
+    def add(self, tasks: str, step: int) -> None:
+        self.newest += step
+        numbers = range(self.added, self.added + len(tasks))
+        self.sampler.added(told(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)))
+        self.rows |= {number: (task, self.newest) for number, task in zip(numbers, tasks, strict=True)}
+        self.added += len(tasks)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(gone)
+        for number in gone:
+            del self.rows[number]
+
+    @precondition(lambda self: self.rows)
+    @rule(count=st.integers(1, 5), reload=st.booleans())
+    def draw(self, count: int, reload: bool) -> None:
+        before = self.generator.get_state()
+        drawn = self.drawn(self.sampler, count)
+        expected = {
+            task: [number for number, (its, version) in self.rows.items() if its == task and self.is_young(version)]
+            for task, _ in self.rows.values()
+        }
+        good = {task: numbers[-self.MOST :] for task, numbers in expected.items() if len(numbers) >= self.LEAST}
+        found = {self.rows[number][0] for number in drawn}
+        assert len(found) == min(count, len(good))
+        assert sorted(drawn) == sorted(number for task in found for number in good[task])
+        if not reload:
+            return
+        other = self.make()
+        numbers = sorted(self.rows)
+        rows = [self.rows[number] for number in numbers]
+        other.added(told(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows]))
+        other.load_state_dict(self.sampler.state_dict())
+        self.generator.set_state(before)
+        assert self.drawn(other, count) == drawn
+        self.sampler = other
+
+    def is_young(self, version: int) -> bool:
+        return version >= self.newest - self.MAX_AGE
+
+    def drawn(self, sampler: GroupSampler, count: int) -> list[int]:
+        try:
+            drawn: Drawn = sampler.draw(count, self.generator)
+        except EmptyBufferError:
+            return []
+        return drawn.ids.tolist()  # type: ignore[no-any-return]
+
+
+TestEpochTwin = EpochTwin.TestCase
+TestEpochTwin.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+TestGroupTwin = GroupTwin.TestCase
+TestGroupTwin.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
