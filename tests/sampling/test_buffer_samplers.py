@@ -149,3 +149,19 @@ def test_misuse_is_refused(buffer: TrajectoryReplayBuffer) -> None:
     buffer.evict([0, 1])
     with pytest.raises(TrajectoryUnavailableError, match="has been evicted since"):
         buffer.read(drawn)
+
+
+@pytest.mark.parametrize("kept", [1, 12, 40])
+def test_a_sampler_hears_of_all_that_comes_and_goes_also_when_the_index_moves_its_entries(
+    tmp_path: Path, kept: int
+) -> None:
+    """The index makes room by moving entries to its front, after some dozens of additions and evictions."""
+    sampler = WeightedSampler(unit="trajectory")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
+        for key in range(150):
+            buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), float(key)))])
+            buffer.flush()
+            if len(buffer) > kept:
+                buffer.evict(buffer.trajectory_ids[:-kept].tolist())
+            buffer.sample_trajectories(3, sampler=sampler)
+            assert sampler.ids.tolist() == buffer.trajectory_ids.tolist()

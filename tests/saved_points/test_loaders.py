@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ import trajstore
 from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
 from trajstore.feeding import ReplayLoader
-from trajstore.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
+from trajstore.sampling.factors import Factor
 
 SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,
@@ -80,7 +82,8 @@ def test_the_writers_own_loader_goes_on_after_a_rollback(tmp_path: Path) -> None
             assert [rewards(next(loader)) for _ in range(12)] == expected
 
 
-def test_priorities_go_on_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factor", [UseLimit(cooldown=1), Recency(3.0)], ids=lambda factor: factor.name)
+def test_priorities_go_on_to_the_bit(tmp_path: Path, factor: Factor) -> None:
     """Also those that were changed after trajectories had come and gone, so that the tree looks another way."""
 
     def learn(buffer: TrajectoryReplayBuffer, sampler: WeightedSampler, steps: range) -> list[Any]:
@@ -96,7 +99,7 @@ def test_priorities_go_on_to_the_bit(tmp_path: Path) -> None:
         return seen
 
     def sampler() -> WeightedSampler:
-        return WeightedSampler([UseLimit(cooldown=1)], Priorities(alpha=0.7, beta=0.5))
+        return WeightedSampler([copy.deepcopy(factor)], Priorities(alpha=0.7, beta=0.5))
 
     with make(tmp_path) as buffer:
         chosen = sampler()

@@ -131,6 +131,7 @@ class TrajectoryIndex:
         ends = np.zeros(capacity, np.int64)
         ends[: len(self)] = self.ends[kept] - before
         self.ends = ends
+        self.revision += self.first > 0
         self.first, self.end = 0, len(self)
 
     def find(self, trajectory_id: int) -> int | None:
