@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from trajstore.buffer.rlinf_checkpoint import write_rlinf
+from trajstore.columns.portions import portions
 from trajstore.columns.record import Record
-from trajstore.columns.schema import Schema
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -178,18 +178,15 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
 
 
 def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
-    """Yield trajectories that have no shard to link, in groups of one schema; all open groups are of a shard's size."""
-    groups: dict[Schema, list[tuple[int, Record]]] = {}
-    sizes: dict[Schema, int] = {}
-    for at in loose:
-        record = _record_at(cut, at)
-        if groups and sum(sizes.values()) + record.nbytes > _SHARD_BYTES:
-            largest = max(sizes, key=sizes.__getitem__)
-            del sizes[largest]
-            yield groups.pop(largest)
-        groups.setdefault(record.schema, []).append((at, record))
-        sizes[record.schema] = sizes.get(record.schema, 0) + record.nbytes
-    yield from groups.values()
+    """Yield trajectories that have no shard to link, in groups of one schema and a shard's size."""
+    records = ((at, _record_at(cut, at)) for at in loose)
+    groups = portions(
+        records,
+        _SHARD_BYTES,
+        lambda item: item[1].nbytes,
+        alike=lambda first, other: first[1].schema == other[1].schema,
+    )
+    return (group for group, _ in groups)
 
 
 def _record_at(cut: Cut, at: int) -> Record:

@@ -12,7 +12,8 @@ import torch
 from trajstore import locks
 from trajstore.buffer.view import View
 from trajstore.columns.memory import Arena
-from trajstore.columns.owned import groups, own
+from trajstore.columns.owned import needed, own
+from trajstore.columns.portions import portions
 from trajstore.columns.record import NothingToStoreError, Record, record_of
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
 from trajstore.trajectory import AnyTrajectory
@@ -139,7 +140,7 @@ class StoreIntake(Intake):
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         ids: list[int] = []
-        pieces = list(groups(records, self._shard_bytes))
+        pieces = list(portions(records, self._shard_bytes, needed))
         total: int | None = sum([nbytes for _, nbytes in pieces])
         for piece, nbytes in pieces:
             given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
+from trajstore.columns.portions import portions
 from trajstore.columns.record import Record
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.parallel import in_order
@@ -40,19 +41,9 @@ def write_rlinf(
         target.publish([file for _, file in encoded])  # the folder is synced once for all of them
         return [entry for entry, _ in encoded]
 
-    entries = [entry for group in in_order(write, _groups(trajectories)) for entry in group]
+    groups = (
+        group for group, _ in portions(trajectories, _GROUP_BYTES, lambda item: item[1].nbytes, most=_GROUP_FILES)
+    )
+    entries = [entry for group in in_order(write, groups) for entry in group]
     target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])
     target.publish([EncodedFile(METADATA_NAME, [metadata_json(entries, trajectory_counter, seed, suffix)])])
-
-
-def _groups(trajectories: Iterable[tuple[TrajectoryEntry, Record]]) -> Iterator[list[tuple[TrajectoryEntry, Record]]]:
-    group: list[tuple[TrajectoryEntry, Record]] = []
-    nbytes = 0
-    for item in trajectories:
-        group.append(item)
-        nbytes += item[1].nbytes
-        if nbytes >= _GROUP_BYTES or len(group) == _GROUP_FILES:
-            yield group
-            group, nbytes = [], 0
-    if group:
-        yield group

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,19 +39,9 @@ class OwnedRecord:
         return self.record.schema
 
 
-def groups(records: Sequence[Record], limit: int) -> Iterator[tuple[list[Record], int]]:
-    """Split a list so that each part, if it has more than one record, needs at most ``limit`` bytes; yield both."""
-    group: list[Record] = []
-    total = 0
-    for record in records:
-        nbytes = sum([aligned(tensor.nbytes) for tensor in record.tensors])
-        if group and total + nbytes > limit:
-            yield group, total
-            group, total = [], 0
-        group.append(record)
-        total += nbytes
-    if group:
-        yield group, total
+def needed(record: Record) -> int:
+    """Return the bytes that :func:`own` takes for a record."""
+    return sum([aligned(tensor.nbytes) for tensor in record.tensors])
 
 
 def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:

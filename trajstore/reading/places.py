@@ -130,7 +130,7 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     lacking = [
         f"rank_{rank} is absent" for rank in range(max(numbers.values(), default=0)) if rank not in numbers.values()
     ]
-    for name in sorted(numbers, key=natural):
+    for name in sorted(numbers, key=by_number):
         directory = run.inner(name)
         if kind_of(directory) in ("store", "rlinf"):
             found.append(directory)
@@ -176,7 +176,7 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
         return Place(kind, directory)
     if not depth:
         return Place(kind, directory) if kind else None
-    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(folders, key=natural))
+    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(folders, key=by_number))
     parts = tuple(place for place in below if place is not None)
     if kind == "store":
         return (
@@ -187,7 +187,7 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
     return Place("run", directory, parts, _ranks_among(directory, folders).lacking) if parts else None
 
 
-def natural(name: str) -> tuple[str, int, str]:
+def by_number(name: str) -> tuple[str, int, str]:
     """Return a key that sorts ``rank_2`` before ``rank_10``."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or -1), name

@@ -343,7 +343,7 @@ class Catalog:
         """Read which ids the checkpoints inside the store name; entries that none names any more are forgotten."""
         self.pins.load()
         # Also right after loading: the snapshot may be from before the last pin was let go.
-        unpinned = np.flatnonzero(~self.pins.name(self.pinned["trajectory_id"]))
+        unpinned = np.flatnonzero(~self.pins.named(self.pinned["trajectory_id"]))
         if len(unpinned):
             self.pinned.drop(self.pinned.first + unpinned)
             # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
@@ -444,7 +444,7 @@ class Catalog:
         if not len(positions):
             return 0
         nbytes = int(self.index.arrays["nbytes"][positions].sum())
-        kept = self.pins.name(self.index.arrays["trajectory_id"][positions])
+        kept = self.pins.named(self.index.arrays["trajectory_id"][positions])
         if kept.any():
             columns = self.index.take(positions[kept])
             columns["weights"] = self.pinned.weights.extend(self.index.weights, columns["weights"].tolist())

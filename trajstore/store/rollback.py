@@ -78,7 +78,7 @@ def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[Trajecto
         inside[source.positions_in(ranges)] = True
         outside = ~inside
         outside[: source.first] = False
-        outside[source.first :] &= catalog.pins.name(source["trajectory_id"])
+        outside[source.first :] &= catalog.pins.named(source["trajectory_id"])
         for target, chosen, home in ((live, inside, catalog.index), (pinned, outside, catalog.pinned)):
             columns = source.take(np.flatnonzero(chosen))
             if source is not home:

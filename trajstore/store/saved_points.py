@@ -151,7 +151,7 @@ class Pins:
         """What each pin says of itself, by name."""
         return self._heads
 
-    def name(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def named(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per id, whether any pin names it."""
         named = np.zeros(len(ids), np.bool_)
         for ranges in (*(head.ids for head in self._heads.values()), *self._coming.values()):
