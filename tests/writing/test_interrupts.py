@@ -29,7 +29,7 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 pytestmark = pytest.mark.interrupts
 
-PACKAGE = str(Path(__file__).resolve().parent.parent / "trajstore")
+PACKAGE = str(Path(__file__).resolve().parents[2] / "trajstore")
 FILES = (PACKAGE, threading.__file__)
 
 

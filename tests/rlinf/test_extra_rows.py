@@ -19,7 +19,7 @@ from trajstore.errors import InvalidTrajectoryError
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 
-from .test_rlinf_layout import read_plainly
+from .test_layout import read_plainly
 
 FOLDERS = ("rlt_pt", "rlt_pkl")
 STEPS, BATCH = 6, 2

@@ -18,7 +18,7 @@ import torch
 from trajstore import rlinf as ours
 from trajstore.columns.fields import join_name, walk
 
-from .test_rlinf_members import BATCH, STEPS, collect
+from .test_members import BATCH, STEPS, collect
 
 CHECKOUT = os.environ.get("TRAJSTORE_RLINF", "")
 
