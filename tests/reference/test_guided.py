@@ -27,10 +27,10 @@ GUIDANCE: dict[str, Any] = {
 
 def make_trainer(*, replay: bool = False, **guidance: Any) -> ReferenceTrainer:
     config = TrainerConfig(
-        steps=6,
+        steps=4,
         tasks_per_step=4,
         n_rollout=4,
-        warm_start_steps=40,
+        warm_start_steps=20,
         guidance=GuidanceConfig(**{**GUIDANCE, **guidance}),
         replay=ExperienceReplayConfig(enable=replay, replay_start_ratio=0.0, use_current_policy_entropy=False),
     )

@@ -7,6 +7,7 @@ Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``p
 """
 
 from trajstore.experience.buckets import TASK_SAMPLING, TaskSampling
+from trajstore.experience.conversation import ChatTemplate, TokenRow, rows_of_messages, with_tokens
 from trajstore.experience.entry import Refusal, mean_entropy
 from trajstore.experience.mixing import ExperienceMixCollateFn, RatioSchedule
 from trajstore.experience.outcomes import REPLAY_MARK, is_success
@@ -20,6 +21,7 @@ __all__ = [
     "REPLAY_MARK",
     "TASK_SAMPLING",
     "BufferStore",
+    "ChatTemplate",
     "CurrentEntropy",
     "ExperienceManager",
     "ExperienceMixCollateFn",
@@ -29,7 +31,10 @@ __all__ = [
     "RatioSchedule",
     "Refusal",
     "TaskSampling",
+    "TokenRow",
     "is_success",
     "mean_entropy",
     "newest_pool",
+    "rows_of_messages",
+    "with_tokens",
 ]

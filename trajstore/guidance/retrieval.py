@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Hit:
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text, in lower case: runs of letters, digits and underscores of any script."""
-    return _WORD.findall(text.lower())
+    return list(map(sys.intern, _WORD.findall(text.lower())))  # a word that many texts have is kept once
 
 
 class RetrievalIndex:

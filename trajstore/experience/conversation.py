@@ -1,0 +1,200 @@
+"""Rows of tokens from messages that have no token ids: demonstrations, transcripts, pools of other programs. Pure.
+
+A chat template makes the text, a tokenizer the tokens; both are handed in as one :class:`ChatTemplate`. Two contexts::
+
+    linear         the whole conversation is one row; what comes after the model's last message is left out
+    linear_think   a row for each of the model's turns: earlier turns without their thoughts and not trained on, the
+                   last one whole
+
+``loss_mask`` is 1 on what the model wrote with the token that ends its turn, and 0 on the template's own text: the
+header that asks for the turn, the line break after it. Which tokens belong to which message is found by comparing: the
+tokens of the first n messages must be the beginning of the tokens of all. Some templates change earlier messages when
+later ones come; that is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.rows import pack_rows
+from trajstore.trajectory import AgentTrajectory
+
+Context = Literal["linear", "linear_think"]
+CONTEXTS: tuple[Context, ...] = get_args(Context)
+
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """What makes tokens of messages."""
+
+    render: Callable[[Sequence[Message], bool], str]
+    """Text of messages; with True, and of the header that asks for the model's next turn."""
+    encode: Callable[[str], Sequence[int]]
+    """Token ids of a text, in which special tokens stand as text; none are added."""
+    special_ids: Collection[int]
+    """Ids of the special tokens, of which one ends each turn of the model."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, **options: Any) -> ChatTemplate:
+        """Return the chat template of a Hugging Face tokenizer.
+
+        Args:
+            tokenizer: with ``apply_chat_template`` and ``all_special_ids``.
+            options: for its template.
+        """
+
+        def render(messages: Sequence[Message], ask: bool) -> str:
+            listed = [dict(message) for message in messages]
+            text = tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=ask, **options)
+            return str(text)
+
+        def encode(text: str) -> Sequence[int]:
+            ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+
+        return cls(render, encode, frozenset(tokenizer.all_special_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Tokens of one row."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+    """1 on what the model wrote and is trained on."""
+    response_start: int
+    """Where the header of the first turn that is trained on begins."""
+
+
+def is_of_model(message: Message) -> bool:
+    """Return whether the model wrote a message: by its author, else by its role."""
+    author = message.get("author")
+    return author == "llm" if author else message.get("role") == "assistant"
+
+
+def rows_of_messages(
+    messages: Sequence[Message], template: ChatTemplate, context: Context = "linear", think_hint: str = ""
+) -> list[TokenRow]:
+    """Return the rows of a conversation.
+
+    Args:
+        messages: with texts as content.
+        template: makes the tokens.
+        context: how many rows there are, and what is in them.
+        think_hint: ``linear_think``: put behind the message that each row's turn answers, as when it was written.
+
+    Raises:
+        ConfigurationError: no such context.
+        InvalidTrajectoryError: no message is the model's, a content is no text, or the template changes earlier
+            messages; names the message.
+    """
+    if context not in CONTEXTS:
+        raise ConfigurationError(f"context: {context!r}, must be one of {', '.join(CONTEXTS)}")
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("content"), str):
+            kind = type(message.get("content")).__name__
+            raise InvalidTrajectoryError(f"messages[{number}].content: a {kind}, must be a text to become tokens")
+    turns = [number for number, message in enumerate(messages) if is_of_model(message)]
+    if not turns:
+        raise InvalidTrajectoryError("messages: none is the model's, so there is nothing to train on")
+    if context == "linear":
+        return [_row(messages[: turns[-1] + 1], turns, template)]
+    rows = []
+    for turn in turns:
+        shown: list[Message] = []
+        for number, message in enumerate(messages[: turn + 1]):
+            content = message["content"]
+            if number < turn and is_of_model(message):
+                content = _THOUGHT.sub("", content)
+            elif number == turn - 1:
+                content += think_hint
+            shown.append({**message, "content": content})
+        rows.append(_row(shown, [turn], template))
+    return rows
+
+
+def with_tokens(
+    trajectory: AgentTrajectory, template: ChatTemplate, context: Context = "linear", think_hint: str = ""
+) -> AgentTrajectory:
+    """Return a copy of the trajectory with the tokens of its messages, all rows; one that has tokens as it is.
+
+    Recorded log-probs of a trajectory without ids have no place on them and are left out.
+
+    Args:
+        trajectory: not changed.
+        template: makes the tokens.
+        context: as for :func:`rows_of_messages`.
+        think_hint: as for :func:`rows_of_messages`.
+
+    Raises:
+        ConfigurationError: no such context.
+        InvalidTrajectoryError: the messages cannot become rows; names the message.
+    """
+    if trajectory.input_ids is not None:
+        return trajectory
+    parts = []
+    for row in rows_of_messages(trajectory.messages, template, context, think_hint):
+        mask = torch.tensor(row.loss_mask)
+        parts.append(
+            dataclasses.replace(
+                trajectory,
+                input_ids=torch.tensor(row.input_ids),
+                attention_mask=None,
+                loss_mask=mask,
+                response_mask=mask[row.response_start :],
+                response_start=row.response_start,
+                old_log_probs=None,
+                rollout_log_probs=None,
+                entropys=None,
+            )
+        )
+    return pack_rows(parts)
+
+
+def _row(messages: Sequence[Message], trained: Sequence[int], template: ChatTemplate) -> TokenRow:
+    """Return the row of messages, of which some are turns that are trained on."""
+    ids = list(template.encode(template.render(messages, False)))
+    mask = [0] * len(ids)
+    start = len(ids)
+    for turn in trained:
+        before = _prefix(messages, turn, False, ids, template)
+        header = _prefix(messages, turn, True, ids, template)
+        end = _prefix(messages, turn + 1, False, ids, template)
+        start = min(start, before)
+        special = [place for place in range(header, end) if ids[place] in template.special_ids]
+        stop = special[-1] + 1 if special else end
+        mask[header:stop] = [1] * (stop - header)
+    return TokenRow(ids, mask, start)
+
+
+def _prefix(messages: Sequence[Message], count: int, ask: bool, ids: Sequence[int], template: ChatTemplate) -> int:
+    """Return how many tokens the first messages have, which are the beginning of all tokens.
+
+    Raises:
+        InvalidTrajectoryError: they are not.
+    """
+    if count == 0 and not ask:
+        return 0
+    text = template.render(messages[:count], ask)
+    part = list(template.encode(text))
+    if part == list(ids[: len(part)]):
+        return len(part)
+    place = next((at for at, (one, other) in enumerate(zip(part, ids, strict=False)) if one != other), len(ids))
+    what = "the header that asks for" if ask else "what the template makes of"
+    upto = f"messages[{count}]" if ask else f"messages[:{count}]"
+    raise InvalidTrajectoryError(
+        f"{what} {upto} is not the beginning of what it makes of all {len(messages)} messages: they part at token"
+        f" {place}, after {text[-60:]!r}. The chat template changes earlier messages when later ones come, so"
+        " these have no row of their own; use context linear_think, or a template that leaves them as they are"
+    )
