@@ -87,6 +87,7 @@ def failures(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return run_pages(PAGES, project_root, tmp_path_factory.mktemp("pages"))
 
 
+@pytest.mark.timeout(600)  # of whichever is first, which waits for all of them
 @pytest.mark.parametrize("name", PAGES)
 def test_code_runs(name: str, failures: dict[str, str]) -> None:
     assert failures.get(name) is None, failures[name]
