@@ -1,7 +1,8 @@
-"""The machine code that moves rows. Loaded on first use, because importing numba takes a while."""
+"""The machine code that moves rows, compiled when this is imported, which :mod:`trajstore.machine_code` does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -13,6 +14,25 @@ from numba.extending import intrinsic
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2
+
+_NUMBERS, _TABLE = "int64[::1]", "int64[:, ::1]"
+
+
+def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that compiles a function for some arguments, or loads what an earlier process compiled.
+
+    Args:
+        types_of_arguments: as numba writes them.
+        nogil: let other threads have the interpreter while it runs.
+    """
+
+    def compile_now(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(nogil=nogil, cache=True)(function)
+        dispatcher.compile(f"({', '.join(types_of_arguments)})")
+        return dispatcher
+
+    return compile_now
+
 
 _AHEAD = 16
 """Rows that are being fetched while one is copied. Drawn rows lie anywhere, so no processor guesses the next one."""
@@ -59,7 +79,10 @@ _prefetch = _prefetcher()
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(
+    *(_NUMBERS, "int64", "int64", _NUMBERS, "int32[::1]", _NUMBERS, _NUMBERS),
+    *("int32[::1]", "int32[::1]", "int32[::1]", _NUMBERS, _NUMBERS, _TABLE),
+)
 def locate_rows(
     samples: np.ndarray[Any, Any],
     first: int,
@@ -105,7 +128,7 @@ def locate_rows(
         rows[LAST_EXTRA, k] = tail
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64")
 def copy_rows(
     slot: np.ndarray[Any, Any],
     rows: np.ndarray[Any, Any],
@@ -151,7 +174,7 @@ def copy_rows(
                 _memcpy(target + i * width, sources[i], width)
 
 
-@numba.njit(cache=True)
+@compiled("int32[::1]", _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _TABLE, nogil=False)
 def set_homes(
     slots: np.ndarray[Any, Any],
     samples: np.ndarray[Any, Any],
@@ -166,7 +189,7 @@ def set_homes(
         slots[at], samples[at], extra[at], document[at] = homes[i, 0], homes[i, 1], homes[i, 2], homes[i, 3]
 
 
-@numba.njit(cache=True)
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, nogil=False)
 def copy_few_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
     """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
 
@@ -176,7 +199,7 @@ def copy_few_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any]
         _memcpy(targets[i], sources[i], sizes[i])
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS)
 def copy_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
     """Copy blocks of bytes from addresses to addresses."""
     for i in range(len(sizes)):

@@ -38,6 +38,7 @@ ORDER = (
     "LocalDirectory._mutex",
     "LocalWriterLock._mutex",
     "HeldFolder._mutex",
+    "MachineCode._lock",
 )
 """Class and attribute of every lock, the outermost first."""
 

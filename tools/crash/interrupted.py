@@ -16,7 +16,7 @@ import torch
 
 from tools.crash.child import Child
 from tools.crash.journal import Journal
-from trajstore.writing.interrupts import CHANGE_THREAD
+from trajstore.interrupts import CHANGE_THREAD
 
 DESCRIPTORS = 256
 """That a child may have open."""

@@ -23,10 +23,10 @@ from trajstore.errors import StoreError
 from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
+from trajstore.interrupts import uninterrupted
 from trajstore.reading.places import check_no_ranks
 from trajstore.sampling.draws import Draws
 from trajstore.trajectory import AnyTrajectory
-from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import StoreWriter
 

@@ -16,9 +16,9 @@ from trajstore.columns.owned import needed, own
 from trajstore.columns.portions import portions
 from trajstore.columns.record import NothingToStoreError, Record, record_of
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
+from trajstore.interrupts import uninterrupted
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.groups import Batch
-from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.queue import WriteQueue, random_uuids
 

@@ -15,11 +15,11 @@ from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.buffer.view import View
 from trajstore.errors import StoreError
 from trajstore.files.opening import open_directory
+from trajstore.interrupts import uninterrupted
 from trajstore.sampling.draws import Draws
 from trajstore.store.catalog import Catalog
 from trajstore.store.saved_points import SavedPoint, read_point
 from trajstore.store.states import asked
-from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.writer import StoreWriter
 
 logger = logging.getLogger(__name__)

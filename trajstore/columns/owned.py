@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trajstore.columns.memory import Arena, Lease, aligned
 from trajstore.columns.record import BlockTensors, Record
 from trajstore.columns.schema import Schema
+from trajstore.machine_code import kernels
 
 _FEW_BYTES = 4 << 20
 
@@ -46,8 +47,6 @@ def needed(record: Record) -> int:
 
 def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
     """Return copies of records in memory of the arena; the caller may then change or free their tensors."""
-    from trajstore._kernels import copy_blocks, copy_few_blocks  # numba takes a while to import
-
     blocks: list[tuple[Lease, int]] = []
     targets: list[int] = []
     sources: list[int] = []
@@ -65,7 +64,8 @@ def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
             address += aligned(size)
     addresses, lengths = np.array(targets, np.int64), np.array(sizes, np.int64)
     few = sum(sizes) <= _FEW_BYTES
-    (copy_few_blocks if few else copy_blocks)(addresses, np.array(sources, np.int64), lengths)
+    copy = kernels().copy_few_blocks if few else kernels().copy_blocks
+    copy(addresses, np.array(sources, np.int64), lengths)
     owned = []
     start = 0
     for record, (lease, taken) in zip(records, blocks, strict=True):

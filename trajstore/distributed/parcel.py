@@ -19,6 +19,7 @@ from trajstore.columns.memory import Lease, aligned
 from trajstore.columns.record import BlockTensors, Record
 from trajstore.columns.schema import Extent, Schema, intern_schema
 from trajstore.errors import ConfigurationError
+from trajstore.machine_code import kernels
 
 KEY_BYTES = 12
 """Of a trajectory's UUID the first bytes are the parcel's key, the last four its place in it."""
@@ -69,13 +70,11 @@ def split(records: Sequence[Record], limit: int) -> Iterator[list[Record]]:
 
 def pack(records: Sequence[Record]) -> Parcel:
     """Return records as a parcel, their columns copied."""
-    from trajstore._kernels import copy_blocks  # numba takes a while to import
-
     sizes = [tensor.nbytes for record in records for tensor in record.tensors]
     starts = np.cumsum([0, *map(aligned, sizes)], dtype=np.int64)
     data = np.empty(int(starts[-1]), np.uint8)
     sources = np.array([tensor.data_ptr() for record in records for tensor in record.tensors], np.int64)
-    copy_blocks(starts[:-1] + data.ctypes.data, sources, np.array(sizes, np.int64))
+    kernels().copy_blocks(starts[:-1] + data.ctypes.data, sources, np.array(sizes, np.int64))
     numbers: dict[Schema, int] = {}
     rows = []
     for record in records:

@@ -26,6 +26,7 @@ from trajstore.columns.owned import OwnedRecord
 from trajstore.columns.record import Record, parse_document, trajectory_of
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError, listed
+from trajstore.machine_code import kernels
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.gather import Located, allocate, gather, locate
@@ -134,8 +135,7 @@ class Contents:
     """
 
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
-        from trajstore import _kernels  # noqa: F401  # here, so that no first add or sample waits for numba
-
+        kernels()  # here, so that no first add or sample waits for numba
         self.lock = locks.rlock("Contents.lock")
         self.index = TrajectoryIndex()
         self.sources: list[Source] = []
@@ -311,10 +311,8 @@ class Contents:
 
         At one stroke: an entry with the slot of one place and the rows of another would be read out of bounds.
         """
-        from trajstore._kernels import set_homes
-
         slots, samples, extra, document = (self.index.arrays[name] for name in ("shard", *STARTS))
-        set_homes(slots, samples, extra, document, positions, homes)
+        kernels().set_homes(slots, samples, extra, document, positions, homes)
 
     def clear_cache(self) -> None:
         """Drop what is cached. What is nowhere else stays."""

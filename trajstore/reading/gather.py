@@ -17,6 +17,7 @@ import torch
 from trajstore import locks
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import ConfigurationError
+from trajstore.machine_code import kernels
 from trajstore.store.index import TrajectoryIndex
 
 _SPLIT_BYTES = 4 << 20
@@ -47,13 +48,10 @@ class Located:
 
 def locate(samples: npt.NDArray[np.int64], index: TrajectoryIndex, first: int, end: int) -> Located:
     """Find the rows of samples, counted from the first sample of the window of positions ``[first, end)``."""
-    from trajstore import _kernels  # numba takes a while to import
-
-    locate_rows: Any = _kernels.locate_rows
     count = len(samples)
     position, slot, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty((3, count), np.int64)
     columns = [index.arrays[name] for name in ("shard", "start_samples", "start_extra", "steps", "batch", "extra")]
-    locate_rows(samples, first, end, index.ends, *columns, position, slot, rows)
+    kernels().locate_rows(samples, first, end, index.ends, *columns, position, slot, rows)
     return Located(position, slot, rows)
 
 
@@ -113,9 +111,7 @@ def gather(
 
     Everything that ``addresses`` points to must stay where it is until this returns.
     """
-    from trajstore import _kernels  # numba takes a while to import
-
-    copy_rows: Any = _kernels.copy_rows
+    copy_rows = kernels().copy_rows
     count = len(located.slot)
     widths = np.array([spec.row_nbytes for spec in specs], np.int64)
     bases = np.array([target.data_ptr() for target in targets], np.int64)

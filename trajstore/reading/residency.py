@@ -86,8 +86,7 @@ class Residency:
         self._columns: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
         self._numbers: dict[ColumnSpec, int] = {}
         self._signatures: dict[tuple[Kind | int, ...], int] = {}
-        self._signature_columns: list[tuple[int, ...]] = []
-        self._signature_kinds: list[Kind] = []
+        self._sampled: list[tuple[Kind, tuple[int, ...]]] = []
         self._mapped: OrderedDict[int, int] = OrderedDict()
         self._maps = 0
         self._map_limit = map_limit
@@ -238,15 +237,18 @@ class Residency:
             numbers = []
             for column in schema.columns:
                 spec = ColumnSpec(column.name, column.dtype, column.row_shape)  # the axis is each slot's own
-                numbers.append(self._numbers.setdefault(spec, len(self.specs)))
-                if numbers[-1] == len(self.specs):
+                number = self._numbers.get(spec)
+                if number is None:  # listed first: an interrupt in between leaves one that nobody has the number of
                     self.specs.append(spec)
+                    number = self._numbers[spec] = len(self.specs) - 1
+                numbers.append(number)
             sampled = tuple(n for n, column in zip(numbers, schema.columns, strict=True) if column.axis <= 2)
-            signature = self._signatures.setdefault((schema.kind, *sorted(sampled)), len(self._signatures))
-            if signature == len(self._signature_columns):
-                self._signature_columns.append(sampled)
-                self._signature_kinds.append(schema.kind)
-            known = self._columns[schema] = (np.array(numbers, np.int64), signature)
+            key = (schema.kind, *sorted(sampled))
+            found = self._signatures.get(key)
+            if found is None:
+                self._sampled.append((schema.kind, sampled))
+                found = self._signatures[key] = len(self._sampled) - 1
+            known = self._columns[schema] = (np.array(numbers, np.int64), found)
         return known
 
     def signature_of(self, schema: Schema) -> int:
@@ -255,11 +257,11 @@ class Residency:
 
     def kind(self, signature: int) -> Kind:
         """Return of which kind the trajectories of this signature are."""
-        return self._signature_kinds[signature]
+        return self._sampled[signature][0]
 
     def columns(self, signature: int) -> tuple[int, ...]:
         """Return the numbers of the columns that can be sampled from slots of this signature."""
-        return self._signature_columns[signature]
+        return self._sampled[signature][1]
 
     def _unmap_oldest(self, keep: set[int]) -> None:
         for slot in list(self._mapped):

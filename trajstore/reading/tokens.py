@@ -15,6 +15,7 @@ from trajstore.columns.document import decode_document
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, ColumnSpec
 from trajstore.errors import CorruptStoreError, SchemaMismatchError
+from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
 from trajstore.reading.residency import Reading, Residency
 
@@ -67,8 +68,6 @@ class TokenRows:
                 response does.
             total: places of the batch.
         """
-        from trajstore._kernels import copy_blocks
-
         result = {}
         for name, column in self._columns.items():
             counts = self.responses if column.axis is Axis.RESPONSE else self.lengths
@@ -81,7 +80,7 @@ class TokenRows:
             target = torch.zeros(total, dtype=wanted)
             same = np.array([dtype == wanted for dtype in column.dtypes], np.bool_)
             width = wanted.itemsize
-            copy_blocks(target.data_ptr() + begins[same] * width, column.sources[same], counts[same] * width)
+            kernels().copy_blocks(target.data_ptr() + begins[same] * width, column.sources[same], counts[same] * width)
             for at in np.flatnonzero(~same).tolist():  # of another dtype than the widest
                 own = torch.empty(int(counts[at]), dtype=column.dtypes[at])
                 ctypes.memmove(own.data_ptr(), int(column.sources[at]), own.nbytes)

@@ -1,19 +1,22 @@
-"""The machine code of :mod:`trajstore.sampling.tree`. Loaded on first use, because importing numba takes a while."""
+"""The machine code of sum trees, compiled when this is imported, which :mod:`trajstore.machine_code` does."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from trajstore._kernels import compiled
 
 FANOUT = 16
 """Children of a node: two cache lines of sums, so that a search misses the cache once or twice a level."""
 
 _Array = np.ndarray[Any, Any]
 
+_WEIGHTS, _NUMBERS = "float64[::1]", "int64[::1]"
 
-@numba.njit(nogil=True, cache=True)
+
+@compiled(_WEIGHTS, _NUMBERS, _NUMBERS, _WEIGHTS)
 def set_leaves(sums: _Array, offsets: _Array, leaves: _Array, values: _Array) -> None:
     """Set leaves and bring every node above them up to date.
 
@@ -39,7 +42,7 @@ def set_leaves(sums: _Array, offsets: _Array, leaves: _Array, values: _Array) ->
         width *= FANOUT
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(_WEIGHTS, _NUMBERS)
 def rebuild(sums: _Array, offsets: _Array) -> None:
     """Work out every node above the leaves anew."""
     for level in range(1, len(offsets) - 1):
@@ -52,7 +55,7 @@ def rebuild(sums: _Array, offsets: _Array) -> None:
             sums[here + node] = total
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(_WEIGHTS, _NUMBERS, "int64")
 def total_before(sums: _Array, offsets: _Array, leaf: int) -> float:
     """Return the sum of all leaves before one."""
     total = 0.0
@@ -66,7 +69,7 @@ def total_before(sums: _Array, offsets: _Array, leaf: int) -> float:
     return total
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled(_WEIGHTS, _NUMBERS, _WEIGHTS, _NUMBERS)
 def find_leaves(sums: _Array, offsets: _Array, targets: _Array, found: _Array) -> None:
     """Find for each target the leaf at which the running total of leaves first exceeds it; targets are overwritten.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import ConfigurationError
+from trajstore.machine_code import tree_kernels
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -51,21 +52,17 @@ class SumTree:
         Raises:
             ConfigurationError: a weight is negative, infinite or not a number; nothing was set.
         """
-        from trajstore.sampling import _tree_kernels  # numba takes a while to import
-
         if not np.all((weights >= 0) & (weights < np.inf)):
             bad = weights[~((weights >= 0) & (weights < np.inf))][0]
             raise ConfigurationError(f"weight {bad}: must be a finite number, at least 0")
         if len(leaves):
-            _tree_kernels.set_leaves(self._sums, self._offsets, leaves, weights)
+            tree_kernels().set_leaves(self._sums, self._offsets, leaves, weights)
 
     def total_before(self, leaf: int) -> float:
         """Return the sum of the weights of all leaves before one (or of all, for ``capacity``)."""
-        from trajstore.sampling import _tree_kernels
-
         if leaf >= self.capacity:
             return self.total
-        return float(_tree_kernels.total_before(self._sums, self._offsets, leaf))
+        return float(tree_kernels().total_before(self._sums, self._offsets, leaf))
 
     def find(self, targets: FloatArray) -> IntArray:
         """Return, for each target in ``[0, total)``, the leaf at which the running total first exceeds it.
@@ -73,19 +70,15 @@ class SumTree:
         With uniform targets a leaf is found with a chance in proportion to its weight; one of weight 0 never is.
         The tree must have a positive total.
         """
-        from trajstore.sampling import _tree_kernels
-
         found = np.empty(len(targets), np.int64)
-        _tree_kernels.find_leaves(self._sums, self._offsets, targets.copy(), found)
+        tree_kernels().find_leaves(self._sums, self._offsets, targets.copy(), found)
         return found
 
     def replace(self, weights: FloatArray, capacity: int) -> None:
         """Hold these weights, then zeros up to ``capacity``, instead of the present ones. Takes O(capacity)."""
-        from trajstore.sampling import _tree_kernels
-
         self.__init__(capacity)  # type: ignore[misc]
         self._sums[: len(weights)] = weights
-        _tree_kernels.rebuild(self._sums, self._offsets)
+        tree_kernels().rebuild(self._sums, self._offsets)
 
 
 def _offsets(capacity: int) -> IntArray:

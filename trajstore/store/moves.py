@@ -12,6 +12,7 @@ import numpy.typing as npt
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
+from trajstore.machine_code import kernels
 from trajstore.store.index import TrajectoryIndex, starts_of
 from trajstore.store.log_records import natural, parse_ranges, ranges_of
 
@@ -60,13 +61,11 @@ def move_entries(index: TrajectoryIndex, moved: Moved) -> None:
 
     At one stroke: an entry with the shard of one place and the rows of another, after an interrupt, points elsewhere.
     """
-    from trajstore._kernels import set_homes  # numba takes a while to import
-
     positions = index.find_many(moved.ids.tolist())
     known = positions >= 0
     rows = [np.full(len(positions), moved.row, np.int64), *(moved.starts[name] for name in STARTS)]
     shards, samples, extra, document = (index.arrays[name] for name in ("shard", *STARTS))
-    set_homes(shards, samples, extra, document, positions[known], np.stack(rows, axis=1)[known])
+    kernels().set_homes(shards, samples, extra, document, positions[known], np.stack(rows, axis=1)[known])
 
 
 def check_moved(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trajstore.columns.owned import OwnedRecord
 from trajstore.files.base import Buffer
 from trajstore.formats.base import ShardContent
+from trajstore.machine_code import kernels
 
 _JOIN_BELOW = 64 << 10
 """Pieces of a column that are smaller than this, on average, are joined: a piece costs more than its bytes."""
@@ -39,8 +40,6 @@ class Scratch:
 
 def content_of(owned: Sequence[OwnedRecord], scratch: Scratch) -> ShardContent:
     """Return the content of a shard, its small columns joined in ``scratch``."""
-    from trajstore._kernels import copy_blocks
-
     records = [item.record for item in owned]
     if len(records) == 1:
         return ShardContent.of(records)
@@ -52,7 +51,7 @@ def content_of(owned: Sequence[OwnedRecord], scratch: Scratch) -> ShardContent:
     small = totals < len(owned) * _JOIN_BELOW
     targets = np.cumsum(sizes[small]) - sizes[small].reshape(-1)
     joined = scratch.take(int(totals[small].sum()))
-    copy_blocks(targets + joined.ctypes.data, sources[small].reshape(-1), sizes[small].reshape(-1))
+    kernels().copy_blocks(targets + joined.ctypes.data, sources[small].reshape(-1), sizes[small].reshape(-1))
     pieces: list[Sequence[Buffer]] = []
     position = 0
     view: Any = joined

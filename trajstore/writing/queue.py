@@ -26,8 +26,8 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     UnwritableTrajectoryError,
 )
+from trajstore.interrupts import Parking, seconds_until
 from trajstore.writing.groups import Batch, Group, fill
-from trajstore.writing.interrupts import Parking, seconds_until
 from trajstore.writing.options import WriterOptions
 
 _UUIDS_AHEAD = 256

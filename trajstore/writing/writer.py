@@ -19,10 +19,10 @@ from trajstore import locks
 from trajstore.errors import StoreLockedError, StoreWriteError, TrajstoreError, UnwritableTrajectoryError
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
+from trajstore.interrupts import uninterrupted
 from trajstore.writing.callbacks import CommitCallbacks
 from trajstore.writing.commit_log import CommitListener, CommitLog, check_process
 from trajstore.writing.groups import Group
-from trajstore.writing.interrupts import uninterrupted
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.points import Points
 from trajstore.writing.publishing import Publisher, Unwritable

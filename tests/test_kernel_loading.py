@@ -1,0 +1,109 @@
+"""Ctrl-C while numba is loaded or compiles: the next call goes on, in a real process with real signals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = """
+import os, random, signal, sys, threading, time
+
+seed, interval, signals = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+armed = False
+
+
+def interrupt(number, frame):
+    global armed
+    if armed:  # not between two tries
+        armed = False
+        raise KeyboardInterrupt
+
+
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+signal.signal(signal.SIGINT, interrupt)
+
+import numpy as np
+import torch
+
+import trajstore.buffer.replay_buffer
+from trajstore import TrajectoryReplayBuffer
+from trajstore.sampling.tree import SumTree
+from trajstore.testing.witness import check_batch, witness
+
+assert "numba" not in sys.modules
+interrupted = 0
+sent = threading.Event()
+
+
+def bombard():
+    chance = random.Random(seed)
+    for _ in range(signals):
+        time.sleep(interval * chance.random())
+        os.kill(os.getpid(), signal.SIGINT)
+    sent.set()
+
+
+def tried(call):
+    global armed, interrupted
+    while True:
+        try:
+            armed = True
+            result = call()
+            armed = False
+            return result
+        except KeyboardInterrupt:
+            interrupted += 1
+
+
+def use_tree():
+    tree = SumTree(40)
+    tree.set(np.arange(3), np.ones(3))
+    tree.replace(np.ones(3), 40)
+    return tree.find(np.array([0.5])).tolist(), tree.total_before(2)
+
+
+threading.Thread(target=bombard).start()
+found = tried(use_tree)
+buffer = tried(lambda: TrajectoryReplayBuffer(sample_window_size=0))
+tried(lambda: buffer.add_trajectories([witness(0)]))
+check_batch(tried(lambda: buffer.sample(1)))
+while not sent.wait(0.05):
+    tried(lambda: buffer.sample(1))
+assert found == ([0], 2.0), found
+buffer.add_trajectories([witness(1)])
+check_batch(buffer.sample(4))
+print("sound", interrupted)
+"""
+
+
+def bombarded(seed: int, interval: float, signals: int, cache: Path | None) -> int:
+    """Let a process that loads the kernels be interrupted; return how often it was."""
+    environment = dict(os.environ) | ({} if cache is None else {"NUMBA_CACHE_DIR": str(cache)})
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(seed), str(interval), str(signals)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    word, times = child.stdout.split()
+    assert word == "sound"
+    return int(times)
+
+
+@pytest.mark.timeout(600)
+def test_kernels_can_be_used_after_an_interrupt_while_they_were_loaded() -> None:
+    assert bombarded(0, 0.02, 60, None) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(30))
+def test_kernels_can_be_used_whenever_the_interrupt_comes(seed: int, tmp_path: Path) -> None:
+    cold = tmp_path / "cache" if seed % 3 else None
+    bombarded(seed, (0.004, 0.02, 0.1)[seed % 3], 200, cold)
