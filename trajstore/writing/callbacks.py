@@ -7,12 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-<<<<<<< HEAD
 from trajstore import locks
 from trajstore.interrupts import Parking
-=======
-from trajstore.interrupts import Parking
->>>>>>> b86fdf4 (numba is loaded and compiles in a thread that no signal reaches: after Ctrl-C in the first call the next one goes on)
 
 logger = logging.getLogger(__name__)
 
