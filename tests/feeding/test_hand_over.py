@@ -1,0 +1,65 @@
+"""The thread that makes batches leaves the interpreter to its consumer, as long as there is time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.feeding import ReplayLoader, prefetch
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the threads that paused, one for each time."""
+    seen: list[str] = []
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(sleep=lambda _: seen.append(threading.current_thread().name)))
+    return seen
+
+
+def loader(depth: int) -> ReplayLoader:
+    buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
+    buffer.add_trajectories([Trajectory(rewards=torch.rand(4, 2, 1))])
+    return ReplayLoader(buffer, 4, prefetch=depth)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def until_idle(batches: ReplayLoader, depth: int) -> None:
+    """Wait until all batches are finished and the thread waits for room."""
+    running = batches._running
+    assert running is not None
+    until(lambda: running.ready == depth and len(running._changed._waiters) == 1)  # type: ignore[attr-defined]
+
+
+def test_it_pauses_when_another_batch_is_finished(pauses: list[str]) -> None:
+    with loader(3) as batches:
+        next(batches)
+        for _ in range(3):
+            until_idle(batches, 3)
+            before = len(pauses)
+            next(batches)
+            until(lambda before=before: len(pauses) > before)  # type: ignore[misc]
+    assert set(pauses) == {"trajstore-prefetch"}
+
+
+def test_it_does_not_pause_when_the_consumer_may_have_to_wait(pauses: list[str]) -> None:
+    with loader(1) as batches:
+        next(batches)
+        for _ in range(5):
+            until_idle(batches, 1)
+            next(batches)
+        until_idle(batches, 1)
+    assert pauses == []
