@@ -225,6 +225,12 @@ class ReadableBuffer:
             return np.array(self._view.contents.index["uuid"])
 
     @property
+    def share(self) -> tuple[int, int] | None:
+        """(local_rank, world_size), if the buffer shows one rank's share of what was loaded; else None."""
+        request = self._view.request
+        return None if request is None else request.share
+
+    @property
     def store_id(self) -> str | None:
         """UUID of the directory that this buffer writes to; None in memory only."""
         return self._backing.store_id

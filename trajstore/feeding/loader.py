@@ -43,7 +43,10 @@ class Loader(IterableDataset[T], Generic[D, T]):
                 f"prefetch {self._prefetch} and prefetch_bytes {self._prefetch_bytes} must be at least 1"
             )
         sampler = options.get("sampler")
-        if isinstance(sampler, WeightedSampler) and sampler.priorities and options.get("rank", (0, 1))[1] > 1:
+        stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
+        self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
+        """What the sequence of batches depends on: of ranks on one store, on nothing but the store."""
+        if isinstance(sampler, WeightedSampler) and sampler.priorities and rank[1] > 1 and stores == "shared":
             raise ConfigurationError(
                 "rank: ranks draw the same batches each by itself, and priorities that training changes would differ "
                 "between them; use a sampler without priorities, or let each rank draw from a store of its own"
@@ -120,16 +123,26 @@ class Loader(IterableDataset[T], Generic[D, T]):
         Plain containers, numbers and tensors: ``torch.load`` reads it with ``weights_only=True``.
         """
         if self._running is not None and self._pid == os.getpid():
-            return self._running.state_dict()
+            return {**self._running.state_dict(), "ranks": self._ranks}
         if self._state is not None:
             return dict(self._state)
-        return {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "redrawn": 0}
+        begun = {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "redrawn": 0}
+        return {**begun, "ranks": self._ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch at which a state was taken, with any number of ranks.
 
         The buffers must hold what they held then. A loader that has begun begins anew.
+
+        Raises:
+            ConfigurationError: it is the state of ranks with stores of another kind, or, of ranks with a store each, of
+                another rank.
         """
+        if state["ranks"] != self._ranks:
+            raise ConfigurationError(
+                f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks on one shared "
+                "store take up each other's state, a rank with a store of its own takes up that of the same rank of as many"
+            )
         if self._running is not None:
             self._running.close()
             self._running = None

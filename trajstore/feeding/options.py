@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -15,6 +15,10 @@ Layout = Literal["packed", "padded"]
 LongTrajectories = Literal["refuse", "skip", "alone"]
 
 
+Stores = Literal["shared", "per_rank"]
+"""What W ranks draw from: one store, or each from its own."""
+
+
 class LoaderOptions(TypedDict, total=False):
     """Options of every loader.
 
@@ -24,6 +28,8 @@ class LoaderOptions(TypedDict, total=False):
         columns: names of the columns to read; None = all.
         rank: (r, W): this is rank r of W, and gets its part of every global batch; all ranks draw the same batches,
             and their parts together are that batch, whatever W is ((0, 1)).
+        stores: ``"shared"``: all ranks read one store, or copies of it, and so draw the same batches; ``"per_rank"``:
+            each rank has a store of its own, and draws its part of ``batch_size`` from that (``"shared"``).
         prefetch: batches that are kept ready (4).
         prefetch_bytes: bytes of batches that are kept ready; None = no bound.
         device: where batches go; a CUDA device gets them through pinned memory, on a stream of its own (CPU).
@@ -34,6 +40,7 @@ class LoaderOptions(TypedDict, total=False):
     min_size: int
     columns: Sequence[str] | None
     rank: tuple[int, int]
+    stores: Stores
     prefetch: int
     prefetch_bytes: int | None
     device: torch.device | str | None
@@ -107,6 +114,35 @@ def check_rank(rank: tuple[int, int], batch_size: int) -> None:
         raise ConfigurationError(f"rank: {rank}, must be (r, W) with 0 <= r < W")
     if batch_size < rank[1]:
         raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
+
+
+def share_of_batch(
+    options: LoaderOptions, batch_size: int, buffer: TrajectoryReplayBuffer
+) -> tuple[tuple[int, int], int]:
+    """Return which part of each batch that it draws a loader reads, and how large that batch is.
+
+    Args:
+        options: the loader's.
+        batch_size: of the global batch.
+        buffer: from which it draws.
+
+    Raises:
+        ConfigurationError: rank or stores are none, or the buffer shows one rank's share of a store that ranks are to
+            read as a whole.
+    """
+    rank, stores = options.get("rank", (0, 1)), options.get("stores", "shared")
+    check_rank(rank, batch_size)
+    if stores not in get_args(Stores):
+        raise ConfigurationError(f"stores: {stores!r}, must be one of {', '.join(get_args(Stores))}")
+    if stores == "per_rank":
+        low, high = (batch_size * number // rank[1] for number in (rank[0], rank[0] + 1))
+        return (0, 1), high - low
+    if rank[1] > 1 and buffer.share is not None:
+        raise ConfigurationError(
+            f"rank: {rank} of a shared store, but the buffer shows the share {buffer.share} alone, so ranks would draw "
+            "different batches; load it whole, or say stores='per_rank'"
+        )
+    return rank, batch_size
 
 
 def check_sampler(name: str, sampler: Sampler | None, unit: Unit) -> None:

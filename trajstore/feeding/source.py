@@ -13,7 +13,7 @@ import torch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
-from trajstore.feeding.options import BatchOptions, check_options, check_rank, check_sampler
+from trajstore.feeding.options import BatchOptions, check_options, check_sampler, share_of_batch
 from trajstore.sampling.base import Drawn, Sampler
 
 D = TypeVar("D")
@@ -110,8 +110,7 @@ class BatchSource(Source[DrawnBatch]):
         for name in ("demo_sampler", "demo_share", "min_demo_size"):
             if demos is None and options.get(name) is not None:
                 raise ConfigurationError(f"{name}: has no effect without demos")
-        self._rank = options.get("rank", (0, 1))
-        check_rank(self._rank, batch_size)
+        self._rank, batch_size = share_of_batch(options, batch_size, replay)
         self.replay, self.demos = replay, demos
         self.batch_size = batch_size
         self._demo_count = 0 if demos is None else int(batch_size * share)

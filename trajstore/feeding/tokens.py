@@ -12,7 +12,14 @@ import torch
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.feeding.options import Layout, LongTrajectories, TokenOptions, check_options, check_rank, check_sampler
+from trajstore.feeding.options import (
+    Layout,
+    LongTrajectories,
+    TokenOptions,
+    check_options,
+    check_sampler,
+    share_of_batch,
+)
 from trajstore.feeding.packing import Room, lay_out
 from trajstore.feeding.source import Source, rows_of, rows_state, still_there
 from trajstore.sampling.base import Drawn
@@ -63,8 +70,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._pad_id = options.get("pad_id", 0)
         if self._pad_id and self._layout == "packed":
             raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches: nothing is filled up")
-        self._rank = options.get("rank", (0, 1))
-        check_rank(self._rank, self._batch_size)
+        self._rank, self._batch_size = share_of_batch(options, self._batch_size, buffer)
         self._min_size = options.get("min_size", 1)
         self._sampler = options.get("sampler")
         check_sampler("sampler", self._sampler, "trajectory")
