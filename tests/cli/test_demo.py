@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
+from trajstore import saved_points, saved_state
 from trajstore.cli import DAMAGED, INTERRUPTED
 from trajstore.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
@@ -49,8 +50,8 @@ def test_cartpole_by_each_sampler_goes_on_with_its_state(run: Run, tmp_path: Pat
     for updates in (32, 64):
         code, _, err = run("demo", "--task", "cartpole", "--path", path, "--updates", updates, "--sampler", sampler)
         assert (code, err) == (0, "")
-    state = parse_state((path / "learner.pt").read_bytes(), "learner.pt")
-    name, kept = state["sampler"]
+    [*_, point] = saved_points(path / "replay")
+    name, kept = saved_state(path / "replay", point.step)["sampler"]
     assert name == sampler
     if sampler == "epochs":
         assert kept["place"] + 256 * 16 * (kept["epoch"] - 1) >= 64 * 256 - 1024  # 16 x 16 transitions a round
@@ -72,6 +73,23 @@ def test_without_its_learner_it_trains_anew_on_what_is_stored(run: Run, tmp_path
     code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
     assert code == 0
     assert "3 trajectories on disk, a new learner" in out
+
+
+def test_store_and_learner_go_on_at_one_round(run: Run, tmp_path: Path) -> None:
+    """Killed after the saved point and before the learner's checkpoint: that round is trained again."""
+    path = tmp_path / "run"
+    run("demo", "--task", "cartpole", "--path", path, "--updates", 32)
+    learner = (path / "learner.pt").read_bytes()
+    run("demo", "--task", "cartpole", "--path", path, "--updates", 96)
+    assert inspect(path / "replay")["trajectories"] == 5
+    (path / "learner.pt").write_bytes(learner)
+    code, out, _ = run("demo", "--task", "cartpole", "--path", path, "--updates", 64)
+    assert code == 0
+    assert "3 trajectories on disk, learner at 32 updates" in out
+    report = inspect(path / "replay")
+    assert report["trajectories"] == 4
+    assert [aside["trajectories"] for aside in report["aside"]] == [2]
+    assert [point["step"] for point in report["saved_points"]] == [3, 4]
 
 
 def test_a_damaged_learner_is_told(run: Run, tmp_path: Path) -> None:

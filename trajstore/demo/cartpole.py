@@ -3,7 +3,7 @@
 Directory of a run::
 
     replay/      the store: every transition that was ever made
-    learner.pt   the learner's newest checkpoint, replaced as a whole
+    learner.pt   the learner's newest checkpoint, replaced as a whole; the store has a saved point of its round
 """
 
 from __future__ import annotations
@@ -114,7 +114,6 @@ class CartPoleRun:
         self.sampler_name = sampler
         chosen = SAMPLERS[sampler]
         self._sampler = None if chosen is None else sampler_of(chosen)
-        self._sampler_state: Mapping[str, Any] | None = None
         self._directory = LocalDirectory(path)
         self._directory.create()
         self.replay_path = path / REPLAY_FOLDER
@@ -131,9 +130,18 @@ class CartPoleRun:
             auto_save=True,
             auto_save_path=str(self.replay_path),
         )
-        if self._sampler is not None and self._sampler_state is not None:
+        if self.resumed:
+            self._take_up(self.buffer.rollback(self.rounds))
+        else:
+            for point in self.buffer.saved_points:  # of a learner that is there no longer
+                self.buffer.unpin(f"step-{point.step}")
+
+    def _take_up(self, state: Mapping[str, Any]) -> None:
+        """Go on with the sampler of the saved point, if it is the one that was asked for."""
+        name, sampler = state["sampler"]
+        if self._sampler is not None and name == self.sampler_name:
             self.buffer.follow(self._sampler)
-            self._sampler.load_state_dict(self._sampler_state)
+            self._sampler.load_state_dict(sampler)
 
     @property
     def recent_return(self) -> float | None:
@@ -173,15 +181,15 @@ class CartPoleRun:
             self.buffer.update_priorities(self._sampler, batch.drawn, update.errors)
 
     def save(self) -> None:
-        """Make everything so far survive a crash: first the trajectories, then the learner."""
-        self.buffer.flush()
+        """Make everything so far survive a crash: first the store with its sampler, then the learner."""
+        sampler = None if self._sampler is None else self._sampler.state_dict()
+        self.buffer.save_point(self.rounds, {"sampler": (self.sampler_name, sampler)})
         state = {
             "learner": self.learner.state_dict(),
             "rounds": self.rounds,
             "generator": self._generator.get_state(),
             "recent": list(self._recent),
             "first_return": self.first_return,
-            "sampler": None if self._sampler is None else (self.sampler_name, self._sampler.state_dict()),
         }
         self._directory.publish([EncodedFile(LEARNER_FILE, [dump_state(state)])])
 
@@ -196,9 +204,6 @@ class CartPoleRun:
         self._generator.set_state(state["generator"])
         self._recent.extend(state["recent"])
         self.first_return = state["first_return"]
-        sampler = state.get("sampler")  # learners of earlier versions have none
-        if sampler is not None and sampler[0] == self.sampler_name:
-            self._sampler_state = sampler[1]
         return True
 
     def close(self) -> None:

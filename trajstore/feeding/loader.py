@@ -141,7 +141,7 @@ class Loader(IterableDataset[T], Generic[D, T]):
         if state["ranks"] != self._ranks:
             raise ConfigurationError(
                 f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks on one shared "
-                "store take up each other's state, a rank with a store of its own takes up that of the same rank of as many"
+                "store take up each other's state, a rank with a store of its own that of the same rank of as many"
             )
         if self._running is not None:
             self._running.close()
