@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -14,12 +15,22 @@ from tools.crash.verl.campaign import run_campaign
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import Kept, kept_pool
-from tools.crash.verl.layout import cut_path, pool_path, rollouts_path, step_named_by_tracker
-from tools.crash.verl.moments import ACKNOWLEDGED, CUT, FIRST_ACKNOWLEDGED, UPDATE, Moment
+from tools.crash.verl.layout import (
+    SAVE_EVERY,
+    cut_path,
+    journal_path,
+    pool_files_path,
+    pool_path,
+    rollouts_path,
+    step_named_by_tracker,
+)
+from tools.crash.verl.moments import ACKNOWLEDGED, CUT, FIRST_ACKNOWLEDGED, UPDATE, JournalReader, Moment, wait_for
+from tools.crash.verl.processes import Driver
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.verl.rows import replayable
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.experience.persistence import read_pool
 from trajstore.trajectory import Reward
 
 from .assets import Assets
@@ -217,3 +228,35 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
     assert result.kills == 2
     assert result.resumed == [0, 0, 2]
     assert result.since > 0
+
+
+def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
+    """Kill a driver at a moment; return how it began."""
+    journal, driver = JournalReader(journal_path(folder, life)), Driver(folder, life, "exact")
+    try:
+        obstacle = wait_for(moment, driver, journal, random.Random(0))
+    finally:
+        driver.kill()
+    journal.refresh()
+    assert obstacle is None, obstacle
+    return next(entry for entry in journal.entries if entry["event"] == "loaded")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Assets, tmp_path: Path) -> None:
+    """Checkpoints that were copied without our file: the pool goes back to ``step_N`` of ``pool_path``."""
+    kill_at(tmp_path, 0, Moment("update", 0.1, (2 * SAVE_EVERY + 1,)))
+    step = step_named_by_tracker(tmp_path)
+    assert step == 2 * SAVE_EVERY
+    files = pool_files_path(tmp_path)
+    assert sorted(path.name for path in files.iterdir()) == [f"step_{SAVE_EVERY}", f"step_{step}"]
+    for path in tmp_path.rglob(cut_path(tmp_path, step).name):
+        path.unlink()
+    loaded = kill_at(tmp_path, 1, None)
+    assert loaded["step"] == step
+    kept = read_pool(files / f"step_{step}")
+    names = {task: [[one.rollout_id, digest(one)] for one in held] for task, held in kept.task2trajectories.items()}
+    assert names
+    assert loaded["held"] == names
+    assert loaded["pool"]["skip_uid_set"] == kept.skip_uid_set

@@ -21,7 +21,7 @@ from tests.verl_plugin.harness import VerlSession, make_config
 from tests.verl_plugin.runs import REPLAY
 from tools.crash.journal import Journal
 from tools.crash.verl.digest import digest
-from tools.crash.verl.layout import ASSETS, SAVE_EVERY, journal_path
+from tools.crash.verl.layout import ASSETS, SAVE_EVERY, journal_path, pool_files_path
 from trajstore import AgentTrajectory
 
 NEVER = 1_000_000
@@ -44,7 +44,12 @@ def main(folder: Path, life: int, on_resume: str) -> None:
     assets = _assets(folder / ASSETS)
     session = VerlSession.start()
     journal = Journal(journal_path(folder, life))
-    overrides = (*OVERRIDES, f"+exp_manager.on_resume={on_resume}")
+    overrides = (
+        *OVERRIDES,
+        f"+exp_manager.on_resume={on_resume}",
+        f"+exp_manager.experience_replay.pool_path={pool_files_path(folder)}",
+        f"+exp_manager.experience_replay.pool_save_freq={SAVE_EVERY}",
+    )
     session.run(
         make_config(assets, folder, overrides),
         prepare=partial(observe, journal=journal, gap=_GAP if on_resume == "keep" else 0.0),

@@ -27,6 +27,11 @@ def pool_path(folder: Path) -> Path:
     return folder / CHECKPOINTS / "trajstore" / "pool"
 
 
+def pool_files_path(folder: Path) -> Path:
+    """Return the folder of the pool's files, ``step_N``."""
+    return folder / "experience_pool"
+
+
 def step_named_by_tracker(folder: Path) -> int | None:
     """Return the step of verl's newest complete checkpoint; None if it has none yet."""
     try:
