@@ -15,6 +15,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 ORDER = (
+    "DistributedReplayBuffer._lock",
+    "Outbox._lock",
+    "Reads._lock",
+    "StoreServer._adding",
+    "StoreServer._rolling",
     "LocalMaker._adding",
     "UpdateQueue._idle",
     "ExperienceWorker._lock",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from trajstore import locks
 from trajstore.arguments import check_kind
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.intake import records_of
@@ -50,7 +50,7 @@ class DistributedReplayBuffer:
         self._options = options
         first = int(actors.ray().get_runtime_context().get_worker_id()[-8:], 16)
         routes = Routes(near, stores.ranks, options.patience, first)
-        self._lock = threading.RLock()
+        self._lock = locks.rlock("DistributedReplayBuffer._lock")
         self._outbox = Outbox(stores, routes, options)
         self._draws = Draws(options.seed)
         self._survey = Survey(stores, routes, options.refresh_interval)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from trajstore import locks
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.distributed.actors import Stores
@@ -34,7 +34,7 @@ class Reads:
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
         self._readers: dict[int, TrajectoryReplayBuffer | None] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.lock("Reads._lock")
 
     def rows(
         self, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None = None

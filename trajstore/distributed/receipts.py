@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from trajstore import locks
 from trajstore.columns.record import Record
 from trajstore.distributed.actors import Stores
 from trajstore.distributed.options import HandleOptions
@@ -20,7 +20,7 @@ _HOPE = 10.0  # seconds after which silent stores are tried again
 class Receipt:
     """Of one ``add_trajectories``: says when the trajectories are in a store, and when they survive a crash."""
 
-    def __init__(self, shipments: Sequence[Shipment], lock: threading.RLock) -> None:
+    def __init__(self, shipments: Sequence[Shipment], lock: locks.Lock) -> None:
         self._shipments = shipments
         self._lock = lock
 
@@ -79,7 +79,7 @@ class Outbox:
         self._stores = stores
         self._routes = routes
         self._options = options
-        self._lock = threading.RLock()
+        self._lock = locks.rlock("Outbox._lock")
         self._under_way: deque[Shipment] = deque()
         self._hoped = time.monotonic()
 

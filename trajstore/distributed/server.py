@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore import locks
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.distributed.known import REMEMBERED, Known
@@ -77,9 +77,9 @@ class StoreServer:
         )
         self._buffer.share_ids(rank, MOST_STORES)
         self._known = Known()
-        self._adding = threading.Lock()
+        self._adding = locks.lock("StoreServer._adding")
         self._rolls = {tasks: Roll(tasks, self._about.began) for tasks in (False, True)}
-        self._rolling = threading.Lock()
+        self._rolling = locks.lock("StoreServer._rolling")
         self._recall()
 
     def _recall(self) -> None:
