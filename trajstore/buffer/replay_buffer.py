@@ -1,4 +1,4 @@
-"""The replay buffer: a facade over its backing, its view, draws and checkpoints."""
+"""The replay buffer: a facade over its backing, its view, draws and checkpoints. Adding, evicting, opening, closing."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ from typing import Any, Self
 
 from trajstore.arguments import check_kind, truth, whole, whole_or_none
 from trajstore.buffer.backing import Backing, MemoryBacking, ReaderBacking, StoreBacking
-from trajstore.buffer.checkpoint import CheckpointState, Layout, save_checkpoint
-from trajstore.buffer.readable import ReadableBuffer
-from trajstore.buffer.reloading import load, refresh
+from trajstore.buffer.restorable import RestorableBuffer
 from trajstore.buffer.retention import Retention
-from trajstore.buffer.saved_points import KEPT, PointsOfBuffer
-from trajstore.buffer.view import LoadRequest, View
+from trajstore.buffer.view import View
 from trajstore.columns.record import Record
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
-from trajstore.reading.contents import Contents, Cut
 from trajstore.sampling.draws import Draws
-from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
 
 
-class TrajectoryReplayBuffer(ReadableBuffer):
+class TrajectoryReplayBuffer(RestorableBuffer):
     """A replay buffer of trajectories ``[T, B, ...]`` (or agent trajectories) on disk, or in memory only.
 
     With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; what was
@@ -96,18 +91,17 @@ class TrajectoryReplayBuffer(ReadableBuffer):
             warnings.warn(told, stacklevel=2)
         self.auto_save = auto_save
         self.auto_save_path = path if auto_save else None
-        self.trajectory_format = trajectory_format
-        self._format = get_format(trajectory_format, **(format_options or {}))
-        self._storage_options = dict(storage_options or {})
+        form = get_format(trajectory_format, **(format_options or {}))
+        told_storage = dict(storage_options or {})
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = window_size or None, cache_bytes
         view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
         backing: Backing = MemoryBacking(view)
         if auto_save:
-            directory = open_directory(path, **self._storage_options)
-            backing = StoreBacking(view, draws, directory, self._format, writer or WriterOptions(), on_commit)
-        super().__init__(view, draws, backing, window_size)
+            directory = open_directory(path, **told_storage)
+            backing = StoreBacking(view, draws, directory, form, writer or WriterOptions(), on_commit)
+        super().__init__(view, draws, backing, window_size, trajectory_format, form, told_storage)
 
     @classmethod
     def open(
@@ -256,189 +250,6 @@ class TrajectoryReplayBuffer(ReadableBuffer):
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self._backing.compact()
-
-    # -- state ------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
-        """Save everything that is in the buffer now to a directory of its own; adding may go on meanwhile.
-
-        Files are hard-linked where the file system can, else copied; the directory appears whole or not at
-        all. With ``auto_save=False``, trajectories that have left memory are not saved.
-
-        Args:
-            save_path: directory or URL; absent, empty, or an earlier checkpoint, which is replaced.
-            layout: ``"trajstore"``, or ``"rlinf"`` for a directory that RLinf reads.
-
-        Raises:
-            StoreWriteError: it could not be written; an earlier checkpoint is still there.
-        """
-        self.flush()
-
-        def picture(contents: Contents) -> tuple[CheckpointState, Cut]:
-            state = CheckpointState(
-                trajectory_format=self.trajectory_format,
-                trajectory_counter=self._backing.intake.counter,
-                seed=self.seed,
-                rng_state=self._draws.rng_state,
-            )
-            return state, contents.cut()
-
-        with self._view.steady, self._backing.keeping_files():
-            state, cut = self._view.locked(picture)
-            save_checkpoint(open_directory(save_path, **self._storage_options), cut, state, self._format, layout)
-
-    def pin(self, name: str) -> int:
-        """Make a checkpoint inside the store: keep its present state readable under a name; return its generation.
-
-        ``load_checkpoint(path, pin=name)`` reads it, however much is added and evicted later.
-
-        Raises:
-            StoreError: the buffer has no store (``auto_save=False``).
-            ConfigurationError: the name is one that saved points have.
-        """
-        self.flush()
-        return self._backing.pin(name, CheckpointState.rng_json(self.seed, self._draws.rng_state))
-
-    def unpin(self, name: str) -> None:
-        """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
-
-        Evicted trajectories that only it named are deleted.
-        """
-        self._backing.unpin(name)
-
-    # -- saved points -----------------------------------------------------------------------------
-
-    @property
-    def _points(self) -> PointsOfBuffer:
-        return PointsOfBuffer(self._backing, self._view, self._draws)
-
-    @property
-    def saved_points(self) -> list[SavedPoint]:
-        """The saved points of this buffer's store, lowest step first; :func:`trajstore.saved_points` asks any store.
-
-        Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-        """
-        return self._points.saved()
-
-    def save_point(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
-        """Mark what the store holds now with the model's step, so that :meth:`rollback` can go back to it.
-
-        Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
-        checkpoint of the model has its point.
-
-        Args:
-            step: of the model; a point of the same step is replaced.
-            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
-                a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
-            keep: points that stay, those of the highest steps; older ones are released, with the trajectories that
-                only they held. None = all.
-
-        Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            ConfigurationError: there is a point of a later step; or ``state`` has what cannot be saved; says where.
-            StoreWriteError: it could not be written; an earlier point of this step is still there.
-        """
-        return self._points.save(step, state, keep)
-
-    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
-        """Go back to the saved point of a step: the store shows what it showed then, and draws go on from there.
-
-        Trajectories that were evicted since come back. Those that were added since are set aside: they are no longer
-        shown, their ids are not given again, and :meth:`take_back` or ``load_checkpoint(path, pin="aside-...")`` have
-        them. Saved points of later steps are set aside with them.
-
-        Args:
-            step: of the point.
-            aside: False deletes what was written since the point.
-
-        Returns:
-            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
-
-        Raises:
-            StoreNotFoundError: there is no point of this step; names those that there are.
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            CorruptStoreError: the point is damaged; nothing was changed.
-            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
-        """
-        return self._points.roll_back(step, aside)
-
-    def take_back(self, name: str) -> int:
-        """Show again what a rollback set aside, beside what is there now; return how many trajectories.
-
-        Args:
-            name: ``"aside-..."``, as the rollback's warning and ``trajstore inspect`` say it.
-
-        Raises:
-            StoreNotFoundError: nothing was set aside under this name.
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
-        """
-        return self._points.take_back(name)
-
-    def load_checkpoint(
-        self,
-        load_path: str | Path,
-        is_distributed: bool = False,
-        local_rank: int = 0,
-        world_size: int = 1,
-        *,
-        strict: bool | None = None,
-        pin: str | None = None,
-    ) -> int:
-        """Replace the contents by those of a directory, which is read in place and never written to.
-
-        A store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` directories, which are united.
-        The generator takes up where the checkpoint left it. Later additions go to this buffer's own path.
-
-        Args:
-            load_path: directory or URL.
-            is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
-            local_rank: 0-based.
-            world_size: number of shares.
-            strict: refuse a directory of which anything is damaged or absent (True; what lies in shards is not read:
-                sizes are compared), or leave out what cannot be read, work out what can be, and log a warning on each
-                (False). By default a directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory
-                only list more trajectories than they hold, which is told in a warning; any other directory is refused.
-                Of RLinf's directories, files absent before the oldest one that is there are counted by
-                ``len`` and ``is_ready``, as RLinf counts them, and never drawn.
-            pin: name of a checkpoint inside the store.
-
-        Returns:
-            The number of trajectories whose files are absent, or which were left out because they are damaged.
-
-        Raises:
-            StoreNotFoundError: there is nothing that can be loaded.
-            IncompleteCheckpointError: files or ranks are absent, or files cut (``strict``); lists them.
-            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; names
-                all ranks that cannot be.
-            StoreError: a store lies beside ``rank_*`` stores (``strict``).
-        """
-        self.flush()
-        share = (local_rank, world_size) if is_distributed else None
-        directory = open_directory(load_path, **self._storage_options)
-        with self._view.steady:
-            loaded = load(LoadRequest(directory, share, strict, pin), self._view, self._backing)
-        self._view.tell_hidden()
-        self._backing.retain()
-        state = loaded.state
-        if not self._backing.keeps and state.trajectory_format != self.trajectory_format:
-            self._format = get_format(state.trajectory_format)
-            self.trajectory_format = state.trajectory_format
-        self._draws.take_up(state.seed, state.rng_state)
-        return loaded.skipped
-
-    def refresh(self) -> bool:
-        """See what a live writer has committed to the loaded directory since; return whether anything changed.
-
-        Of one store that is shown whole this takes the time of what is new; what was mapped and cached stays. A
-        share, a pin, the ranks of a run, and a store whose log has been written into its index since, are loaded again.
-
-        Raises:
-            StoreNotFoundError: what was loaded is there no longer.
-            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; nothing changed.
-        """
-        return refresh(self._view, self._backing)
 
     # -- the end ----------------------------------------------------------------------------------
 
