@@ -1,0 +1,89 @@
+"""A stub of the model and of the embeddings that ReMe asks for, on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+
+VALIDATION = '```json\n{"is_valid": true, "score": 0.9, "feedback": "", "recommendations": ""}\n```'
+
+
+class StubModel:
+    """Answers extraction prompts with a new memory each time, validation prompts with yes; streams as ReMe wants it."""
+
+    def __init__(self) -> None:
+        self.up = True
+        """False: every call gets 500."""
+        self._count = 0
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(200 if stub.up else 500)
+                self.end_headers()
+                if stub.up:
+                    said = stub._embeddings(body) if self.path.endswith("/embeddings") else stub._chat(body)
+                    self.wfile.write(said.encode())
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def _embeddings(self, body: dict[str, Any]) -> str:
+        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        data = []
+        for index, text in enumerate(texts):
+            draw = random.Random(hashlib.sha256(str(text).encode()).hexdigest())
+            values = [draw.gauss(0, 1) for _ in range(body.get("dimensions") or 1024)]
+            data.append({"object": "embedding", "index": index, "embedding": values})
+        return json.dumps(
+            {"object": "list", "data": data, "model": "stub", "usage": {"prompt_tokens": 1, "total_tokens": 1}}
+        )
+
+    def _chat(self, body: dict[str, Any]) -> str:
+        self._count += 1
+        memory = {"when_to_use": f"looking for a cup {self._count}", "experience": "go kitchen", "confidence": 0.9}
+        extraction = f"```json\n{json.dumps([memory])}\n```"
+        text = VALIDATION if "is_valid" in json.dumps(body["messages"]) else extraction
+        delta: dict[str, Any] = {"role": "assistant", "content": text}
+        answered = any(message.get("role") == "tool" for message in body["messages"])
+        if not answered and any(tool["function"]["name"] == "daily_write" for tool in body.get("tools") or ()):
+            note = {"name": "cup", "description": "where the cup is", "session_id": "s", "date": "2026-01-01"}
+            said = json.dumps({**note, "content": "The cup is in the kitchen: go kitchen."})
+            call = {"index": 0, "id": "1", "type": "function", "function": {"name": "daily_write", "arguments": said}}
+            delta = {"role": "assistant", "content": "", "tool_calls": [call]}
+        parts = [(delta, None), ({}, "tool_calls" if "tool_calls" in delta else "stop")]
+        lines = [
+            json.dumps(
+                {
+                    "id": "1",
+                    "object": "chat.completion.chunk",
+                    "created": 1,
+                    "model": "stub",
+                    "choices": [{"index": 0, "delta": part, "finish_reason": reason}],
+                }
+            )
+            for part, reason in parts
+        ]
+        return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
