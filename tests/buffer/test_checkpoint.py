@@ -95,7 +95,7 @@ def test_resuming_at_any_batch_draws_what_would_have_been_drawn(tmp_path: Path, 
     assert resumed == plain
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(sizes=st.lists(st.integers(0, 5), min_size=1, max_size=16), readers=st.integers(1, 16), stored=st.booleans())
 def test_any_number_of_ranks_loads_what_any_number_saved(
     tmp_path: Path, sizes: list[int], readers: int, stored: bool

@@ -84,6 +84,11 @@ def test_versions_beyond_64_bits(refused: Refuse, versions: float) -> None:
     refused(step(versions=torch.full((1, 1, 1), versions, dtype=torch.float64)), "field versions: ")
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+def test_versions_that_are_complex(refused: Refuse, dtype: torch.dtype) -> None:
+    refused(step(versions=torch.zeros(1, 1, 1, dtype=dtype)), "field versions: not a finite number")
+
+
 @pytest.mark.parametrize("value", [2**63, -(2**63), 10**30, 1.5, "3", float("inf")])
 def test_policy_version_beyond_64_bits(refused: Refuse, value: Any) -> None:
     refused(AgentTrajectory(policy_version=value), "field policy_version: ")

@@ -345,11 +345,13 @@ def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
     """
     if versions is None or versions.numel() == 0:
         return None
+    if versions.is_complex():  # numpy has no equal of the shortest of these
+        raise InvalidTrajectoryError("field versions: not a finite number")
     if versions.is_floating_point() and versions.dtype not in _NUMPY_FLOATS:
         versions = versions.float()
     array = versions.numpy()  # torch's operators would let other threads have the interpreter, and wait for it again
     low, high = array.min(), array.max()
-    if versions.is_complex() or not (np.isfinite(low) and np.isfinite(high)):
+    if not (np.isfinite(low) and np.isfinite(high)):
         raise InvalidTrajectoryError("field versions: not a finite number")
     return version_number("versions", int(low)), version_number("versions", int(high))
 
