@@ -282,6 +282,6 @@ def test_spawned_workers_open_by_path_and_a_second_writer_is_refused(tmp_path: P
         child = context.Process(target=read_by_path, args=(path, results), daemon=True)
         child.start()
         message = results.get(timeout=60)
-        child.join(30)
+        child.join(120)
         assert str(path) in message
         assert f"process {multiprocessing.current_process().pid} on " in message

@@ -82,11 +82,11 @@ def write_when_told(path: Path, opened: Event, go: Event, done: Event, stop: Eve
     torch.set_num_threads(1)
     with writer_to(path) as source:
         opened.set()
-        assert go.wait(60)
+        assert go.wait(300)
         source.add_trajectories([witness(key) for key in range(5)])
         source.flush()
         done.set()
-        assert stop.wait(60)
+        assert stop.wait(300)
 
 
 def test_a_writer_in_another_process_is_followed_from_the_empty_store_on(tmp_path: Path) -> None:
@@ -94,16 +94,16 @@ def test_a_writer_in_another_process_is_followed_from_the_empty_store_on(tmp_pat
     opened, go, done, stop = (context.Event() for _ in range(4))
     child = context.Process(target=write_when_told, args=(tmp_path, opened, go, done, stop), daemon=True)
     child.start()
-    assert opened.wait(60)
+    assert opened.wait(300)
     reader = reader_of(tmp_path)
     assert not reader.refresh()
     go.set()
-    assert done.wait(60)
+    assert done.wait(300)
     assert reader.refresh()
     check_batch(reader.sample(20))
     assert [check_trajectory(reader.get(number)) for number in range(5)] == list(range(5))
     stop.set()
-    child.join(30)
+    child.join(300)
     assert child.exitcode == 0
     reader.close()
 

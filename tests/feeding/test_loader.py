@@ -206,7 +206,7 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
 
 def test_a_buffer_that_is_emptied_is_waited_for(store: Callable[..., TrajectoryReplayBuffer]) -> None:
     buffer = store()
-    with ReplayLoader(buffer, 8, prefetch=1, timeout=20) as loader:
+    with ReplayLoader(buffer, 8, prefetch=1, timeout=300) as loader:
         next(loader)
         buffer.clear()
         threading.Timer(0.3, lambda: buffer.add_trajectories([block(50)])).start()

@@ -38,7 +38,7 @@ LOGICAL_GPUS = 2
 OBJECT_STORE_BYTES = 300_000_000
 # Seconds between two looks at the TransferQueue; verl's 2.0 would be most of a step.
 POLL_INTERVAL = 0.1
-CLEAN_UP_TIMEOUT = 30.0
+CLEAN_UP_TIMEOUT = 120.0
 
 BASE_OVERRIDES = (
     "algorithm.adv_estimator=grpo",

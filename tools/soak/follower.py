@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Event, Semaphore
 
 import torch
 
@@ -13,8 +13,8 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.testing.witness import check_batch, check_trajectory
 
 
-def follow(path: str, scale: int, seed: int, done: Event, told: Connection) -> None:
-    """Refresh and read until ``done``; tell how many rows were checked, or what was wrong."""
+def follow(path: str, scale: int, seed: int, begun: Semaphore, done: Event, told: Connection) -> None:
+    """Refresh and read until ``done``; tell how many rows were checked, or what was wrong; ``begun`` after a batch."""
     torch.set_num_threads(1)
     chance, rows = random.Random(seed), 0
     try:
@@ -23,8 +23,11 @@ def follow(path: str, scale: int, seed: int, done: Event, told: Connection) -> N
             while not done.is_set():
                 buffer.refresh()
                 if len(buffer):
+                    first = not rows
                     rows += len(check_batch(buffer.sample(32)))
                     check_trajectory(buffer.get(chance.choice(buffer.trajectory_ids.tolist())), scale)
+                    if first:
+                        begun.release()
                 time.sleep(0.05)
         told.send(rows)
     except Exception as error:  # whatever it is, the parent must hear of it

@@ -73,19 +73,22 @@ def soak(folder: Path, plan: Plan, seed: int, progress: Callable[[Result], None]
         progress: told after each sample.
     """
     context = forking()
-    done = context.Event()
+    begun, done = context.Semaphore(0), context.Event()
     session = _Session(folder, plan, seed)
     result = session.result
     pipes, processes = [], []
     for number in range(plan.followers):
         ours, theirs = context.Pipe()
-        arguments = (str(folder / "store"), plan.scale, seed + number, done, theirs)
+        arguments = (str(folder / "store"), plan.scale, seed + number, begun, done, theirs)
         process = context.Process(target=follow, args=arguments, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
     try:
+        session.add()
+        for _ in processes:
+            begun.acquire(timeout=_PATIENCE)  # what they load is no growth; who ended before says so in the end
         session.run([process.pid or 0 for process in processes], progress)
     finally:
         done.set()
@@ -120,10 +123,10 @@ class _Session:
         )
 
     def run(self, followers: list[int], progress: Callable[[Result], None] | None) -> None:
-        self.add()
         begin = time.monotonic()
         every = self.plan.seconds / self.plan.samples
-        while (now := time.monotonic() - begin) < self.plan.seconds:
+        # On a slow machine the samples take longer than they should.
+        while (now := time.monotonic() - begin) < self.plan.seconds or len(self.result.samples) < self.plan.samples:
             self.step()
             if now >= every * (len(self.result.samples) + 1):
                 self.measure(followers)

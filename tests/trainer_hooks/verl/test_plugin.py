@@ -90,7 +90,7 @@ def seen(project_root: Path) -> Mapping[str, dict[str, Any]]:
     }
     results = {}
     for name, process in running.items():
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=400)
         assert process.returncode == 0, err
         (line,) = [line for line in out.splitlines() if line.startswith("RESULT ")]
         results[name] = json.loads(line.removeprefix("RESULT "))
