@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -89,7 +89,7 @@ CONVERSATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=CONVERSATIONS, name=st.sampled_from(STABLE))
 def test_linear_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str) -> None:
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
@@ -103,7 +103,7 @@ def test_linear_rows_are_those_of_a_plain_reference(messages: list[dict[str, str
     assert (row.input_ids, row.loss_mask, row.response_start) == reference(messages[: turns[-1] + 1], name, set(turns))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=CONVERSATIONS, name=st.sampled_from(STABLE), hint=st.sampled_from(["", " think!"]))
 def test_linear_think_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str, hint: str) -> None:
     turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]

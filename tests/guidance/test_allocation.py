@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
@@ -16,6 +16,7 @@ from trajstore.guidance import allocate_add_exp, allocate_train_mode
 RATIOS = st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.floats(0, 1))
 
 
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(tasks=st.integers(0, 60), ratio=RATIOS, seed=st.integers(0, 2**32))
 def test_counts_of_train_modes_are_exact(tasks: int, ratio: float, seed: int) -> None:
     def allocate(mode: str) -> list[str]:
@@ -28,6 +29,7 @@ def test_counts_of_train_modes_are_exact(tasks: int, ratio: float, seed: int) ->
     assert allocate("hybrid") == allocate("hybrid")
 
 
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(rollouts=st.lists(st.integers(0, 20), max_size=12), ratio=RATIOS, seed=st.integers(0, 2**32))
 def test_counts_of_guided_rollouts_are_exact_per_task(rollouts: list[int], ratio: float, seed: int) -> None:
     def allocate(mode: str) -> list[tuple[bool, ...]]:

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -55,6 +55,7 @@ MESSAGES = st.lists(
 )
 
 
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(conversation=st.lists(st.tuples(MESSAGES, st.lists(TEXTS, max_size=3)), min_size=1, max_size=4), text=TEMPLATES)
 def test_several_insertions_over_several_turns_come_out_again(
     conversation: list[tuple[list[dict[str, Any]], list[str]]], text: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore.guidance import RetrievalIndex
@@ -29,7 +29,7 @@ def plain_scores(texts: list[str], query: str) -> list[float]:
     return scores
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(texts=TEXTS, query=st.lists(WORDS, max_size=5).map(" ".join), k=st.integers(1, 12), cuts=st.data())
 def test_scores_are_those_of_all_texts(texts: list[str], query: str, k: int, cuts: st.DataObject) -> None:
     index = RetrievalIndex()
