@@ -14,16 +14,11 @@ from trajstore.columns.record import record_of
 from trajstore.columns.schema import ColumnSpec, Schema
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
+from trajstore.store.additions import AddedShard, added_in, added_to_json, by_id, entries_from_json, entries_to_json
 from trajstore.store.log_records import (
-    AddedShard,
-    added_in,
-    added_to_json,
-    by_id,
     decode_each,
     decode_lines,
     encode_line,
-    entries_from_json,
-    entries_to_json,
     ids_in_words,
     manifest_from_json,
     manifest_to_json,

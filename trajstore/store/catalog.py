@@ -22,16 +22,14 @@ from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.formats.base import ShardManifest
+from trajstore.store.additions import AddedShard, added_in, entries_from_json
 from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lifetimes import Lifetimes
 from trajstore.store.log_records import (
     LOG_FOLDER,
-    AddedShard,
     LogTail,
-    added_in,
     decode_lines,
-    entries_from_json,
     manifest_from_json,
     natural,
     parse_ranges,

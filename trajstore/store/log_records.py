@@ -11,24 +11,19 @@ last segment may be torn (a crash in the append); any other bad line is damage.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.columns.fields import Axis
-from trajstore.columns.limits import RANGES, UNKNOWN_VERSION
-from trajstore.columns.record import Record
+from trajstore.columns.limits import RANGES
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import check_name
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.store.packing import StringTable
 
 LOG_FOLDER = "log"
 SHARDS_FOLDER = "shards"
@@ -173,146 +168,7 @@ def natural(value: Any, most: int = RANGES["nbytes"][1]) -> int:
     return value
 
 
-def entries_to_json(records: Sequence[Record], ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
-    """Return what a record says of the trajectories of a shard, as JSON values.
-
-    Args:
-        records: the trajectories.
-        ids: their ids, ascending.
-        uuids: 16 bytes for each.
-    """
-    return {
-        "ids": ranges_of(ids),
-        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in records],
-        "max_episode_length": [record.max_episode_length for record in records],
-        "versions": [record.versions for record in records],
-        "weights": [record.model_weights_id for record in records],
-        "uuids": uuids.hex(),
-    }
-
-
-def added_to_json(schemas: Sequence[Any], shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what a record says of the shards that a commit adds: of several a list, a single one stands for itself.
-
-    Args:
-        schemas: those that are new, as JSON values.
-        shards: ``number``, ``shard`` (its manifest) and ``entries`` of each, as JSON values.
-    """
-    if len(shards) > 1:
-        return {"schemas": schemas, "shards": shards}
-    return {"number": shards[0]["number"], "schemas": schemas, **shards[0]}
-
-
-def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return number, manifest and entries of each shard that a record adds.
-
-    Raises:
-        CorruptStoreError: it adds none.
-    """
-    shards = record.get("shards", [record])
-    if not isinstance(shards, list) or not shards:
-        raise CorruptStoreError("a commit without shards")
-    return shards
-
-
-@dataclass(frozen=True, slots=True)
-class AddedShard:
-    """What a record says that was added.
-
-    Attributes:
-        generation: of the record; several shards may come with one.
-        number: of the shard.
-        row: in the shard table.
-        manifest: the shard's.
-        entries: the record's, of its trajectories.
-    """
-
-    generation: int
-    number: int
-    row: int
-    manifest: ShardManifest
-    entries: Mapping[str, Any]
-
-
-def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of the trajectories of some records, those of each by id; ranges are not checked.
-
-    Args:
-        added: what the records say, in their order; one shard or more.
-        weights: table that takes their ``model_weights_id``.
-
-    Raises:
-        CorruptStoreError: the trajectories do not add up to a shard's rows, or their ids are no ranges.
-        KeyError, TypeError, ValueError, OverflowError: values are absent or of the wrong kind.
-    """
-    entries = [one.entries for one in added]
-    for name in ("extents", "versions", "weights", "max_episode_length"):
-        if not all(type(one[name]) is list for one in entries):
-            raise TypeError(f"{name} must be a list")
-    extents = _integers([item for one in entries for item in one["extents"]], 4)
-    counts = np.array([len(one["extents"]) for one in entries], np.int64)
-    versions = [_UNKNOWN if pair is None else pair for one in entries for pair in one["versions"]]
-    bounds = _integers(versions, 2)
-    texts = [text for one in entries for text in one["weights"]]
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("weights must be strings")
-    of_steps = np.repeat(np.array([one.manifest.schema.kind == "step" for one in added], np.bool_), counts)
-    rows = _rows_of(extents)
-    starts, nbytes = _lay_out(added, counts, rows)
-    columns: dict[str, npt.NDArray[Any]] = {
-        "trajectory_id": _expand(entries, counts),
-        "num_samples": np.where(of_steps, rows[Axis.SAMPLES], 1).astype(np.int64),
-        **{name: extents[:, at] for at, name in enumerate(("steps", "batch", "extra", "document"))},
-        "nbytes": nbytes.astype(np.int64),
-        "max_episode_length": _integers([number for one in entries for number in one["max_episode_length"]]),
-        "version_low": bounds[:, 0],
-        "version_high": bounds[:, 1],
-        "weights": np.array([weights.add(text) for text in texts], np.int32),
-        "uuid": np.frombuffer(bytes.fromhex("".join([one["uuids"] for one in entries])), "V16"),
-        "shard": np.repeat(np.array([one.row for one in added], np.int32), counts),
-        "start_samples": starts[Axis.SAMPLES],
-        "start_extra": np.where(of_steps, starts[Axis.FIRST_EXTRA], starts[Axis.RESPONSE]),
-        "start_document": starts[Axis.DOCUMENT],
-    }
-    generations = [one.generation for one in added]
-    if len(set(generations)) == len(added):
-        return columns
-    ends = np.cumsum(counts).tolist()
-    shards = [
-        {name: column[end - count : end] for name, column in columns.items()}
-        for end, count in zip(ends, counts.tolist(), strict=True)
-    ]
-    commits = groupby(zip(generations, shards, strict=True), key=itemgetter(0))
-    return _joined([by_id([shard for _, shard in commit]) for _, commit in commits])
-
-
-def by_id(shards: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of the trajectories of one commit, by ascending id.
-
-    Args:
-        shards: columns of the trajectories in each of its shards, by ascending id.
-
-    Raises:
-        CorruptStoreError: the ids within a shard do not ascend.
-    """
-    if len(shards) == 1:
-        return dict(shards[0])
-    for shard in shards:
-        if np.any(np.diff(shard["trajectory_id"]) <= 0):
-            raise CorruptStoreError("the ids within a shard do not ascend")
-    columns = _joined(shards)
-    order = np.argsort(columns["trajectory_id"], kind="stable")
-    return {name: column[order] for name, column in columns.items()}
-
-
-def _joined(parts: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-_UNKNOWN = (UNKNOWN_VERSION, UNKNOWN_VERSION)
-
-
-def _integers(values: list[Any], width: int | None = None) -> npt.NDArray[np.int64]:
+def integers(values: list[Any], width: int | None = None) -> npt.NDArray[np.int64]:
     """Return numbers ``[n]``, or rows of numbers ``[n, width]``, that were read.
 
     Raises:
@@ -323,60 +179,6 @@ def _integers(values: list[Any], width: int | None = None) -> npt.NDArray[np.int
     if array.dtype != np.int64 or (values and array.shape != shape):
         raise ValueError("not whole numbers of 64 bits, or another count of them")
     return array.reshape(shape)
-
-
-def _rows_of(extents: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
-    """Return, per axis, the rows of each trajectory; as exact Python numbers where 64 bits might not do."""
-    exact: npt.NDArray[Any] = extents
-    if len(extents) and (extents.min() < 0 or extents.max() > RANGES["steps"][1]):
-        exact = extents.astype(object)
-    steps, batch, extra, document = exact.T
-    more = (steps + extra) * batch
-    return [steps * batch, more, more, extra, document]
-
-
-def _lay_out(
-    added: Sequence[AddedShard], counts: npt.NDArray[np.int64], rows: Sequence[npt.NDArray[Any]]
-) -> tuple[list[npt.NDArray[np.int64]], npt.NDArray[Any]]:
-    """Return, per axis, where the rows of each trajectory begin in its shard; and its bytes.
-
-    Raises:
-        CorruptStoreError: they do not add up to the rows of a shard.
-    """
-    if counts.min() == 0:
-        raise CorruptStoreError("a shard without trajectories")
-    begins = np.cumsum(counts) - counts
-    totals = np.stack([np.add.reduceat(each, begins) for each in rows], axis=1).tolist()
-    for one, total in zip(added, totals, strict=True):
-        for column, count in zip(one.manifest.schema.columns, one.manifest.rows, strict=True):
-            if total[column.axis] != count:
-                raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {count} rows")
-    widths = np.repeat(np.array([one.manifest.schema.axis_nbytes for one in added]), counts, axis=0)
-    starts = []
-    nbytes = np.zeros(len(rows[0]), np.int64)
-    for axis, each in enumerate(rows):
-        ends = np.cumsum(each)
-        starts.append((ends - each - np.repeat(ends[begins] - each[begins], counts)).astype(np.int64))
-        nbytes = nbytes + each * widths[:, axis]
-    return starts, nbytes
-
-
-def _expand(entries: Sequence[Mapping[str, Any]], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the ids of all trajectories.
-
-    Raises:
-        CorruptStoreError: a record names more or fewer than it has trajectories.
-    """
-    told = [one["ids"] for one in entries]
-    if not all(type(ranges) is list for ranges in told):
-        raise CorruptStoreError("not a list of id ranges")
-    joined = parse_ranges([pair for ranges in told for pair in ranges])  # of all records at once
-    for ranges, count in zip(told, counts.tolist(), strict=True):
-        if sum([last - first + 1 for first, last in ranges]) != count:  # exact: a hostile sum of numpy's wraps around
-            raise CorruptStoreError(f"{count} trajectories, but the ids {ranges}")
-    lengths = joined[:, 1] - joined[:, 0] + 1
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(joined[:, 0] - before, lengths) + np.arange(lengths.sum())
 
 
 def ranges_of(ids: Sequence[int]) -> list[list[int]]:
@@ -408,7 +210,7 @@ def parse_ranges(value: Any) -> npt.NDArray[np.int64]:
     try:
         if not isinstance(value, list):
             raise TypeError(f"a {type(value).__name__}")
-        ranges = _integers(value, 2)
+        ranges = integers(value, 2)
     except (TypeError, ValueError, OverflowError) as error:
         raise CorruptStoreError(f"not a list of id ranges: {error}") from error
     wrong = (ranges[:, 0] < 0) | (ranges[:, 0] > ranges[:, 1]) | (ranges[:, 1] > RANGES["trajectory_id"][1])

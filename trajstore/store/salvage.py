@@ -16,10 +16,11 @@ from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
 from trajstore.files.base import Directory
+from trajstore.store.additions import added_in
 from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import added_in, decode_each, natural
+from trajstore.store.log_records import decode_each, natural
 from trajstore.store.sealed import LAYOUT, LAYOUT_VERSION, is_of_rlinf, parse_metadata, unseal
 from trajstore.store.shard_table import ShardTable
 

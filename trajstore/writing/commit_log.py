@@ -23,17 +23,10 @@ from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.files.base import FULL, Directory
 from trajstore.formats.base import ShardManifest
+from trajstore.store.additions import added_to_json, by_id
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
-from trajstore.store.log_records import (
-    LOG_FOLDER,
-    added_to_json,
-    by_id,
-    encode_line,
-    manifest_to_json,
-    ranges_of,
-    segment_name,
-)
+from trajstore.store.log_records import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
 from trajstore.store.moves import Moved, move_to_json
 from trajstore.store.saved_points import pin_name
 from trajstore.store.sealed import LAYOUT_VERSION

@@ -12,7 +12,7 @@ from trajstore.errors import StoreLockedError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
-from trajstore.store.log_records import entries_to_json
+from trajstore.store.additions import entries_to_json
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.assembly import Scratch, content_of
 from trajstore.writing.groups import Part
