@@ -24,11 +24,6 @@ def test_portions_are_the_list_within_their_bounds_and_as_long_as_they_can_be(
             assert total + found[at + 1][0][0] > limit or len(portion) == most
 
 
-def test_what_is_not_alike_begins_anew() -> None:
-    found = portions(["a1", "a2", "b1", "a3"], 100, len, alike=lambda first, other: first[0] == other[0])
-    assert [portion for portion, _ in found] == [["a1", "a2"], ["b1"], ["a3"]]
-
-
 def test_items_are_taken_as_portions_are_asked_for() -> None:
     taken = []
 

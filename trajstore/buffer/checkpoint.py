@@ -14,6 +14,7 @@ import torch
 from trajstore.buffer.rlinf_checkpoint import write_rlinf
 from trajstore.columns.portions import portions
 from trajstore.columns.record import Record
+from trajstore.columns.schema import Schema
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -178,15 +179,13 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
 
 
 def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
-    """Yield trajectories that have no shard to link, in groups of one schema and a shard's size."""
+    """Yield trajectories that have no shard to link: of as many as a shard holds, those of each schema together."""
     records = ((at, _record_at(cut, at)) for at in loose)
-    groups = portions(
-        records,
-        _SHARD_BYTES,
-        lambda item: item[1].nbytes,
-        alike=lambda first, other: first[1].schema == other[1].schema,
-    )
-    return (group for group, _ in groups)
+    for portion, _ in portions(records, _SHARD_BYTES, lambda item: item[1].nbytes):
+        groups: dict[Schema, list[tuple[int, Record]]] = {}
+        for at, record in portion:
+            groups.setdefault(record.schema, []).append((at, record))
+        yield from groups.values()
 
 
 def _record_at(cut: Cut, at: int) -> Record:

@@ -14,7 +14,6 @@ def portions(
     nbytes: Callable[[T], int],
     *,
     most: int | None = None,
-    alike: Callable[[T, T], bool] | None = None,
 ) -> Iterator[tuple[list[T], int]]:
     """Yield consecutive items and their bytes; items are taken one by one, as portions are asked for.
 
@@ -23,15 +22,12 @@ def portions(
         limit: most bytes of a portion that has more than one item.
         nbytes: returns the bytes of an item.
         most: most items of a portion; None = no bound.
-        alike: whether an item may be in one portion with its first; None = always.
     """
     portion: list[T] = []
     total = 0
     for item in items:
         size = nbytes(item)
-        if portion and (
-            total + size > limit or len(portion) == most or (alike is not None and not alike(portion[0], item))
-        ):
+        if portion and (total + size > limit or len(portion) == most):
             yield portion, total
             portion, total = [], 0
         portion.append(item)
