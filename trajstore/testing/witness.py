@@ -93,6 +93,8 @@ def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
     tags: torch.Tensor = found["curr_obs.tag"]
     expected = rows_of(tags)
     for name, value in found.items():
+        if value.shape != expected[name].shape:
+            raise WitnessError(f"column {name}: has the shape {tuple(value.shape)}, not {tuple(expected[name].shape)}")
         if not torch.equal(value, expected[name]):
             bad = (value != expected[name]).reshape(len(tags), -1).any(dim=1).nonzero()[0, 0]
             raise WitnessError(f"column {name}: row with tag {int(tags[bad])} is not what was written")
