@@ -197,6 +197,27 @@ def test_a_record_that_is_in_the_log_twice_says_nothing_new(crashed: Path, line:
     assert keys_of(load(crashed)[0]) == shown
 
 
+@pytest.mark.parametrize(
+    ("content", "sound"),
+    [
+        (b"5d1b", True),
+        (b"5d1b0c2e ", True),
+        (b'5d1b0c2e {"gen', True),
+        (bytes(64), True),
+        (bytes(range(11, 99)), False),
+        (bytes(range(9)), False),
+        (b'{"pid": 1}', False),
+        (b"\x80\x04K\x01.", False),
+    ],
+    ids=range(8),
+)
+def test_a_log_that_became_something_else_is_no_interrupted_commit(crashed: Path, content: bytes, sound: bool) -> None:
+    _with_record(crashed, lambda lines: [*lines[:2], content])
+    found = verify(crashed)
+    assert (found.problems == []) == sound
+    assert any("interrupted commit" in note for note in found.notes) == sound
+
+
 def test_two_different_records_of_one_generation_are_refused(crashed: Path) -> None:
     def other(lines: list[bytes]) -> list[bytes]:
         record = orjson.loads(lines[1].split(b" ", 1)[1])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -196,6 +197,10 @@ def _open(directory: Directory, result: Verification) -> Catalog:
         return catalog
 
 
+_BEGINNING = re.compile(rb"[0-9a-f]{0,8}\Z|[0-9a-f]{8} (\{|\Z)")
+_SECTOR = 512
+
+
 def _ids_by_shard(catalog: Catalog) -> Callable[[int], list[int]]:
     """Return a function that tells the ids of the trajectories in a shard, live and pinned, ascending."""
     both = (catalog.index, catalog.pinned)
@@ -215,8 +220,19 @@ def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
     if b"\n" in data:
         message = f"the record at byte {catalog.segment_end} is damaged; what it committed is not there"
         result.problems.append(Problem(catalog.segment, message))
+    elif not _is_cut_short(data, catalog.segment_end):
+        message = f"what lies from byte {catalog.segment_end} on is no part of a log; what it committed is not there"
+        result.problems.append(Problem(catalog.segment, message))
     else:
         result.notes.append(f"{catalog.segment}: {catalog.segment_torn:,} bytes of an interrupted commit at its end")
+
+
+def _is_cut_short(data: bytes, offset: int) -> bool:
+    """Return whether these are the first bytes of a record, or sectors that never reached the disk (zeros)."""
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    if zeros:
+        return zeros == len(data) or (offset + zeros) % _SECTOR == 0
+    return _BEGINNING.match(data) is not None
 
 
 def check_shard(directory: Directory, manifest: ShardManifest) -> list[Problem]:
