@@ -62,9 +62,9 @@ def watched(trainer: ReferenceTrainer) -> Iterator[Spy]:
         spy.losses.append(LossCall(*spy.seen, seen, result))
         return result
 
-    def advantage(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    def advantage(rewards: Tensor, mask: Tensor, groups: Tensor, rollouts: Tensor | None) -> tuple[Tensor, Tensor]:
         spy.groups = groups
-        return compute_grpo_outcome_advantage(rewards, mask, groups)
+        return compute_grpo_outcome_advantage(rewards, mask, groups, rollouts=rollouts)
 
     done = trainer.hook.step_done
 
