@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import orjson
 
@@ -124,7 +125,7 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
     left, torn = _common(whole, b"".join(after.get(name, b"") for name in sorted(before) if name.startswith("log/")))
     if b"\n" in torn:
         return Stakes(Level.DAMAGE)
-    given_up = {file[0] for line in whole[left:] for file in orjson.loads(line[9:]).get("shard", {}).get("files", ())}
+    given_up = {name for line in whole[left:] for name in _files_of(orjson.loads(line[9:]))}
     levels = set()
     for name, data in before.items():
         found = after.get(name)
@@ -144,6 +145,12 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
         if level in levels:
             return Stakes(level, left)
     return Stakes(Level.NOTHING)
+
+
+def _files_of(record: dict[str, Any]) -> list[str]:
+    """Return the names of the files that a log record adds: of one shard, or of several."""
+    shards = [part["shard"] for part in record.get("shards", [record]) if "shard" in part]
+    return [file[0] for shard in shards for file in shard.get("files", ())]
 
 
 def _pins_are_gone(before: Files, after: Files) -> bool:
