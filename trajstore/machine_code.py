@@ -9,6 +9,8 @@ a while, so nothing is loaded before it is needed.
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -16,12 +18,16 @@ from typing import Any
 from trajstore import locks
 from trajstore.interrupts import uninterrupted
 
+LOADING_THREAD = "trajstore-load"
+"""Name of the thread that loads what is going to be needed."""
+
 
 class MachineCode:
     """Modules that numba compiles while they are imported, by name."""
 
     def __init__(self) -> None:
         self._ready: dict[str, Any] = {}
+        self._begun: set[str] = set()
         self._lock = locks.rlock("MachineCode._lock")
         # A child that is forked while a thread loads would have modules that nobody loads to their end.
         os.register_at_fork(
@@ -36,6 +42,14 @@ class MachineCode:
             module = self._ready[name]
         return module
 
+    def begin(self, name: str) -> None:
+        """Begin to load a module, which goes on in the background; the process does not end in the midst of it."""
+        if name not in self._begun:
+            self._begun.add(name)
+            # Without it, the first `get` loads: the interpreter is ending, or there is no memory for a thread.
+            with suppress(RuntimeError):
+                threading.Thread(target=self._load, args=(name,), name=LOADING_THREAD).start()
+
     def _load(self, name: str) -> None:
         with self._lock:
             self._ready[name] = import_module(name)
@@ -47,6 +61,11 @@ _machine_code = MachineCode()
 def kernels() -> Any:
     """Return the module of kernels that move rows."""
     return _machine_code.get("trajstore._kernels")
+
+
+def begin_kernels() -> None:
+    """Begin to load the kernels that move rows, so that the first add or sample hardly waits for them."""
+    _machine_code.begin("trajstore._kernels")
 
 
 def tree_kernels() -> Any:

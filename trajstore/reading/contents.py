@@ -26,7 +26,7 @@ from trajstore.columns.owned import OwnedRecord
 from trajstore.columns.record import Record, parse_document, trajectory_of
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError, listed
-from trajstore.machine_code import kernels
+from trajstore.machine_code import begin_kernels, kernels
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.gather import Located, allocate, gather, locate
@@ -135,7 +135,7 @@ class Contents:
     """
 
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
-        kernels()  # here, so that no first add or sample waits for numba
+        begin_kernels()
         self.lock = locks.rlock("Contents.lock")
         self.index = TrajectoryIndex()
         self.sources: list[Source] = []
