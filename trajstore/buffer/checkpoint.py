@@ -1,4 +1,4 @@
-"""Checkpoints: one consistent cut, linked or copied, published with one rename."""
+"""Checkpoints: one consistent picture, linked or copied, published with one rename."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from trajstore.files.parallel import in_order
 from trajstore.formats import FORMATS
 from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
-from trajstore.reading.contents import Cut, start_of
+from trajstore.reading.picture import Picture
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import METADATA_NAME, Catalog
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index import START_OF, TrajectoryIndex, starts_of
 from trajstore.store.shard_table import shard_name
 
 Layout = Literal["trajstore", "rlinf"]
@@ -75,9 +75,9 @@ class CheckpointState:
 
 
 def save_checkpoint(
-    target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat, layout: Layout
+    target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat, layout: Layout
 ) -> None:
-    """Write a cut to a directory of its own.
+    """Write a picture of a buffer to a directory of its own.
 
     Raises:
         ConfigurationError: the layout is unknown, or the directory holds something else.
@@ -88,11 +88,11 @@ def save_checkpoint(
     write = _write_store if layout == "trajstore" else _write_rlinf
     try:
         if not isinstance(target, LocalDirectory):
-            write(target, cut, state, trajectory_format)
+            write(target, picture, state, trajectory_format)
             return
         _check_replaceable(target)
         with publish_folder(target.path) as staged:
-            write(staged, cut, state, trajectory_format)
+            write(staged, picture, state, trajectory_format)
     except OSError as error:
         raise StoreWriteError(f"{error}: the checkpoint {target.url} was not written") from error
 
@@ -110,29 +110,30 @@ def _check_replaceable(target: LocalDirectory) -> None:
         )
 
 
-def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
+def _write_store(
+    target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat
+) -> None:
     catalog = Catalog.create(target)
-    rows = np.zeros(len(cut.index), np.int32)
+    rows = np.zeros(len(picture.index), np.int32)
     files: dict[Source, list[tuple[str, str, int]]] = {}
     known: dict[tuple[int, int], int] = {}
     loose: list[int] = []
-    for at, place in enumerate(cut.places):
-        if place is None or not cut.sources[place[0]].linkable:
+    for at, shard in enumerate(picture.shards):
+        if shard is None or not picture.sources[shard[0]].linkable:
             loose.append(at)
             continue
-        row = known.get(place)
+        row = known.get(shard)
         if row is None:
-            source = cut.sources[place[0]]
-            old = source.manifest(place[1])
+            source = picture.sources[shard[0]]
+            old = source.manifest(shard[1])
             manifest = _renamed(old, shard_name(len(catalog.shards)))
             files.setdefault(source, []).extend(
                 (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
             )
-            row = known[place] = catalog.shards.add(len(catalog.shards), manifest)
+            row = known[shard] = catalog.shards.add(len(catalog.shards), manifest)
         rows[at] = row
     for source, names in files.items():
         target.bring(source.directory, names)
-    starts = cut.index
 
     def write(task: tuple[int, list[tuple[int, Record]]]) -> tuple[ShardManifest, list[tuple[int, Record]]]:
         number, group = task
@@ -142,13 +143,13 @@ def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory
         target.publish(encoded.files)
         return manifest_of(encoded, trajectory_format.name, name, content), group
 
-    for manifest, group in in_order(write, enumerate(_loose_groups(cut, loose), start=len(catalog.shards))):
+    for manifest, group in in_order(write, enumerate(_loose_groups(picture, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
-        _place(starts, [at for at, _ in group], [record for _, record in group])
+        _set_starts(picture.index, [at for at, _ in group], [record for _, record in group])
         rows[[at for at, _ in group]] = row
-    columns = cut.index.take(np.arange(cut.index.first, cut.index.end))
+    columns = picture.index.take(np.arange(picture.index.first, picture.index.end))
     columns["shard"] = rows
-    catalog.index.weights = cut.index.weights
+    catalog.index.weights = picture.index.weights
     catalog.index.append(columns)
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
@@ -161,10 +162,8 @@ def _write_store(target: Directory, cut: Cut, state: CheckpointState, trajectory
         target.publish([file])
 
 
-def _place(index: TrajectoryIndex, entries: Sequence[int], records: Sequence[Record]) -> None:
+def _set_starts(index: TrajectoryIndex, entries: Sequence[int], records: Sequence[Record]) -> None:
     """Set where trajectories begin within the shard that was made of them."""
-    from trajstore.store.index import starts_of
-
     starts = starts_of([record.extent for record in records], records[0].schema.kind)
     for name, values in starts.items():
         index.arrays[name][np.array(entries)] = values
@@ -178,9 +177,9 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
+def _loose_groups(picture: Picture, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
     """Yield trajectories that have no shard to link: of as many as a shard holds, those of each schema together."""
-    records = ((at, _record_at(cut, at)) for at in loose)
+    records = ((at, _record_at(picture, at)) for at in loose)
     for portion, _ in portions(records, _SHARD_BYTES, lambda item: item[1].nbytes):
         groups: dict[Schema, list[tuple[int, Record]]] = {}
         for at, record in portion:
@@ -188,21 +187,21 @@ def _loose_groups(cut: Cut, loose: Sequence[int]) -> Iterator[list[tuple[int, Re
         yield from groups.values()
 
 
-def _record_at(cut: Cut, at: int) -> Record:
-    """Return a trajectory of the cut as columns, from memory or decoded from its shard."""
-    if at in cut.records:
-        return cut.records[at]
-    place = cut.places[at]
-    if place is None:
+def _record_at(picture: Picture, at: int) -> Record:
+    """Return a trajectory as columns, from memory or decoded from its shard."""
+    if at in picture.records:
+        return picture.records[at]
+    shard = picture.shards[at]
+    if shard is None:
         raise StoreWriteError(f"trajectory {at} of the checkpoint is neither in memory nor on disk")
-    source, row = cut.sources[place[0]], place[1]
-    entry = cut.index.entry(at)
+    source, row = picture.sources[shard[0]], shard[1]
+    entry = picture.index.entry(at)
     manifest = source.manifest(row)
     extent = source.extent(row) or entry.extent
     reader = source.reader(row)
     tensors = []
     for number, column in enumerate(manifest.schema.columns):
-        start = int(cut.index.arrays[start_of(column.axis)][at])
+        start = int(picture.index.arrays[START_OF[column.axis]][at])
         tensors.append(reader.rows(number, start, start + extent.rows(column.axis)))
     return Record(
         manifest.schema,
@@ -215,6 +214,8 @@ def _record_at(cut: Cut, at: int) -> Record:
     )
 
 
-def _write_rlinf(target: Directory, cut: Cut, state: CheckpointState, trajectory_format: TrajectoryFormat) -> None:
-    records = ((cut.index.entry(at), _record_at(cut, at)) for at in range(len(cut.index)))
+def _write_rlinf(
+    target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat
+) -> None:
+    records = ((picture.index.entry(at), _record_at(picture, at)) for at in range(len(picture.index)))
     write_rlinf(target, records, state.trajectory_counter, state.seed, trajectory_format.name)

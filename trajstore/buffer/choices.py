@@ -16,7 +16,9 @@ import torch
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.reading.contents import GONE, Contents, Prepared
+from trajstore.reading.batch import Prepared
+from trajstore.reading.contents import Contents
+from trajstore.reading.residency import GONE
 from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
@@ -136,8 +138,7 @@ class Choices:
             TrajectoryUnavailableError: one of them has been evicted meanwhile.
             ConfigurationError: a place lies outside its trajectory.
         """
-        contents, prepared = self._view.locked(lambda found: (found, self._prepare(found, drawn, columns)))
-        return nest(contents.read(prepared, out))
+        return nest(self._view.locked(lambda contents: self._prepare(contents, drawn, columns)).read(out))
 
     def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
         index = contents.index
@@ -201,12 +202,12 @@ class Choices:
         if sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
 
-        def draw(contents: Contents) -> tuple[Contents, Drawn, Prepared]:
+        def draw(contents: Contents) -> tuple[Drawn, Prepared]:
             drawn = self._draw(contents, count, window_size, sampler)
-            return contents, drawn, self._prepare(contents, drawn, columns)
+            return drawn, self._prepare(contents, drawn, columns)
 
-        contents, drawn, prepared = self._view.locked(draw)
-        return Batch(nest(contents.read(prepared, out)), drawn)
+        drawn, prepared = self._view.locked(draw)
+        return Batch(nest(prepared.read(out)), drawn)
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of what is shown now."""

@@ -16,7 +16,8 @@ from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError
-from trajstore.reading.contents import Contents, Prepared
+from trajstore.reading.batch import Prepared
+from trajstore.reading.contents import Contents
 from trajstore.reading.tokens import TokenRows
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
@@ -84,13 +85,12 @@ class ReadableBuffer:
         if sampler is not None:
             return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
 
-        def draw(contents: Contents) -> tuple[Contents, Prepared]:
+        def draw(contents: Contents) -> Prepared:
             window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
             drawn = self._draws.samples(window, num_chunks)
-            return contents, contents.prepare(drawn, window.first, window.end, columns)
+            return contents.prepare(drawn, window.first, window.end, columns)
 
-        contents, prepared = self._view.locked(draw)
-        return nest(contents.read(prepared, out))
+        return nest(self._view.locked(draw).read(out))
 
     def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
         """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.

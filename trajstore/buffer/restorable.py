@@ -15,7 +15,8 @@ from trajstore.buffer.view import LoadRequest, View
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
-from trajstore.reading.contents import Contents, Cut
+from trajstore.reading.contents import Contents
+from trajstore.reading.picture import Picture
 from trajstore.sampling.draws import Draws
 from trajstore.store.saved_points import SavedPoint
 
@@ -65,18 +66,18 @@ class RestorableBuffer(ReadableBuffer):
         """
         self._backing.flush()
 
-        def picture(contents: Contents) -> tuple[CheckpointState, Cut]:
+        def look(contents: Contents) -> tuple[CheckpointState, Picture]:
             state = CheckpointState(
                 trajectory_format=self.trajectory_format,
                 trajectory_counter=self._backing.intake.counter,
                 seed=self.seed,
                 rng_state=self._draws.rng_state,
             )
-            return state, contents.cut()
+            return state, contents.picture()
 
         with self._view.steady, self._backing.keeping_files():
-            state, cut = self._view.locked(picture)
-            save_checkpoint(open_directory(save_path, **self._storage_options), cut, state, self._format, layout)
+            state, picture = self._view.locked(look)
+            save_checkpoint(open_directory(save_path, **self._storage_options), picture, state, self._format, layout)
 
     def pin(self, name: str) -> int:
         """Make a checkpoint inside the store: keep its present state readable under a name; return its generation.

@@ -1,4 +1,4 @@
-"""The trajectory cache's policy: which trajectories stay in memory. Pure; the memory itself is elsewhere.
+"""Trajectories in memory, and the cache's policy: which of them stay. Pure; the memory itself is elsewhere.
 
 Guarded by ``Contents.lock``.
 """
@@ -7,8 +7,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from trajstore.columns.record import Record
 from trajstore.errors import ConfigurationError
+
+
+@dataclass(slots=True)
+class Held:
+    """A trajectory in memory. ``home`` is its (slot, starts...) on disk, once it is there."""
+
+    slot: int
+    nbytes: int
+    home: tuple[int, int, int, int] | None
+    pending: bool
+    record: Record | None
 
 
 class TrajectoryCache:

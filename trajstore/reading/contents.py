@@ -7,13 +7,7 @@ run outside it, on addresses that stay valid until they end.
 
 from __future__ import annotations
 
-import ctypes
-import logging
-import os
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,107 +17,23 @@ import torch
 from trajstore import locks
 from trajstore.columns.fields import Axis
 from trajstore.columns.owned import OwnedRecord
-from trajstore.columns.record import Record, parse_document, trajectory_of
-from trajstore.columns.schema import ColumnSpec, Extent, Schema
-from trajstore.errors import SchemaMismatchError, TrajectoryUnavailableError, listed
+from trajstore.columns.record import parse_document, trajectory_of
+from trajstore.columns.schema import Extent, Schema
+from trajstore.errors import TrajectoryUnavailableError
 from trajstore.machine_code import begin_kernels, kernels
-from trajstore.reading.agreement import Agreement, agree
-from trajstore.reading.cache import TrajectoryCache
-from trajstore.reading.gather import Located, allocate, gather, locate
-from trajstore.reading.residency import MappedShard, Reading, Residency
+from trajstore.reading.batch import BatchColumns, Prepared
+from trajstore.reading.cache import Held, TrajectoryCache
+from trajstore.reading.forks import stop_at_forks
+from trajstore.reading.gather import Located, locate
+from trajstore.reading.picture import Picture, picture_of
+from trajstore.reading.residency import GONE, MappedShard, Residency
 from trajstore.reading.sources import Source
+from trajstore.reading.whole import rows_at
 from trajstore.store.catalog import Change, Evicted
-from trajstore.store.index import TrajectoryIndex, columns_of
-from trajstore.store.moves import STARTS, Moved
+from trajstore.store.index import STARTS, TrajectoryIndex, columns_of
+from trajstore.store.moves import Moved
 from trajstore.store.packing import StringTable
 from trajstore.trajectory import AnyTrajectory
-
-logger = logging.getLogger(__name__)
-
-GONE = -1
-"""Slot of a trajectory that was kept in memory only and has left it."""
-
-
-@dataclass(slots=True)
-class _Held:
-    """A trajectory in memory. ``home`` is its (slot, starts...) on disk, once it is there."""
-
-    slot: int
-    nbytes: int
-    home: tuple[int, int, int, int] | None
-    pending: bool
-    record: Record | None
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows of a batch whose trajectories have the same columns, and the numbers of these."""
-
-    rows: npt.NDArray[np.intp]
-    numbers: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A batch that only has to be copied."""
-
-    located: Located
-    numbers: npt.NDArray[np.int64]
-    specs: list[ColumnSpec]
-    addresses: npt.NDArray[np.int64]
-    axes: npt.NDArray[np.int8]
-    parts: list[tuple[Part, list[ColumnSpec]]]
-    """Where dtypes differ: rows of one kind each, with their own columns in the order of ``specs``."""
-    reading: Reading
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A consistent picture of the contents, for a checkpoint.
-
-    Attributes:
-        index: the entries that can be saved; ``shard`` is meaningless.
-        places: per entry, (source, row) on disk, or None where ``records`` has it.
-        records: by place in ``index``, trajectories that are in memory only.
-        sources: the sources that ``places`` refers to.
-    """
-
-    index: TrajectoryIndex
-    places: list[tuple[int, int] | None]
-    records: dict[int, Record]
-    sources: list[Source]
-
-
-def start_of(axis: Axis) -> str:
-    """Return the index column that says where a trajectory's rows on an axis begin."""
-    if axis is Axis.SAMPLES:
-        return "start_samples"
-    return "start_document" if axis is Axis.DOCUMENT else "start_extra"
-
-
-_living: weakref.WeakSet[Contents] = weakref.WeakSet()
-_stopped: list[Contents] = []
-
-
-def _before_fork() -> None:
-    """Stand still: a lock that another thread holds now would stay locked in the child for ever."""
-    _stopped.extend(_living)
-    for contents in _stopped:
-        contents.lock.acquire()
-    for contents in _stopped:
-        contents.residency.stop()
-
-
-def _after_fork(*, in_child: bool = False) -> None:
-    while _stopped:
-        contents = _stopped.pop()
-        contents.residency.go_on(in_child=in_child)
-        contents.lock.release()
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork, after_in_child=partial(_after_fork, in_child=True)
-)
 
 
 class Contents:
@@ -147,11 +57,10 @@ class Contents:
         """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
         self.added = 0
         """Trajectories that were added here, which no source had."""
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._decoded: list[int] = []
-        self._undecoded: tuple[int, int | None] = (GONE, None)
-        self._told: set[tuple[int, int]] = set()
-        _living.add(self)
+        self._columns = BatchColumns(self.residency, self.sources)
+        stop_at_forks(self)
 
     # -- taking in --------------------------------------------------------------------------------
 
@@ -246,7 +155,7 @@ class Contents:
             for at in range(len(records)):
                 item = owned[at]
                 slot = self.residency.add_memory(item)
-                self._held[ids[at]] = _Held(slot, item.nbytes, None, pending, item.record)
+                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item.record)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)
             columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
@@ -351,34 +260,9 @@ class Contents:
         held = self._held.get(trajectory_id)
         return held is not None and held.pending
 
-    def cut(self) -> Cut:
+    def picture(self) -> Picture:
         """Return a picture of everything that can be saved; with ``lock`` held, and quickly."""
-        index = self.index
-        positions = np.arange(index.first, index.end)
-        columns = index.take(positions)
-        places: list[tuple[int, int] | None] = []
-        records: dict[int, Record] = {}
-        kept = np.ones(len(positions), np.bool_)
-        slots = columns["shard"].tolist()
-        for at, number in enumerate(columns["trajectory_id"].tolist()):
-            slot = slots[at]
-            held = self._held.get(number)
-            if held is not None and held.home is not None:
-                slot = held.home[0]
-                for name, start in zip(STARTS, held.home[1:], strict=True):
-                    columns[name][at] = start
-            elif held is not None and held.record is not None:
-                records[len(places)] = held.record
-                places.append(None)
-                continue
-            elif slot == GONE:
-                kept[at] = False
-                continue
-            places.append(self.residency.place(slot))
-        picture = TrajectoryIndex()
-        picture.weights = index.weights.copy()
-        picture.append({name: array[kept] for name, array in columns.items()})
-        return Cut(picture, places, records, list(self.sources))
+        return picture_of(self.index, self.residency, self.sources, self._held)
 
     def in_memory(self, trajectory_id: int) -> bool:
         """Return whether a trajectory's rows are in memory."""
@@ -389,7 +273,7 @@ class Contents:
     def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> Prepared:
         """Find the rows of samples, counted from the first sample of the window ``[first, end)``.
 
-        With ``lock`` held. What it returns must be given to :meth:`read`.
+        With ``lock`` held. What it returns must be read, or dropped.
 
         Raises:
             SchemaMismatchError: the samples' trajectories differ in their columns.
@@ -397,7 +281,7 @@ class Contents:
             CorruptStoreError: a file is missing or damaged.
         """
         located = self._locate(samples, first, end)
-        numbers, parts = self._columns_for(located, first, columns)
+        numbers, parts = self._columns.choose(self.index, located, first, columns)
         reading = self.residency.begin_reading()
         prepared = Prepared(
             located,
@@ -406,6 +290,7 @@ class Contents:
             self.residency.addresses,
             self.residency.axes,
             [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
+            self.residency,
             reading,
         )
         self.forget_decoded()
@@ -428,26 +313,6 @@ class Contents:
         self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
         self._decoded.clear()
 
-    def read(self, prepared: Prepared, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Return the rows found by :meth:`prepare`, by dotted column name; without ``lock``.
-
-        Raises:
-            ConfigurationError: a tensor of ``out`` does not fit.
-        """
-        try:
-            targets = allocate(prepared.specs, len(prepared.located.slot), out)
-            if not prepared.parts:
-                gather(prepared.located, prepared.addresses, prepared.axes, prepared.numbers, prepared.specs, targets)
-            for part, specs in prepared.parts:
-                own = allocate(specs, len(part.rows), None)
-                numbers = np.array(part.numbers, np.int64)
-                gather(prepared.located.of(part.rows), prepared.addresses, prepared.axes, numbers, specs, own)
-                for target, tensor in zip(targets, own, strict=True):
-                    target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
-        finally:
-            self.residency.end_reading(prepared.reading)
-        return {spec.name: target for spec, target in zip(prepared.specs, targets, strict=True)}
-
     def _locate(self, samples: npt.NDArray[np.int64], first: int, end: int) -> Located:
         located = locate(samples, self.index, first, end)
         while len(located.slot):
@@ -458,17 +323,11 @@ class Contents:
                 )
             if self.residency.signature[located.slot].min() >= 0:
                 break
-            undecoded = self.residency.ensure(located.slot, self._set_extent)
+            undecoded = self.residency.ensure(located.slot, self.index.note_extent)
             if undecoded:
                 self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
             located = locate(samples, self.index, first, end)
         return located
-
-    def _set_extent(self, slot: int, extent: Extent) -> None:
-        """Note a trajectory's extra rows and document, which foreign indexes do not tell."""
-        here = self.index.arrays["shard"][: self.index.end] == slot
-        self.index.arrays["extra"][: self.index.end][here] = extent.extra
-        self.index.arrays["document"][: self.index.end][here] = extent.document
 
     def _decode(self, positions: npt.NDArray[np.int64]) -> None:
         """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
@@ -479,71 +338,11 @@ class Contents:
             number = int(self.index.arrays["trajectory_id"][position])
             home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *STARTS))
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._held[number] = _Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
+            self._held[number] = Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
             self._point(np.array([position], np.int64), np.array([[slot, 0, 0, 0]], np.int64))
             if self.cache is not None:
                 self.cache.put(number, nbytes)
             self._decoded.append(number)
-
-    def _columns_for(self, located: Located, first: int, names: Sequence[str] | None) -> tuple[list[int], list[Part]]:
-        """Return the columns of the batch, and which rows have them otherwise; no parts if none has."""
-        of_each = self.residency.signature[located.slot]
-        signatures = np.unique(of_each).tolist()
-        if any(self.residency.kind(signature) == "agent" for signature in signatures):
-            raise SchemaMismatchError(
-                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
-                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
-            )
-        kinds = [self.residency.columns(signature) for signature in signatures]
-        oldest = self._signature_of(first, located.slot)
-        if names is None and len(kinds) == 1 and oldest in (None, signatures[0]):
-            return list(kinds[0]), []
-        like = () if oldest is None else self.residency.columns(oldest)
-
-        def who(at: Sequence[int]) -> str:
-            theirs = np.isin(of_each, [signatures[number] for number in at])
-            ids = np.unique(self.index.arrays["trajectory_id"][located.position[theirs]]).tolist()
-            return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
-
-        agreed = agree(kinds, like, names, self.residency.specs, who)
-        if all(found == agreed.wanted for found in agreed.found):
-            return agreed.wanted, []
-        self._tell_casts(agreed)
-        parts = [
-            Part(np.flatnonzero(of_each == signature), found)
-            for signature, found in zip(signatures, agreed.found, strict=True)
-        ]
-        return agreed.wanted, parts
-
-    def _signature_of(self, position: int, needed: npt.NDArray[np.int64]) -> int | None:
-        """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
-        if not self.index.first <= position < self.index.end:
-            return None
-        slot = int(self.index.arrays["shard"][position])
-        if slot == GONE:
-            return None
-        known = int(self.residency.signature[slot])
-        if known >= 0 or self._undecoded[0] == slot:
-            return known if known >= 0 else self._undecoded[1]
-        if self.residency.ensure(np.append(needed, slot), self._set_extent):
-            source, row = self.residency.place(slot)
-            schema = self.sources[source].manifest(row).schema
-            self._undecoded = slot, self.residency.signature_of(schema)
-            return self._undecoded[1]
-        return int(self.residency.signature[slot])
-
-    def _tell_casts(self, agreed: Agreement) -> None:
-        specs = self.residency.specs
-        for found in agreed.found:
-            for number, wanted in zip(found, agreed.wanted, strict=True):
-                if number != wanted and (number, wanted) not in self._told:
-                    self._told.add((number, wanted))
-                    logger.warning(
-                        "column %s: %s rows are cast to %s, the dtype of the window's oldest trajectory",
-                        specs[number].name,
-                        specs[number].dtype,
-                        specs[wanted].dtype,
-                    )
 
     def get(self, position: int) -> AnyTrajectory:
         """Return the trajectory at a position, its tensors copied.
@@ -589,28 +388,4 @@ class Contents:
                     f"trajectory {number} is listed and counted, but its file is not there"
                 )
             raise TrajectoryUnavailableError(f"trajectory {number} was kept in memory only and has left it")
-        undecoded = self.residency.ensure(np.array([slot], np.int64), self._set_extent)
-        extent = self.index.entry(position).extent
-        starts = {axis: int(self.index.arrays[start_of(axis)][position]) for axis in Axis}
-        if undecoded:
-            source, row = self.residency.place(slot)
-            schema = self.sources[source].manifest(row).schema
-            told = self.sources[source].extent(row)
-            if told is not None:
-                extent = told
-                self.index.arrays["extra"][position] = told.extra
-                self.index.arrays["document"][position] = told.document
-            reader = self.sources[source].reader(row)
-            return schema, [
-                reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))
-                for number, column in enumerate(schema.columns)
-            ]
-        schema = self.residency.schema(slot)
-        tensors = []
-        for column, base in zip(schema.columns, self.residency.addresses_of(slot), strict=True):
-            rows, width = extent.rows(column.axis), column.row_nbytes
-            tensor = torch.empty((rows, *column.row_shape), dtype=column.torch_dtype)
-            if tensor.nbytes:
-                ctypes.memmove(tensor.data_ptr(), base + starts[column.axis] * width, tensor.nbytes)
-            tensors.append(tensor)
-        return schema, tensors
+        return rows_at(self.index, self.residency, self.sources, position)

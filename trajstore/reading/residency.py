@@ -19,6 +19,9 @@ import numpy.typing as npt
 from trajstore import locks
 from trajstore.columns.schema import ColumnSpec, Extent, Kind, Schema
 
+GONE = -1
+"""Slot of a trajectory that was kept in memory only and has left it."""
+
 MEMORY = -1
 """Source number of slots in memory."""
 
@@ -163,7 +166,7 @@ class Residency:
         numbers, _ = self._numbered(self._schemas[slot])
         return [int(address) for address in self.addresses[slot, numbers]]
 
-    def place(self, slot: int) -> tuple[int, int]:
+    def shard_of(self, slot: int) -> tuple[int, int]:
         """Return source number and row of a slot on disk."""
         return int(self._source[slot]), int(self._row[slot])
 

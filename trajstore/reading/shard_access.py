@@ -15,16 +15,8 @@ from trajstore.files.base import Buffer, Directory
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index import START_OF, TrajectoryIndex
 from trajstore.trajectory import AnyTrajectory
-
-_START = {
-    Axis.SAMPLES: "start_samples",
-    Axis.FIRST_EXTRA: "start_extra",
-    Axis.LAST_EXTRA: "start_extra",
-    Axis.RESPONSE: "start_extra",
-    Axis.DOCUMENT: "start_document",
-}
 
 
 class ShardAccess:
@@ -60,7 +52,7 @@ class ShardAccess:
         for number, column in enumerate(manifest.schema.columns):
             if only is not None and column.name not in only:
                 continue
-            start = int(index.arrays[_START[column.axis]][position])
+            start = int(index.arrays[START_OF[column.axis]][position])
             rows = extent.rows(column.axis)
             tensor = self._rows(manifest, number, start, start + rows)
             if manifest.schema.kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
@@ -90,7 +82,7 @@ class ShardAccess:
         found = {}
         for number, column in enumerate(manifest.schema.columns):
             if column.name in only:
-                start, rows = int(index.arrays[_START[column.axis]][position]), extent.rows(column.axis)
+                start, rows = int(index.arrays[START_OF[column.axis]][position]), extent.rows(column.axis)
                 tensor = self._rows(manifest, number, start, start + count * rows)
                 found[column.name] = tensor.reshape(count, rows // extent.batch, extent.batch, *column.row_shape)
         return found
@@ -104,7 +96,7 @@ class ShardAccess:
         manifest = self._open(int(index.arrays["shard"][position]))
         for number, column in enumerate(manifest.schema.columns):
             if column.name == name:
-                first = int(index.arrays[_START[column.axis]][position])
+                first = int(index.arrays[START_OF[column.axis]][position])
                 return self._rows(manifest, number, first + start, first + stop)
         return None
 

@@ -18,10 +18,9 @@ from trajstore.errors import CorruptStoreError, SchemaMismatchError
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
 from trajstore.reading.residency import Reading, Residency
+from trajstore.store.index import START_OF
 
 IntArray = npt.NDArray[np.int64]
-
-_STARTS = {Axis.SAMPLES: "start_samples", Axis.RESPONSE: "start_extra", Axis.DOCUMENT: "start_document"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,9 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     """
     slots = contents.make_resident(positions)
     residency, index = contents.residency, contents.index.arrays
-    starts = {axis: index[name][positions].astype(np.int64) for axis, name in _STARTS.items()}
+    starts = {
+        axis: index[START_OF[axis]][positions].astype(np.int64) for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
+    }
     ids = index["trajectory_id"][positions]
     by_slot = {slot: _columns_of(residency, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]

@@ -49,6 +49,18 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
 ``nbytes`` are those of the columns, ``shard`` is a row of the shard table, ``start_*`` are first rows within it.
 """
 
+STARTS = ("start_samples", "start_extra", "start_document")
+"""The arrays of first rows."""
+
+START_OF: Mapping[Axis, str] = {
+    Axis.SAMPLES: "start_samples",
+    Axis.FIRST_EXTRA: "start_extra",
+    Axis.LAST_EXTRA: "start_extra",
+    Axis.RESPONSE: "start_extra",
+    Axis.DOCUMENT: "start_document",
+}
+"""Which of them says where the rows of a column on an axis begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEntry:
@@ -173,6 +185,12 @@ class TrajectoryIndex:
         """Stop sharing some columns with the index from which this one was sliced."""
         for name in names:
             self.arrays[name] = self.arrays[name].copy()
+
+    def note_extent(self, shard: int, extent: Extent) -> None:
+        """Note the extra rows and the document of the trajectory in a shard, which RLinf's index does not tell."""
+        here = self.arrays["shard"][: self.end] == shard
+        self.arrays["extra"][: self.end][here] = extent.extra
+        self.arrays["document"][: self.end][here] = extent.document
 
     def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
         """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
@@ -323,7 +341,7 @@ def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, IntArray]:
     more = Axis.FIRST_EXTRA if kind == "step" else Axis.RESPONSE
     rows = np.array([(e.rows(Axis.SAMPLES), e.rows(more), e.document) for e in extents], np.int64)
     starts = np.cumsum(rows, axis=0) - rows
-    return {name: starts[:, at] for at, name in enumerate(("start_samples", "start_extra", "start_document"))}
+    return {name: starts[:, at] for at, name in enumerate(STARTS)}
 
 
 def columns_of(

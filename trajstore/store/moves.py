@@ -13,10 +13,8 @@ from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
 from trajstore.machine_code import kernels
-from trajstore.store.index import TrajectoryIndex, starts_of
+from trajstore.store.index import STARTS, TrajectoryIndex, starts_of
 from trajstore.store.log_records import natural, parse_ranges, ranges_of
-
-STARTS = ("start_samples", "start_extra", "start_document")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore import locks
-from trajstore.columns.fields import Axis
 from trajstore.columns.record import raw_bytes
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
@@ -27,7 +26,7 @@ from trajstore.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore.formats.checksums import check_file, manifest_of
 from trajstore.reading.shard_access import fetch_file
 from trajstore.store.catalog import Catalog
-from trajstore.store.moves import STARTS
+from trajstore.store.index import START_OF, STARTS
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.commit_log import CommitLog
 
@@ -38,14 +37,6 @@ SLACK_BYTES = 1 << 20
 
 _LEASES_SECONDS = 1.0
 """How often it is seen whether readers have let go of files that only they need, when nothing is added or evicted."""
-
-_START_OF = {
-    Axis.SAMPLES: STARTS[0],
-    Axis.FIRST_EXTRA: STARTS[1],
-    Axis.LAST_EXTRA: STARTS[1],
-    Axis.RESPONSE: STARTS[1],
-    Axis.DOCUMENT: STARTS[2],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +290,7 @@ class _OpenShard:
         """Return the rows of a trajectory, column by column."""
         columns = []
         for number, column in enumerate(self.manifest.schema.columns):
-            start = entry.starts[_START_OF[column.axis]]
+            start = entry.starts[START_OF[column.axis]]
             rows = self._reader.rows(number, start, start + entry.extent.rows(column.axis))
             columns.append(raw_bytes(rows.contiguous()))
         return columns

@@ -1,0 +1,151 @@
+"""A batch of rows: which columns it has where its trajectories do not all have the same, and the copy of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.columns.schema import ColumnSpec
+from trajstore.errors import SchemaMismatchError, listed
+from trajstore.reading.agreement import Agreement, agree
+from trajstore.reading.gather import Located, allocate, gather
+from trajstore.reading.residency import GONE, Reading, Residency
+from trajstore.reading.sources import Source
+from trajstore.store.index import TrajectoryIndex
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a batch whose trajectories have the same columns, and the numbers of these."""
+
+    rows: npt.NDArray[np.intp]
+    numbers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch that only has to be copied, with :meth:`read`."""
+
+    located: Located
+    numbers: npt.NDArray[np.int64]
+    specs: list[ColumnSpec]
+    addresses: npt.NDArray[np.int64]
+    axes: npt.NDArray[np.int8]
+    parts: list[tuple[Part, list[ColumnSpec]]]
+    """Where dtypes differ: rows of one kind each, with their own columns in the order of ``specs``."""
+    residency: Residency
+    reading: Reading
+
+    def read(self, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Return the rows, by dotted column name; once, and without ``Contents.lock``.
+
+        Raises:
+            ConfigurationError: a tensor of ``out`` does not fit.
+        """
+        try:
+            targets = allocate(self.specs, len(self.located.slot), out)
+            if not self.parts:
+                gather(self.located, self.addresses, self.axes, self.numbers, self.specs, targets)
+            for part, specs in self.parts:
+                own = allocate(specs, len(part.rows), None)
+                numbers = np.array(part.numbers, np.int64)
+                gather(self.located.of(part.rows), self.addresses, self.axes, numbers, specs, own)
+                for target, tensor in zip(targets, own, strict=True):
+                    target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
+        finally:
+            self.residency.end_reading(self.reading)
+        return {spec.name: target for spec, target in zip(self.specs, targets, strict=True)}
+
+
+class BatchColumns:
+    """Chooses the columns of batches. ``Contents.lock`` guards it.
+
+    Args:
+        residency: knows the columns of resident slots.
+        sources: know the columns of those that cannot be read in place.
+    """
+
+    def __init__(self, residency: Residency, sources: Sequence[Source]) -> None:
+        self._residency = residency
+        self._sources = sources
+        self._undecoded: tuple[int, int | None] = (GONE, None)
+        self._told: set[tuple[int, int]] = set()
+
+    def choose(
+        self, index: TrajectoryIndex, located: Located, first: int, names: Sequence[str] | None
+    ) -> tuple[list[int], list[Part]]:
+        """Return the columns of the batch, and which rows have them otherwise; no parts if none has.
+
+        Args:
+            index: of the trajectories.
+            located: the rows; their slots are resident.
+            first: position of the window's oldest trajectory, whose dtypes the batch has.
+            names: the columns to take; None takes all, which must then be the same.
+
+        Raises:
+            SchemaMismatchError: the trajectories differ in their columns, or are agent trajectories.
+        """
+        of_each = self._residency.signature[located.slot]
+        signatures = np.unique(of_each).tolist()
+        if any(self._residency.kind(signature) == "agent" for signature in signatures):
+            raise SchemaMismatchError(
+                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
+                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
+            )
+        kinds = [self._residency.columns(signature) for signature in signatures]
+        oldest = self._signature_of(index, first, located.slot)
+        if names is None and len(kinds) == 1 and oldest in (None, signatures[0]):
+            return list(kinds[0]), []
+        like = () if oldest is None else self._residency.columns(oldest)
+
+        def who(at: Sequence[int]) -> str:
+            theirs = np.isin(of_each, [signatures[number] for number in at])
+            ids = np.unique(index.arrays["trajectory_id"][located.position[theirs]]).tolist()
+            return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
+
+        agreed = agree(kinds, like, names, self._residency.specs, who)
+        if all(found == agreed.wanted for found in agreed.found):
+            return agreed.wanted, []
+        self._tell_casts(agreed)
+        parts = [
+            Part(np.flatnonzero(of_each == signature), found)
+            for signature, found in zip(signatures, agreed.found, strict=True)
+        ]
+        return agreed.wanted, parts
+
+    def _signature_of(self, index: TrajectoryIndex, position: int, needed: npt.NDArray[np.int64]) -> int | None:
+        """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
+        if not index.first <= position < index.end:
+            return None
+        slot = int(index.arrays["shard"][position])
+        if slot == GONE:
+            return None
+        known = int(self._residency.signature[slot])
+        if known >= 0 or self._undecoded[0] == slot:
+            return known if known >= 0 else self._undecoded[1]
+        if self._residency.ensure(np.append(needed, slot), index.note_extent):
+            source, row = self._residency.shard_of(slot)
+            schema = self._sources[source].manifest(row).schema
+            self._undecoded = slot, self._residency.signature_of(schema)
+            return self._undecoded[1]
+        return int(self._residency.signature[slot])
+
+    def _tell_casts(self, agreed: Agreement) -> None:
+        specs = self._residency.specs
+        for found in agreed.found:
+            for number, wanted in zip(found, agreed.wanted, strict=True):
+                if number != wanted and (number, wanted) not in self._told:
+                    self._told.add((number, wanted))
+                    logger.warning(
+                        "column %s: %s rows are cast to %s, the dtype of the window's oldest trajectory",
+                        specs[number].name,
+                        specs[number].dtype,
+                        specs[wanted].dtype,
+                    )

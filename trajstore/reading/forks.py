@@ -1,0 +1,56 @@
+"""What a buffer shows stands still while the process forks.
+
+A lock that another thread holds at that moment would stay locked in the child for ever. So the locks of all contents,
+and then those of all residencies, are taken before and given back after.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import partial
+from typing import Protocol
+
+from trajstore.locks import Lock
+from trajstore.reading.residency import Residency
+
+
+class Standing(Protocol):
+    """Contents, as far as a fork is concerned; ``lock`` may be held by their own thread already."""
+
+    @property
+    def lock(self) -> Lock:
+        """Guards the residency too."""
+
+    @property
+    def residency(self) -> Residency:
+        """Where rows are, and which copies are running."""
+
+
+_living: weakref.WeakSet[Standing] = weakref.WeakSet()
+_stopped: list[Standing] = []
+
+
+def stop_at_forks(contents: Standing) -> None:
+    """Let contents stand still whenever the process forks, for as long as they live."""
+    _living.add(contents)
+
+
+def _before_fork() -> None:
+    _stopped.extend(_living)
+    for contents in _stopped:
+        contents.lock.acquire()
+    for contents in _stopped:
+        contents.residency.stop()
+
+
+def _after_fork(*, in_child: bool = False) -> None:
+    while _stopped:
+        contents = _stopped.pop()
+        contents.residency.go_on(in_child=in_child)
+        contents.lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=partial(_after_fork, in_child=True)
+)

@@ -1,0 +1,69 @@
+"""What a buffer shows at one moment, for a checkpoint: taken quickly, written while the buffer goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trajstore.columns.record import Record
+from trajstore.reading.cache import Held
+from trajstore.reading.residency import GONE, Residency
+from trajstore.reading.sources import Source
+from trajstore.store.index import STARTS, TrajectoryIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A consistent picture of the contents, for a checkpoint.
+
+    Attributes:
+        index: the entries that can be saved; ``shard`` is meaningless.
+        shards: per entry, (source, row) on disk, or None where ``records`` has it.
+        records: by position in ``index``, trajectories that are in memory only.
+        sources: the sources that ``shards`` refers to.
+    """
+
+    index: TrajectoryIndex
+    shards: list[tuple[int, int] | None]
+    records: dict[int, Record]
+    sources: list[Source]
+
+
+def picture_of(
+    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], held: Mapping[int, Held]
+) -> Picture:
+    """Return a picture of everything that can be saved; with ``Contents.lock`` held, and quickly.
+
+    Args:
+        index: what is shown.
+        residency: knows the shard of each slot.
+        sources: of the shards.
+        held: the trajectories in memory, by id.
+    """
+    positions = np.arange(index.first, index.end)
+    columns = index.take(positions)
+    shards: list[tuple[int, int] | None] = []
+    records: dict[int, Record] = {}
+    kept = np.ones(len(positions), np.bool_)
+    slots = columns["shard"].tolist()
+    for at, number in enumerate(columns["trajectory_id"].tolist()):
+        slot = slots[at]
+        there = held.get(number)
+        if there is not None and there.home is not None:
+            slot = there.home[0]
+            for name, start in zip(STARTS, there.home[1:], strict=True):
+                columns[name][at] = start
+        elif there is not None and there.record is not None:
+            records[len(shards)] = there.record
+            shards.append(None)
+            continue
+        elif slot == GONE:
+            kept[at] = False
+            continue
+        shards.append(residency.shard_of(slot))
+    picture = TrajectoryIndex()
+    picture.weights = index.weights.copy()
+    picture.append({name: array[kept] for name, array in columns.items()})
+    return Picture(picture, shards, records, list(sources))

@@ -1,0 +1,53 @@
+"""One whole trajectory, read from wherever it is now."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.schema import Schema
+from trajstore.reading.residency import Residency
+from trajstore.reading.sources import Source
+from trajstore.store.index import START_OF, TrajectoryIndex
+
+
+def rows_at(
+    index: TrajectoryIndex, residency: Residency, sources: Sequence[Source], position: int
+) -> tuple[Schema, list[torch.Tensor]]:
+    """Return the columns of the trajectory at a position, copied or decoded; with ``Contents.lock`` held.
+
+    Each has ``[rows, *row_shape]``. Extra rows and document are noted in the index where only the file tells them.
+
+    Raises:
+        CorruptStoreError: a file is missing or damaged.
+    """
+    slot = int(index.arrays["shard"][position])
+    undecoded = residency.ensure(np.array([slot], np.int64), index.note_extent)
+    extent = index.entry(position).extent
+    starts = {axis: int(index.arrays[START_OF[axis]][position]) for axis in Axis}
+    if undecoded:
+        source, row = residency.shard_of(slot)
+        schema = sources[source].manifest(row).schema
+        told = sources[source].extent(row)
+        if told is not None:
+            extent = told
+            index.arrays["extra"][position] = told.extra
+            index.arrays["document"][position] = told.document
+        reader = sources[source].reader(row)
+        return schema, [
+            reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))
+            for number, column in enumerate(schema.columns)
+        ]
+    schema = residency.schema(slot)
+    tensors = []
+    for column, base in zip(schema.columns, residency.addresses_of(slot), strict=True):
+        rows, width = extent.rows(column.axis), column.row_nbytes
+        tensor = torch.empty((rows, *column.row_shape), dtype=column.torch_dtype)
+        if tensor.nbytes:
+            ctypes.memmove(tensor.data_ptr(), base + starts[column.axis] * width, tensor.nbytes)
+        tensors.append(tensor)
+    return schema, tensors
