@@ -1,13 +1,14 @@
 """What a draw of 1,024 rows costs with each sampler, from 10^4 to 10^8 rows of the index alone.
 
-The figure is the time at the most rows over that at the fewest; a binary logarithm grows by 2 between them, memory
-that no cache holds costs besides.
+The figure is the time at the most rows over that at the fewest. What grows as a logarithm does grows by 2 between them
+where it is of rows, by 5 where it is of trajectories (10 to 100,000). Memory that no cache holds costs besides: how
+much says the bare reading of as many cells of an array of as many rows.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,7 @@ SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
 def figures(options: Options) -> Iterator[Figure]:
     """Yield a figure for each sampler."""
     counts = [options.count(count, 10) for count in TRAJECTORIES]
+    yield _bare(counts, options)
     for name, make in SAMPLERS.items():
         samplers = [_filled(make(), count) for count in counts]
         generator = torch.Generator().manual_seed(0)
@@ -60,6 +62,22 @@ def figures(options: Options) -> Iterator[Figure]:
         yield Figure(
             "SAMPLERS", f"{name}, draw of {count}: most rows ÷ fewest", times[-1] / times[0], None, details=details
         )
+
+
+def _bare(counts: Sequence[int], options: Options) -> Figure:
+    """Return the figure of reading 1,024 cells anywhere, others each time, of arrays as long as the transitions."""
+    repeats = max(20, options.repeats)
+    works = [_reading(count * SAMPLES, repeats + 2) for count in counts]
+    times = [statistics.median(kept) for kept in alternate(works, repeats)]
+    details = {f"us_{rows * SAMPLES:.0e}": 1e6 * time for rows, time in zip(counts, times, strict=True)}
+    name = f"bare read of {BATCH} cells: most rows ÷ fewest"
+    return Figure("SAMPLERS", name, times[-1] / times[0], None, details=details)
+
+
+def _reading(rows: int, times: int) -> Callable[[], object]:
+    cells = np.ones(rows)
+    drawn = iter(np.random.default_rng(0).integers(rows, size=(times, BATCH)))
+    return lambda: cells.take(next(drawn))
 
 
 def sampler_draws_rows(name: str) -> bool:
