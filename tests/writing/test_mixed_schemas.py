@@ -193,16 +193,16 @@ def test_one_that_cannot_be_written_leaves_its_commit(tmp_path: Path, monkeypatc
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.writing import commit_log
+    from trajstore.writing import commits
 
-    real = commit_log.columns_of
+    real = commits.columns_of
 
     def columns(records: Any, ids: Sequence[int], *others: Any) -> Any:
         if 1 in ids:
             raise ValueError("no such value")
         return real(records, ids, *others)
 
-    monkeypatch.setattr(commit_log, "columns_of", columns)
+    monkeypatch.setattr(commits, "columns_of", columns)
     with opened(tmp_path / "live") as buffer:
         for number, dtype in enumerate((torch.float32, torch.float64, torch.float16)):
             buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), number, dtype=dtype))])

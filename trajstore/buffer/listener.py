@@ -16,7 +16,7 @@ from trajstore.errors import StoreError
 from trajstore.exits import forget
 from trajstore.sampling.draws import Draws
 from trajstore.store.moves import Moved
-from trajstore.writing.commit_log import Commit
+from trajstore.writing.commits import Commit
 from trajstore.writing.writer import StoreWriter
 
 logger = logging.getLogger(__name__)

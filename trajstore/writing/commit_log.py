@@ -8,96 +8,32 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import orjson
 
 from trajstore import locks
-from trajstore.columns.record import Record
-from trajstore.columns.schema import Extent, Schema
+from trajstore.columns.schema import Extent
 from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.files.base import FULL, Directory
 from trajstore.formats.base import ShardManifest
-from trajstore.store.additions import added_to_json, by_id
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
-from trajstore.store.log_records import LOG_FOLDER, encode_line, manifest_to_json, ranges_of, segment_name
-from trajstore.store.moves import Moved, move_to_json
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.log_records import LOG_FOLDER, ranges_of, segment_name
 from trajstore.store.saved_points import pin_name
 from trajstore.store.sealed import LAYOUT_VERSION
-from trajstore.writing.maintenance import (
-    STORE_FOLDERS,
-    Garbage,
-    check_unused,
-    files_of_rlinf,
-    keep_files_of_rlinf,
-    remove_segments,
-)
+from trajstore.writing.commits import CommitListener, NewShard, add_lines, evict_line, rewrite_line
+from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
+from trajstore.writing.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_RENEWAL = 1.0
-"""Seconds between two renewals of ``metadata.json``."""
-
-
 _MAX_RECORDS = 20_000
 """Records of the log after which the index is written whole, or a sixteenth of the entries if that is more."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewShard:
-    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
-
-    ``entries`` is what the log says of the trajectories, as JSON.
-    """
-
-    number: int
-    manifest: ShardManifest
-    records: Sequence[Record]
-    ids: Sequence[int]
-    uuids: bytes
-    entries: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """One committed shard, as told to the listener."""
-
-    ids: tuple[int, ...]
-    row: int
-    columns: Mapping[str, Any]
-
-
-class CommitListener(Protocol):
-    """What a writer tells; called with the log's lock held, so it must not call the writer back.
-
-    What it is told is durable: an error that it raises is logged and changes nothing.
-    """
-
-    def metadata(self) -> Mapping[str, Any]:
-        """Return what else ``metadata.json`` shall say (seed, ...)."""
-
-    def committed(self, commits: Sequence[Commit]) -> None:
-        """These shards are durable."""
-
-    def rejected(self, ids: Sequence[int]) -> None:
-        """These trajectories cannot be written, for their own sake, and will never be durable."""
-
-    def to_evict(self) -> Sequence[int]:
-        """Return the ids that retention wants gone now."""
-
-    def evicted(self, ids: Sequence[int]) -> None:
-        """These trajectories are durably out of the store."""
-
-    def moved(self, moved: Moved) -> None:
-        """These trajectories are durably in another shard."""
 
 
 class CommitLog:
@@ -120,7 +56,6 @@ class CommitLog:
         """Held for every change; :meth:`record` and :meth:`keep_house` leave it to the caller, the rest take it."""
         self.unsettled = False
         """Whether half a record may stand in the log, or housekeeping failed."""
-        self._format_name = format_name
         self._snapshot_bytes = snapshot_bytes
         self._listener = listener
         self.evicted_bytes = 0
@@ -130,8 +65,7 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._renewed = -1
-        self._renew_at = 0.0
+        self._snapshots = Snapshots(directory, format_name, listener)
         self._segment = ""
         self.catalog = self._open()
         self._segment = self._segment or segment_name(self.catalog.generation + 1)
@@ -166,7 +100,7 @@ class CommitLog:
             else:
                 directory.remove(segments)
         else:
-            self._renewed = catalog.generation
+            self._snapshots.renewed = catalog.generation
         return catalog
 
     def _continue(self, catalog: Catalog) -> None:
@@ -218,46 +152,14 @@ class CommitLog:
             return
         self._check_in_step()
         catalog = self.catalog
-        schemas = _SchemaNumbers(catalog)
-        lines = []
-        committed: list[list[Commit]] = []
-        row = len(catalog.shards)
-        for offset, shards in enumerate(commits):
-            told = [schemas.number(shard.manifest.schema) for shard in shards]
-            lines.append(
-                encode_line(
-                    {
-                        "generation": catalog.generation + 1 + offset,
-                        "operation": "add",
-                        **added_to_json(
-                            schemas.news(),
-                            [
-                                {
-                                    "number": shard.number,
-                                    "shard": manifest_to_json(shard.manifest, schema),
-                                    "entries": orjson.Fragment(shard.entries),
-                                }
-                                for shard, schema in zip(shards, told, strict=True)
-                            ],
-                        ),
-                    }
-                )
-            )
-            committed.append([])
-            for shard in shards:
-                records = shard.records
-                columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
-                columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
-                committed[-1].append(Commit(tuple(shard.ids), row, columns))
-                row += 1
-        joined = [by_id([commit.columns for commit in made]) for made in committed]
-        catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in joined]))
-        self._append(b"".join(lines))
+        lines = add_lines(catalog, commits)
+        catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
+        self._append(lines.data)
         with self._durable():
-            for shards, entries in zip(commits, joined, strict=True):
+            for shards, entries in zip(commits, lines.entries, strict=True):
                 catalog.add([(shard.number, shard.manifest) for shard in shards], entries)
                 catalog.generation += 1
-        self._tell(lambda: self._listener.committed([commit for made in committed for commit in made]))
+        self._tell(lambda: self._listener.committed(lines.told))
 
     @contextmanager
     def _durable(self) -> Iterator[None]:
@@ -328,7 +230,7 @@ class CommitLog:
         self._check_in_step()
         catalog = self.catalog
         ranges = ranges_of(sorted(ids))
-        self._append(encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges}))
+        self._append(evict_line(catalog, ranges))
         with self._durable():
             self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
             catalog.generation += 1
@@ -351,17 +253,7 @@ class CommitLog:
         with self.changing():
             self._check_in_step()
             catalog = self.catalog
-            schemas = _SchemaNumbers(catalog)
-            schema = schemas.number(manifest.schema)
-            record = {
-                "generation": catalog.generation + 1,
-                "operation": "rewrite",
-                "number": number,
-                "schemas": schemas.news(),
-                "shard": manifest_to_json(manifest, schema),
-                **move_to_json(ids, extents),
-            }
-            self._append(encode_line(record))
+            self._append(rewrite_line(catalog, number, manifest, ids, extents))
             with self._durable():
                 moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
                 catalog.generation += 1
@@ -438,37 +330,6 @@ class CommitLog:
         if not self._put_off:
             self.garbage.collect(catalog)
 
-    # -- metadata ---------------------------------------------------------------------------------
-
-    @property
-    def renewal_due(self) -> bool:
-        """Whether ``metadata.json`` should be renewed."""
-        return self._renewed != self.catalog.generation and time.monotonic() >= self._renew_at
-
-    def renew_metadata(self) -> None:
-        """Let ``metadata.json`` tell of what is committed by now, at most once a second; it is for people and tools.
-
-        Its generation stays that of the snapshot, which readers rely on. Not part of the durable order: what is missed
-        now comes later.
-        """
-        if not self.renewal_due or not self.lock.acquire(blocking=False):
-            return
-        try:
-            if self._closed or self._out_of_step is not None:
-                return
-            self._renew_at = time.monotonic() + _RENEWAL
-            catalog = self.catalog
-            if files_of_rlinf(self.directory, catalog.snapshot_bytes):
-                self._begin_segment()  # which keeps them
-                return
-            values = {**self._listener.metadata(), "generation": catalog.snapshot_generation}
-            self.directory.publish([catalog.metadata_file(trajectory_format=self._format_name, **values)])
-            self._renewed = catalog.generation
-        except (OSError, StoreLockedError) as error:
-            logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
-        finally:
-            self.lock.release()
-
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshot(self) -> None:
@@ -495,21 +356,29 @@ class CommitLog:
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
-        try:
-            theirs = files_of_rlinf(self.directory, catalog.snapshot_bytes)
-            if theirs:
-                keep_files_of_rlinf(self.directory, theirs)
-            index = catalog.snapshot_file()
-            self.directory.publish([index])
-            metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
-            self.directory.publish([metadata])
-        except OSError as error:
-            raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
-        catalog.snapshot_generation = self._renewed = catalog.generation
-        catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
-        catalog.log_bytes = 0
+        self._snapshots.write(catalog)
         self._collect_garbage(catalog)
         remove_segments(self.directory, catalog.generation if keep_after is None else keep_after)
+
+    @property
+    def renewal_due(self) -> bool:
+        """Whether ``metadata.json`` should be renewed."""
+        return self._snapshots.renewal_due(self.catalog)
+
+    def renew_metadata(self) -> None:
+        """Let ``metadata.json`` tell of what is committed by now, at most once a second; it is for people and tools.
+
+        Not part of the durable order: what is missed now comes later.
+        """
+        if not self.renewal_due or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not self._closed and self._out_of_step is None and not self._snapshots.renew(self.catalog):
+                self._begin_segment()  # which keeps the files of RLinf
+        except (OSError, StoreLockedError) as error:
+            logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
+        finally:
+            self.lock.release()
 
 
 def check_process(pid: int, url: str) -> None:
@@ -520,31 +389,3 @@ def check_process(pid: int, url: str) -> None:
     """
     if os.getpid() != pid:
         raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")
-
-
-class _SchemaNumbers:
-    """Numbers of the schemas that new records refer to. The catalog has those of new ones when the records are durable.
-
-    Args:
-        catalog: as the log has it.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._table = catalog.shards
-        self._new: dict[Schema, int] = {}
-        self._untold: list[Schema] = []
-
-    def number(self, schema: Schema) -> int:
-        """Return a schema's number."""
-        number = self._table.schema_number(schema)
-        if number is None:
-            number = self._new.get(schema)
-        if number is None:
-            number = self._new[schema] = len(self._table.schemas) + len(self._new)
-            self._untold.append(schema)
-        return number
-
-    def news(self) -> list[Any]:
-        """Return, as JSON values, the schemas that the next record has to tell; they are new but once."""
-        untold, self._untold = self._untold, []
-        return [schema.to_json() for schema in untold]

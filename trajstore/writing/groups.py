@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from trajstore.columns.owned import OwnedRecord
 from trajstore.errors import StoreWriteError
 from trajstore.formats.base import ShardManifest
-from trajstore.writing.commit_log import NewShard
+from trajstore.writing.commits import NewShard
 
 
 class Batch:

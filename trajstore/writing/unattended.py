@@ -11,7 +11,8 @@ from trajstore.files.base import Directory
 from trajstore.store.catalog import METADATA_NAME
 from trajstore.store.moves import Moved
 from trajstore.store.sealed import parse_metadata
-from trajstore.writing.commit_log import Commit, CommitLog
+from trajstore.writing.commit_log import CommitLog
+from trajstore.writing.commits import Commit
 from trajstore.writing.points import Points
 
 _NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing

@@ -21,7 +21,8 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.interrupts import uninterrupted
 from trajstore.writing.callbacks import CommitCallbacks
-from trajstore.writing.commit_log import CommitListener, CommitLog, check_process
+from trajstore.writing.commit_log import CommitLog, check_process
+from trajstore.writing.commits import CommitListener
 from trajstore.writing.groups import Group
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.points import Points

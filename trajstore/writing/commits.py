@@ -1,0 +1,176 @@
+"""What a commit is: the shards to be recorded, the line of the log, what the listener is told. Pure; no I/O.
+
+Lines are made with ``CommitLog.lock`` held, for they go on from what the catalog has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from trajstore.columns.record import Record
+from trajstore.columns.schema import Extent, Schema
+from trajstore.formats.base import ShardManifest
+from trajstore.store.additions import added_to_json, by_id
+from trajstore.store.catalog import Catalog
+from trajstore.store.index import columns_of, starts_of
+from trajstore.store.log_records import encode_line, manifest_to_json
+from trajstore.store.moves import Moved, move_to_json
+
+
+@dataclass(frozen=True, slots=True)
+class NewShard:
+    """A shard whose files are durable, to be recorded: its number, manifest, and trajectories with ids and UUIDs.
+
+    ``entries`` is what the log says of the trajectories, as JSON.
+    """
+
+    number: int
+    manifest: ShardManifest
+    records: Sequence[Record]
+    ids: Sequence[int]
+    uuids: bytes
+    entries: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One committed shard, as told to the listener."""
+
+    ids: tuple[int, ...]
+    row: int
+    columns: Mapping[str, Any]
+
+
+class CommitListener(Protocol):
+    """What a writer tells; called with the log's lock held, so it must not call the writer back.
+
+    What it is told is durable: an error that it raises is logged and changes nothing.
+    """
+
+    def metadata(self) -> Mapping[str, Any]:
+        """Return what else ``metadata.json`` shall say (seed, ...)."""
+
+    def committed(self, commits: Sequence[Commit]) -> None:
+        """These shards are durable."""
+
+    def rejected(self, ids: Sequence[int]) -> None:
+        """These trajectories cannot be written, for their own sake, and will never be durable."""
+
+    def to_evict(self) -> Sequence[int]:
+        """Return the ids that retention wants gone now."""
+
+    def evicted(self, ids: Sequence[int]) -> None:
+        """These trajectories are durably out of the store."""
+
+    def moved(self, moved: Moved) -> None:
+        """These trajectories are durably in another shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddLines:
+    """Commits as they go into the log, the catalog and the view.
+
+    Attributes:
+        data: one line for each commit.
+        entries: per commit, the index columns of its trajectories, by ascending id.
+        told: every shard of all commits.
+    """
+
+    data: bytes
+    entries: list[Mapping[str, Any]]
+    told: list[Commit]
+
+
+def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLines:
+    """Return the lines of commits that follow the catalog's generation, one or more shards in each."""
+    schemas = _SchemaNumbers(catalog)
+    lines: list[bytes] = []
+    entries: list[Mapping[str, Any]] = []
+    told: list[Commit] = []
+    row = len(catalog.shards)
+    for offset, shards in enumerate(commits):
+        numbers = [schemas.number(shard.manifest.schema) for shard in shards]
+        lines.append(
+            encode_line(
+                {
+                    "generation": catalog.generation + 1 + offset,
+                    "operation": "add",
+                    **added_to_json(
+                        schemas.news(),
+                        [
+                            {
+                                "number": shard.number,
+                                "shard": manifest_to_json(shard.manifest, schema),
+                                "entries": orjson.Fragment(shard.entries),
+                            }
+                            for shard, schema in zip(shards, numbers, strict=True)
+                        ],
+                    ),
+                }
+            )
+        )
+        of_shards = []
+        for shard in shards:
+            records = shard.records
+            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
+            columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
+            of_shards.append(columns)
+            told.append(Commit(tuple(shard.ids), row, columns))
+            row += 1
+        entries.append(by_id(of_shards))
+    return AddLines(b"".join(lines), entries, told)
+
+
+def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
+    """Return the line of an eviction, of inclusive ranges of ids, that follows the catalog's generation."""
+    return encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges})
+
+
+def rewrite_line(
+    catalog: Catalog, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]
+) -> bytes:
+    """Return the line of a rewrite that follows the catalog's generation; as :meth:`CommitLog.move` is given it."""
+    schemas = _SchemaNumbers(catalog)
+    schema = schemas.number(manifest.schema)
+    return encode_line(
+        {
+            "generation": catalog.generation + 1,
+            "operation": "rewrite",
+            "number": number,
+            "schemas": schemas.news(),
+            "shard": manifest_to_json(manifest, schema),
+            **move_to_json(ids, extents),
+        }
+    )
+
+
+class _SchemaNumbers:
+    """Numbers of the schemas that new records refer to. The catalog has those of new ones when the records are durable.
+
+    Args:
+        catalog: as the log has it.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._table = catalog.shards
+        self._new: dict[Schema, int] = {}
+        self._untold: list[Schema] = []
+
+    def number(self, schema: Schema) -> int:
+        """Return a schema's number."""
+        number = self._table.schema_number(schema)
+        if number is None:
+            number = self._new.get(schema)
+        if number is None:
+            number = self._new[schema] = len(self._table.schemas) + len(self._new)
+            self._untold.append(schema)
+        return number
+
+    def news(self) -> list[Any]:
+        """Return, as JSON values, the schemas that the next record has to tell; they are new but once."""
+        untold, self._untold = self._untold, []
+        return [schema.to_json() for schema in untold]

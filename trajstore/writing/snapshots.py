@@ -1,0 +1,72 @@
+"""``trajectory_index.json`` written whole, and ``metadata.json`` beside it. Called with ``CommitLog.lock`` held."""
+
+from __future__ import annotations
+
+import time
+
+from trajstore.errors import StoreWriteError
+from trajstore.files.base import Directory
+from trajstore.store.catalog import Catalog
+from trajstore.writing.commits import CommitListener
+from trajstore.writing.maintenance import files_of_rlinf, keep_files_of_rlinf
+
+_RENEWAL = 1.0
+"""Seconds between two renewals of ``metadata.json``."""
+
+
+class Snapshots:
+    """Writes the two files of a store.
+
+    Args:
+        directory: the store's.
+        format_name: what ``metadata.json`` says of the format of new shards.
+        listener: knows what else it says.
+    """
+
+    def __init__(self, directory: Directory, format_name: str, listener: CommitListener) -> None:
+        self._directory = directory
+        self._format_name = format_name
+        self._listener = listener
+        self.renewed = -1
+        """Generation that ``metadata.json`` tells of."""
+        self._renew_at = 0.0
+
+    def write(self, catalog: Catalog) -> None:
+        """Write both files of this state; the index first, so that whoever sees the metadata finds it.
+
+        Raises:
+            StoreWriteError: one of them could not be written; the log still has everything.
+        """
+        try:
+            theirs = files_of_rlinf(self._directory, catalog.snapshot_bytes)
+            if theirs:
+                keep_files_of_rlinf(self._directory, theirs)
+            index = catalog.snapshot_file()
+            self._directory.publish([index])
+            metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
+            self._directory.publish([metadata])
+        except OSError as error:
+            raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
+        catalog.snapshot_generation = self.renewed = catalog.generation
+        catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
+        catalog.log_bytes = 0
+
+    def renewal_due(self, catalog: Catalog) -> bool:
+        """Return whether ``metadata.json`` should be renewed."""
+        return self.renewed != catalog.generation and time.monotonic() >= self._renew_at
+
+    def renew(self, catalog: Catalog) -> bool:
+        """Let ``metadata.json`` tell of this state; return whether both files are trajstore's, else it is left alone.
+
+        Its generation stays that of the snapshot, which readers rely on.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._renew_at = time.monotonic() + _RENEWAL
+        if files_of_rlinf(self._directory, catalog.snapshot_bytes):
+            return False
+        values = {**self._listener.metadata(), "generation": catalog.snapshot_generation}
+        self._directory.publish([catalog.metadata_file(trajectory_format=self._format_name, **values)])
+        self.renewed = catalog.generation
+        return True
