@@ -23,7 +23,7 @@ def keys_of(layout: str) -> dict[int, int]:
 
 
 def test_there_is_one_for_every_layout_version() -> None:
-    from trajstore.store.catalog import LAYOUT_VERSION
+    from trajstore.store.sealed import LAYOUT_VERSION
 
     assert [f"layout_{number}" for number in range(1, LAYOUT_VERSION + 1)] == LAYOUTS
 

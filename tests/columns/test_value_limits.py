@@ -21,10 +21,9 @@ import torch
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.columns.record import record_of
 from trajstore.inspection.verify import verify
-from trajstore.store.catalog import INDEX_NAME
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import seal, unseal
+from trajstore.store.sealed import INDEX_NAME, seal, unseal
 from trajstore.testing.witness import check_trajectory, witness
 
 Z = torch.zeros(1, 1, 1)

@@ -19,10 +19,9 @@ from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
-from trajstore.store.catalog import INDEX_NAME, METADATA_NAME
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import metadata_json, seal, unseal
+from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json, seal, unseal
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 

@@ -16,11 +16,10 @@ import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.inspection.verify import verify
-from trajstore.store.catalog import INDEX_NAME
 from trajstore.store.index import COLUMNS, TrajectoryIndex, lie_in
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import StringTable, pack
-from trajstore.store.sealed import seal, unseal
+from trajstore.store.sealed import INDEX_NAME, seal, unseal
 from trajstore.store.shard_table import ShardTable
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
@@ -32,7 +31,7 @@ import numpy as np, orjson
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import seal, unseal
+from trajstore.store.sealed import INDEX_NAME, seal, unseal
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory
 
 path, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

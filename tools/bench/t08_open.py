@@ -29,8 +29,9 @@ from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import ShardContent, ShardManifest
 from trajstore.formats.checksums import manifest_of
-from trajstore.store.catalog import INDEX_NAME, Catalog
+from trajstore.store.catalog import Catalog
 from trajstore.store.index import columns_of, starts_of
+from trajstore.store.sealed import INDEX_NAME
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.queue import random_uuids
 

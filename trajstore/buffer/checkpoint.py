@@ -30,8 +30,9 @@ from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, Traj
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
 from trajstore.reading.sources import Source
-from trajstore.store.catalog import METADATA_NAME, Catalog
+from trajstore.store.catalog import Catalog
 from trajstore.store.index import START_OF, TrajectoryIndex, starts_of
+from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
 
 Layout = Literal["trajstore", "rlinf"]

@@ -23,10 +23,11 @@ from trajstore.files.base import Directory, ReaderLease
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.sources import Source, StoreSource
-from trajstore.store.catalog import METADATA_NAME, Catalog, oldest_generation
+from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.partition import share_of
 from trajstore.store.salvage import open_leniently
+from trajstore.store.sealed import METADATA_NAME
 
 
 @dataclass

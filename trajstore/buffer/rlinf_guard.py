@@ -5,8 +5,7 @@ from __future__ import annotations
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.files.base import Directory
 from trajstore.reading.places import kind_of
-from trajstore.store.catalog import METADATA_NAME
-from trajstore.store.sealed import is_of_rlinf, parse_metadata
+from trajstore.store.sealed import METADATA_NAME, is_of_rlinf, parse_metadata
 
 
 def check_not_rlinf(directory: Directory) -> None:

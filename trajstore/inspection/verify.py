@@ -26,11 +26,12 @@ from trajstore.inspection.foreign import iterate_rlinf
 from trajstore.reading.places import Place, find_place, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.shard_access import ShardAccess, fetch_file
-from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog
+from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import SHARDS_FOLDER, decode_lines, ranges_of
 from trajstore.store.salvage import SalvagedCatalog
 from trajstore.store.saved_points import pin_name
+from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
 
 Progress = Callable[[int, int], None]
 """Told (done, total) shards or files."""

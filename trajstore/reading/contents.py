@@ -29,7 +29,7 @@ from trajstore.reading.picture import Picture, picture_of
 from trajstore.reading.residency import GONE, MappedShard, Residency
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at
-from trajstore.store.catalog import Change, Evicted
+from trajstore.store.committed import Change, Evicted
 from trajstore.store.index import STARTS, TrajectoryIndex, columns_of
 from trajstore.store.moves import Moved
 from trajstore.store.packing import StringTable

@@ -17,11 +17,19 @@ from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
 from trajstore.files.base import Directory
 from trajstore.store.additions import added_in
-from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog, log_segments
+from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_each, natural
-from trajstore.store.sealed import LAYOUT, LAYOUT_VERSION, is_of_rlinf, parse_metadata, unseal
+from trajstore.store.sealed import (
+    INDEX_NAME,
+    LAYOUT,
+    LAYOUT_VERSION,
+    METADATA_NAME,
+    is_of_rlinf,
+    parse_metadata,
+    unseal,
+)
 from trajstore.store.shard_table import ShardTable
 
 _LOST = Schema("step", ())

@@ -10,6 +10,9 @@ import orjson
 
 from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
+METADATA_NAME = "metadata.json"
+INDEX_NAME = "trajectory_index.json"
+
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 4
 """2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several."""

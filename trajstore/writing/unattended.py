@@ -8,9 +8,8 @@ from typing import Any
 
 from trajstore.errors import StoreWriteError
 from trajstore.files.base import Directory
-from trajstore.store.catalog import METADATA_NAME
 from trajstore.store.moves import Moved
-from trajstore.store.sealed import parse_metadata
+from trajstore.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.writing.commit_log import CommitLog
 from trajstore.writing.commits import Commit
 from trajstore.writing.points import Points

@@ -1,0 +1,290 @@
+"""What is committed, and how a record of the log changes it. No I/O but that of pins, which read their own files.
+
+Guarded as the catalog is that it is a part of: see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.limits import MAX_ID
+from trajstore.columns.schema import Extent, Schema
+from trajstore.errors import CorruptStoreError
+from trajstore.files.base import EncodedFile
+from trajstore.formats.base import ShardManifest
+from trajstore.store.additions import AddedShard, added_in, entries_from_json
+from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.lifetimes import Lifetimes
+from trajstore.store.log_records import manifest_from_json, natural, parse_ranges
+from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
+from trajstore.store.saved_points import Pins
+from trajstore.store.sealed import INDEX_NAME, LAYOUT, LAYOUT_VERSION, METADATA_NAME, metadata_json, seal
+from trajstore.store.shard_table import ShardTable
+
+NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+"""What values of the wrong kind or size raise when they are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Commits brought shards: the index columns of their trajectories."""
+
+    columns: Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A commit took trajectories out: inclusive ranges of their ids."""
+
+    ranges: npt.NDArray[np.int64]
+
+
+Change = Added | Evicted | Moved
+
+
+class Committed:
+    """Shards and trajectories that are committed.
+
+    Attributes:
+        shards: all shards that live or pinned trajectories need.
+        index: the live trajectories, oldest first.
+        pins: the checkpoints inside the store.
+        pinned: evicted trajectories that a checkpoint inside the store still names.
+        generation: number of commits applied.
+        next_id: the next trajectory id; never goes back.
+        next_shard: the next shard number; never goes back.
+        store_id: UUID of the directory.
+    """
+
+    def __init__(self, pins: Pins) -> None:
+        self._gate = EntryGate()
+        self.pins = pins
+        self.shards = ShardTable()
+        self.index = TrajectoryIndex()
+        self.pinned = TrajectoryIndex()
+        self.generation = 0
+        self.next_id = 0
+        self.next_shard = 0
+        self.store_id = ""
+        self.snapshot_generation = 0
+        self.snapshot_bytes = 0
+        self.log_bytes = 0
+        self._schemas: list[Schema] = []
+        self.lifetimes = Lifetimes()
+
+    @property
+    def left_out(self) -> Mapping[int, str]:
+        """By trajectory id, what is wrong with each entry that was left out."""
+        return self._gate.left_out
+
+    def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
+        """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
+        columns = index.arrays
+        of_steps = self.shards.of_steps()[columns["shard"]] if len(index) else np.zeros(0, np.bool_)
+        try:
+            sound = self._gate.admit(columns, shape_faults(columns, of_steps))
+            sound = self._gate.admit(sound, self._row_faults(sound))
+            if len(sound["trajectory_id"]) < len(index):
+                index.adopt(sound)
+        except CorruptStoreError as error:
+            raise CorruptStoreError(f"{source}: {error}") from error
+
+    def _row_faults(self, columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[Fault]:
+        steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
+        shard = columns["shard"]
+        for axes, start, rows in (
+            ((Axis.SAMPLES,), "start_samples", steps * batch),
+            ((Axis.FIRST_EXTRA, Axis.LAST_EXTRA), "start_extra", (steps + extra) * batch),
+            ((Axis.RESPONSE,), "start_extra", extra),
+            ((Axis.DOCUMENT,), "start_document", columns["document"].astype(np.int64)),
+        ):
+            if len(shard):
+                outside = columns[start] > self.shards.rows_on(axes)[shard] - rows
+                if outside.any():
+                    yield "a trajectory lies outside its shard", outside
+
+    # -- applying ---------------------------------------------------------------------------------
+
+    def apply_all(self, records: Sequence[Mapping[str, Any]], source: str) -> Iterator[Change]:
+        """Apply records that follow each other; those that add are taken in together, which is much faster."""
+        begin = 0
+        while begin < len(records):
+            end = begin + 1
+            if _adds(records[begin]):
+                while end < len(records) and _adds(records[end]):
+                    end += 1
+            try:
+                change = self.apply(records[begin:end])
+            except (*NONSENSE, CorruptStoreError) as error:
+                if end - begin > 1:  # one by one, to find out which
+                    for record in records[begin:end]:
+                        yield from self.apply_all([record], source)
+                generation = records[begin]["generation"]
+                raise CorruptStoreError(f"{source}: generation {generation}: {error}") from error
+            yield change
+            begin = end
+
+    def apply(self, records: Sequence[Mapping[str, Any]]) -> Change:
+        """Apply one record read from disk, or several that add; all of it or nothing. Return what has changed.
+
+        Raises:
+            CorruptStoreError: it names what is not there, or is of an unknown kind.
+        """
+        operation = records[0]["operation"]
+        if operation == "add":
+            change: Change = Added(self._add_recorded(records))
+        elif operation == "evict":
+            change = Evicted(parse_ranges(records[0]["ids"]))
+            self.evict(change.ranges)
+        elif operation == "rewrite":
+            change = self._move_recorded(records[0])
+        else:
+            raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
+        self.generation = records[-1]["generation"]
+        return change
+
+    def _add_recorded(self, records: Sequence[Mapping[str, Any]]) -> Mapping[str, npt.NDArray[Any]]:
+        schemas = list(self._schemas)
+        added: list[AddedShard] = []
+        for record in records:
+            schemas += [Schema.from_json(item) for item in record["schemas"]]
+            for one in added_in(record):
+                manifest = manifest_from_json(one["shard"], schemas)
+                row, number = len(self.shards) + len(added), natural(one["number"], MAX_ID // 2)
+                added.append(AddedShard(record["generation"], number, row, manifest, one["entries"]))
+        columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.weights)
+        ids = columns["trajectory_id"]
+        check_lengths(columns)
+        columns = self._gate.admit(
+            columns, range_faults(columns, len(self.shards) + len(added), len(self.index.weights))
+        )
+        steps = np.array([one.manifest.schema.kind == "step" for one in added], np.bool_)
+        columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
+        if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
+            raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
+        self._schemas = schemas
+        for new in added:
+            self.lifetimes.add(self.shards.add(new.number, new.manifest), new.generation)
+            self.next_shard = max(self.next_shard, new.number + 1)
+        self.index.append(columns)
+        self.next_id = int(ids[-1]) + 1
+        return columns
+
+    def _move_recorded(self, record: Mapping[str, Any]) -> Moved:
+        schemas = [*self._schemas, *(Schema.from_json(item) for item in record["schemas"])]
+        manifest = manifest_from_json(record["shard"], schemas)
+        ids, extents = move_from_json(record, manifest)
+        fitting = self.shards.schema_numbers() == self.shards.number_of_schema(manifest.schema)
+        for index in (self.index, self.pinned):
+            check_moved(index, ids, extents, fitting)
+        number = natural(record["number"], MAX_ID // 2)
+        self._schemas = schemas
+        return self.move(number, manifest, ids, extents)
+
+    def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
+        """Take in the shards of a commit, number and manifest of each, and its entries, by ascending id."""
+        for number, manifest in shards:
+            self.lifetimes.add(self.shards.add(number, manifest), self.generation + 1)
+            self.next_shard = max(self.next_shard, number + 1)
+        self.index.append(columns)
+        self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
+
+    def evict(self, ranges: npt.NDArray[np.int64]) -> int:
+        """Take entries in inclusive ranges ``[n, 2]`` out of the live index; return their bytes.
+
+        Those that a pin names are kept aside.
+        """
+        positions = self.index.positions_in(ranges)
+        if not len(positions):
+            return 0
+        nbytes = int(self.index.arrays["nbytes"][positions].sum())
+        kept = self.pins.named(self.index.arrays["trajectory_id"][positions])
+        if kept.any():
+            columns = self.index.take(positions[kept])
+            columns["weights"] = self.pinned.weights.extend(self.index.weights, columns["weights"].tolist())
+            self.pinned.append(columns)
+        self.index.drop(positions)
+        return nbytes
+
+    def move(
+        self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
+    ) -> Moved:
+        """Take in a shard that holds trajectories of others, which are read from it from now on."""
+        moved = Moved(self.shards.add(number, manifest), ids, starts_in(extents, manifest))
+        self.lifetimes.add(moved.row, self.generation + 1)
+        self.next_shard = max(self.next_shard, number + 1)
+        for index in (self.index, self.pinned):
+            move_entries(index, moved)
+        return moved
+
+    def pinned_index(self, name: str) -> TrajectoryIndex:
+        """Return the trajectories that a checkpoint inside the store names, oldest first.
+
+        Raises:
+            StoreNotFoundError: there is no such checkpoint.
+        """
+        ranges = self.pins.ranges(name)
+        index = TrajectoryIndex()
+        for part in (self.pinned, self.index):
+            positions = part.positions_in(ranges)
+            columns = part.take(positions)
+            columns["weights"] = index.weights.extend(part.weights, columns["weights"].tolist())
+            index.append(columns)
+        order = np.argsort(index["trajectory_id"], kind="stable")
+        index.replace(index.take(order))
+        return index
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def snapshot_file(self) -> EncodedFile:
+        """Return ``trajectory_index.json`` of this state; shards that nobody needs are left out."""
+        shards, rows = self.shards.compacted(self.needed_shards())
+        body = orjson.dumps(
+            {
+                "generation": self.generation,
+                "next_id": self.next_id,
+                "next_shard": self.next_shard,
+                "store_id": self.store_id,
+                "shards": shards.to_json(),
+                "live": self.index.to_json(shard=rows[self.index["shard"]]),
+                "pinned": self.pinned.to_json(shard=rows[self.pinned["shard"]]),
+            }
+        )
+        return EncodedFile(INDEX_NAME, [seal("snapshot", body)])
+
+    def metadata_file(self, **values: Any) -> EncodedFile:
+        """Return ``metadata.json`` of this state; ``values`` are the buffer's own."""
+        state = {
+            "layout": LAYOUT,
+            "layout_version": LAYOUT_VERSION,
+            "store_id": self.store_id,
+            "generation": self.generation,
+            "size": len(self.index),
+            "total_samples": self.index.total_samples,
+            "trajectory_counter": self.next_id,
+        }
+        return EncodedFile(METADATA_NAME, [metadata_json({**state, **values})])
+
+    def needed_shards(self) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a live or pinned trajectory lies in it."""
+        needed = np.zeros(len(self.shards), np.bool_)
+        needed[self.index["shard"]] = True
+        needed[self.pinned["shard"]] = True
+        return needed
+
+    def unneeded(self) -> npt.NDArray[np.intp]:
+        """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
+        self.lifetimes.note(self.needed_shards(), self.generation)
+        return self.lifetimes.waiting()
+
+
+def _adds(record: Mapping[str, Any]) -> bool:
+    return record.get("operation") == "add"
