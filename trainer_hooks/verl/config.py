@@ -12,6 +12,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.verl.guided_config import KEYS, discards_experience, guidance_of, guidance_problems
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 from trajstore.experience import is_success
 from trajstore.formats import get_format
@@ -125,6 +127,22 @@ class ReplayBlock:
     folder: Path
     """``<trainer.default_local_dir>/trajstore``."""
     n_rollout: int
+    n_validation: int = 1
+    """Rollouts of a task in validation."""
+    agent_loop: str = "single_turn_agent"
+    """Makes the rollouts of rows of the data set that name none."""
+    guidance: GuidanceConfig = dataclasses.field(default_factory=GuidanceConfig)
+    """``experience_maker`` or ``exp_manager.reme``, and ``exp_manager``: rollouts that are shown experience."""
+
+    @property
+    def masks_rows(self) -> bool:
+        """Whether some rows have a loss of their own: every row says which of its tokens, and the loss is ``het``."""
+        return self.experience_replay.enable or self.discards_experience
+
+    @property
+    def discards_experience(self) -> bool:
+        """Whether rows may be trained on without the experience that they were sampled with."""
+        return discards_experience(self.guidance)
 
     @property
     def recording_path(self) -> str:
@@ -142,8 +160,8 @@ class ReplayBlock:
             ConfigurationError: unknown keys, values out of range, options elsewhere that contradict them.
         """
         block = _mapping(config.get(SECTION), SECTION)
-        known = {field.name for field in dataclasses.fields(ReplayBlock)} - {"folder", "n_rollout"}
-        _refuse_unknown(block, known, SECTION)
+        known = {"experience_replay", "recording", "outcome", "on_resume"}
+        _refuse_unknown(block, known, SECTION, more=KEYS)
         folder = Path(str(config.trainer.default_local_dir)).absolute() / FOLDER
         replay = dict(_mapping(block.get("experience_replay"), REPLAY_SECTION))
         # Elsewhere a pool without a path is in memory; a run that shall survive a crash needs another default.
@@ -162,7 +180,8 @@ class ReplayBlock:
                 f"{REPLAY_SECTION}.regularize_replayed: {replay['regularize_replayed']!r}, must be both: verl's KL and"
                 " entropy terms count every token"
             )
-        n_rollout = int(config.actor_rollout_ref.rollout.n)
+        rollout = config.actor_rollout_ref.rollout
+        n_rollout = int(rollout.n)
         result = ReplayBlock(
             experience_replay=ExperienceReplayConfig.from_mapping(
                 replay, n_rollout=n_rollout if replay.get("enable") is True else None
@@ -172,8 +191,12 @@ class ReplayBlock:
             on_resume=block.get("on_resume", "exact"),
             folder=folder,
             n_rollout=n_rollout,
+            n_validation=int(rollout.val_kwargs.n),
+            agent_loop=str(rollout.agent.default_agent_loop),
+            guidance=guidance_of(config, folder),
         )
         problems = _contradictions(config, result)
+        problems += guidance_problems(config, result.guidance, n_rollout, text=result.recording.text)
         if problems:
             raise ConfigurationError("; ".join(problems))
         return result
@@ -187,9 +210,9 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
         return [f"{SECTION}.on_resume: {block.on_resume!r}, must be one of {', '.join(get_args(OnResume))}"]
     if not replay.enable:
         problems = []
-        if mode == "het":
+        if mode == "het" and not block.masks_rows:
             problems.append(f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true")
-        if not block.recording.enable:
+        if not block.recording.enable and not block.guidance.is_on:
             problems.append(
                 f"{SECTION}: neither recording.enable nor experience_replay.enable is true;"
                 " use trainer.v1.trainer_mode=sync"
@@ -252,7 +275,8 @@ def _mapping(node: Any, name: str) -> Mapping[str, Any]:
     return {str(key): node[key] for key in node.keys()}  # noqa: SIM118 - may be no dict
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: set[str], name: str) -> None:
-    unknown = sorted(set(given) - known)
+def _refuse_unknown(given: Mapping[str, Any], known: set[str], name: str, more: frozenset[str] = frozenset()) -> None:
+    unknown = sorted(set(given) - known - more)
     if unknown:
-        raise ConfigurationError(f"{name}: unknown key {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        known_here = ", ".join([*sorted(known), *sorted(more)])
+        raise ConfigurationError(f"{name}: unknown key {', '.join(unknown)}; known are {known_here}")

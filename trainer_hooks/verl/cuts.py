@@ -46,6 +46,8 @@ class Cut:
     """State of the experience pool; ``None`` if nothing was replayed."""
     expected: Mapping[str, Sequence[Mapping[str, Any]]]
     """Histories that are to join prompts whose rollouts are under way, by ``uid``; asynchronous modes have such."""
+    guidance: str | None = None
+    """State of what guidance draws; ``None`` if nothing is guided. Text: its numbers are longer than JSON's."""
 
 
 def checkpoint_folder(root: str | Path, step: int) -> Path:
@@ -88,6 +90,7 @@ def read_cut(folder: Path) -> Cut | None:
             rollouts_store=str(document["rollouts_store"]),
             pool=document["pool"],
             expected=dict(document["expected"]),
+            guidance=document.get("guidance"),
         )
     except FileNotFoundError:
         return None

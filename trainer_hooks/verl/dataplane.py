@@ -81,6 +81,22 @@ def write_column(keys: Sequence[str], partition_id: str, name: str, values: Sequ
         )
 
 
+def part_of(batch: KVBatchMeta, places: Sequence[int]) -> KVBatchMeta:
+    """Return the rows of a batch that stand in these places."""
+    return KVBatchMeta(
+        partition_id=batch.partition_id,
+        keys=[batch.keys[place] for place in places],
+        tags=[batch.tags[place] for place in places],
+        extra_info=batch.extra_info,
+    )
+
+
+def without_padding(batch: KVBatchMeta) -> KVBatchMeta:
+    """Return the batch without the rows by which verl fills it up."""
+    real = [place for place, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+    return batch if len(real) == len(batch.keys) else part_of(batch, real)
+
+
 def _values(data: TensorDict, name: str) -> list[Any]:
     """Return a column as one value per row."""
     column = data[name]

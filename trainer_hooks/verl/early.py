@@ -8,8 +8,10 @@ import logging
 from typing import Any
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
+from trainer_hooks.guidance_config import MAKER
 from trainer_hooks.verl.config import SECTION, ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker
+from trainer_hooks.verl.guided_config import is_asked_for
 from trajstore.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -50,9 +52,14 @@ def check_options(config: Any) -> None:
         check_tracker(config)
         return
     block = config.get(SECTION)
-    if not block:
+    if not block and not is_asked_for(config):
         return
     ignored = f"trainer.v1.trainer_mode={mode}" if v1 else "trainer.use_v1=False"
+    if is_asked_for(config):
+        raise ConfigurationError(
+            f"{MAKER}, {SECTION}: options of guidance, but {ignored} guides nothing; set trainer.v1.trainer_mode to one"
+            f" of {', '.join(REPLAY_MODES)}, or leave the options out"
+        )
     replay = block.get("experience_replay") if hasattr(block, "get") else None
     if replay and replay.get("enable", False):
         raise ConfigurationError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,11 +87,15 @@ class Histories:
         dataplane.add_rows(added, TRAINING)
         tags.update((row.key, dict(row.tag)) for row in added)
 
-    def sampled(self, batch: KVBatchMeta) -> KVBatchMeta:
+    def sampled(self, batch: KVBatchMeta, exchanged: Container[str] = frozenset()) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows in it, each beside the rollouts of its prompt.
 
         Every row gets ``exp_mask``. No prompt has more than n sessions. Prompts that came back without any
         rollout get no history either.
+
+        Args:
+            batch: as verl samples it.
+            exchanged: keys of rows whose experience was taken out of the prompt.
 
         Raises:
             ConfigurationError: a row's key or columns do not allow it.
@@ -127,7 +131,10 @@ class Histories:
             tags=[*batch.tags, *(dict(row.tag) for row in added)],
             extra_info=batch.extra_info,
         )
-        masks = [self._exp_mask(key, tag["response_len"]) for key, tag in zip(joined.keys, joined.tags, strict=True)]
+        masks = [
+            self._exp_mask(key, tag["response_len"], guided=key in exchanged)
+            for key, tag in zip(joined.keys, joined.tags, strict=True)
+        ]
         dataplane.write_column(joined.keys, joined.partition_id, EXP_MASK, masks)
         return joined
 
@@ -152,10 +159,10 @@ class Histories:
         self.joined[key] = rows_of(history)[output_of(key)]
         self.whole[session_of(key)] = history
 
-    def _exp_mask(self, key: str, length: int) -> Tensor:
+    def _exp_mask(self, key: str, length: int, *, guided: bool) -> Tensor:
         history = self.joined.get(key)
         if history is None or history.response_mask is None:
-            return torch.zeros(length, dtype=torch.int64)
+            return torch.full((length,), int(guided), dtype=torch.int64)
         return history.response_mask.long()
 
     def _with_metric(self, held: tuple[AgentTrajectory, ...], metric: str) -> tuple[AgentTrajectory, ...]:

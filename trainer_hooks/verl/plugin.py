@@ -1,4 +1,4 @@
-"""What verl imports in every process: registers the policy loss and the trainer modes.
+"""What verl imports in every process: registers the policy loss, the trainer modes and the loop of guided rollouts.
 
 verl swallows what goes wrong here (it logs at debug level), and would then only say that it knows no such trainer.
 So a reason that the user can do something about is logged before it is raised.
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the policy loss ``het`` and the replay trainers; let verl check their options with its own.
+    """Register the loss ``het``, the replay trainers, the guided agent loop; let verl check our options with its own.
 
     Raises:
         ConfigurationError: another verl is installed than the plugin was written for.
@@ -25,6 +25,7 @@ def register() -> None:
     try:
         check_verl()
         importlib.import_module("trainer_hooks.verl.trainer")
+        importlib.import_module("trainer_hooks.verl.guided_loop")
         importlib.import_module("trainer_hooks.verl.early").install()
     except (TrajstoreError, ImportError) as error:
         logger.warning("trajstore: the replay trainers are not available: %s", error)

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.offers import OFFER, Report
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.compact import small_ids, small_mask, with_usual_columns
 from trajstore.experience.rows import pack_rows, row_count
+from trajstore.guidance.record import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
@@ -37,9 +39,12 @@ WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward
 """Columns that are recorded where rows have them."""
 
 _KNOWN_EXTRA = frozenset(
-    ("reward_extra_info", "min_global_steps", "max_global_steps", "turn_scores", "tool_rewards", "raw_prompt")
+    ("reward_extra_info", "min_global_steps", "max_global_steps", "turn_scores", "tool_rewards", "raw_prompt", OFFER)
 )
 """Extra fields of verl's agent loop that are recorded in places of their own."""
+
+NOT_GUIDED = "not_guided"
+"""Key of ``metadata``: why a rollout was not shown the experience that there was for it."""
 
 _OF_ONE_OUTPUT = ("token_scores",)
 """Keys of ``metadata`` that each output of a session has for itself."""
@@ -94,7 +99,9 @@ def trajectories_of(
     may have taken a part. ``trained`` is false for rows of a group that the sampler dropped; they
     have no log-probs of the actor. Where rows have them: ``ground_truth``, ``num_turns``, ``turn_scores``,
     ``tool_rewards``, and under ``extra_fields`` what else the agent loop gave; ``messages`` is the prompt. Ids and
-    masks are in few bytes (``trajstore.experience.compact``).
+    masks are in few bytes (``trajstore.experience.compact``). ``guidance`` says what a rollout was shown,
+    ``not_guided`` why it was not, where something was offered; the engine's log-probs are left out where the row has
+    another prompt than it was sampled with.
     A rollout whose reward gave no outcome has none: its ``reward.outcome`` is ``None``.
 
     Args:
@@ -173,6 +180,7 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
     reward_extra = plain(extra.get("reward_extra_info") or {})
     places = [] if scores is None else scores.nonzero().flatten().tolist()
     entropys = columns.get("entropy")
+    told = Report.of(extra)
     return AgentTrajectory(
         messages=_messages(columns.get("raw_prompt")),
         input_ids=small_ids(torch.cat([prompt, response])),
@@ -182,7 +190,8 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
         entropys=entropys,
         entropy=None if entropys is None else mean_entropy(entropys, mask),
         response_mask=mask,
-        rollout_log_probs=columns.get("rollout_log_probs"),
+        # Of another prompt, where experience was taken out of it.
+        rollout_log_probs=None if told is not None and told.exchanged else columns.get("rollout_log_probs"),
         reward=None if scores is None else _reward(float(scores.sum()), reward_extra, outcome),
         task_id=task_id_of(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
@@ -197,6 +206,7 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
             "max_global_steps": row.tag.get("max_global_steps"),
             "token_scores": [] if scores is None else [[place, plain(scores[place])] for place in places],
             **_told_by_the_loop(columns, extra),
+            **_told_of_guidance(told),
         },
     )
 
@@ -232,6 +242,15 @@ def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> d
             told[name] = plain(extra[name])
     rest = {name: plain(value) for name, value in extra.items() if name not in _KNOWN_EXTRA and value is not None}
     return told | ({"extra_fields": rest} if rest else {})
+
+
+def _told_of_guidance(report: Report | None) -> dict[str, Any]:
+    """Return what a rollout was shown, or why nothing was, for ``metadata``."""
+    if report is None:
+        return {}
+    if report.guidance is not None:
+        return {GUIDANCE: report.guidance.to_json()}
+    return {NOT_GUIDED: report.trouble} if report.trouble else {}
 
 
 def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own_group: bool, output: int = 0) -> Row:

@@ -11,7 +11,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from trainer_hooks.verl.histories import TRAINING
 
 VALIDATION = "val"
-"""Partition of the data plane that is never touched."""
+"""Partition of the data plane that is never changed."""
 
 JoinFinished = Callable[[set[str], dict[str, dict[str, Any]], str], None]
 """Gets finished prompts, the rows of the training partition with their tags, and what groups are judged by."""
@@ -30,6 +30,7 @@ class ReplaySampler:
         join: gets a training batch and returns it with more rows.
         finished: puts histories beside the rollouts of finished prompts.
         dropped: gets the rows of prompts that are about to be dropped from training.
+        validated: gets the batches of a validation.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class ReplaySampler:
         join: Callable[[KVBatchMeta], KVBatchMeta],
         finished: JoinFinished | None = None,
         dropped: Callable[[KVBatchMeta], None] | None = None,
+        validated: Callable[[KVBatchMeta], None] | None = None,
     ) -> None:
         object.__setattr__(self, "_sampler", sampler)
         object.__setattr__(self, "_join", join)
+        object.__setattr__(self, "_validated", validated)
         if not isinstance(sampler, ReplayBuffer):
             return  # what it filters and drops, and where, only its author knows
         if finished is not None and sampler.filter_groups_metric is not None:
@@ -53,7 +56,11 @@ class ReplaySampler:
         batch, metrics = self._sampler.sample(
             global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
         )
-        return (batch if partition_id == VALIDATION else self._join(batch)), metrics
+        if partition_id != VALIDATION:
+            return self._join(batch), metrics
+        if self._validated is not None:
+            self._validated(batch)
+        return batch, metrics
 
     def __getattr__(self, name: str) -> Any:
         if name == "_sampler":  # asked for before __init__, as copying does

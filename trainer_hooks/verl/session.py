@@ -25,8 +25,10 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
+from trainer_hooks.verl.offers import Report
 from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
@@ -97,6 +99,7 @@ class ReplaySession:
                     get_task=lambda task: task if tasks is not None and task in tasks else None,
                     tokenizer_fingerprint=tokenizer.fingerprint,
                 )
+            self.guided = GuidedRollouts(block)
             self.hold_checkpoints()
         except BaseException:
             self.close()
@@ -106,6 +109,11 @@ class ReplaySession:
     def replays(self) -> bool:
         """Whether rows are replayed, or only recorded."""
         return self._hook.manager is not None
+
+    @property
+    def masks_rows(self) -> bool:
+        """Whether some rows have a loss of their own."""
+        return self._block.masks_rows
 
     @property
     def loss_options(self) -> HetOptions:
@@ -145,14 +153,31 @@ class ReplaySession:
     def join(self, batch: KVBatchMeta) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows in it; see :meth:`Histories.sampled`.
 
-        If nothing is replayed, the batch is returned as it is.
+        If nothing is replayed or guided, the batch is returned as it is.
 
         Raises:
             ConfigurationError: a row's key or columns do not allow it.
         """
         for key in batch.keys:
             session_of(key)
-        return self._histories.sampled(batch) if self.replays else batch
+        return self._histories.sampled(batch, self.guided.exchanged(batch)) if self.masks_rows else batch
+
+    def validated(self, batch: KVBatchMeta, step: int) -> None:
+        """Let rollouts of a validation become experience, where the configuration says so.
+
+        Args:
+            batch: the rows.
+            step: newest step that is done.
+        """
+        if not self.guided.wants_validations:
+            return
+        rows = dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores"))
+        made = trajectories_of(
+            rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=False
+        )
+        self._scribe.write(made)
+        self.guided.finished(made)
+        self.guided.validated(made)
 
     def dropped(self, batch: KVBatchMeta, step: int) -> None:
         """Record rollouts that will not be trained on: of groups that were filtered, failed, too old, or too many.
@@ -176,7 +201,7 @@ class ReplaySession:
         for uid, places in groups.items():
             wanted = self._histories.take(uid)
             fresh = [place for place in places if int(batch.keys[place].split("_")[1]) < FIRST_REPLAYED_SESSION]
-            rows = dataplane.read_rows(_part(batch, fresh), NEEDED_UNRATED, (*WELCOME, "rm_scores"))
+            rows = dataplane.read_rows(dataplane.part_of(batch, fresh), NEEDED_UNRATED, (*WELCOME, "rm_scores"))
             if rows:
                 made += self._trajectories(rows, step, trained=False)
                 asked[made[-1].task_id] += wanted
@@ -198,8 +223,8 @@ class ReplaySession:
             ConfigurationError: rows lack a column.
             StoreWriteError: a store could not write.
         """
-        real = _without_padding(batch)
-        rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.replays else NEEDED, WELCOME)
+        real = dataplane.without_padding(batch)
+        rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.masks_rows else NEEDED, WELCOME)
         joined = self._histories.joined
         fresh = [row for row in rows if row.key not in joined]
         made = self._trajectories(fresh, step)
@@ -208,6 +233,8 @@ class ReplaySession:
             figures |= self._recorder.record(made) | {"recording/dropped": float(self._dropped)}
         figures["recording/without_outcome"] = float(self._without_outcome)
         self._dropped = self._without_outcome = 0
+        self._forget_log_probs(fresh, batch.partition_id)
+        figures |= self.guided.step_done(made, step)
         if not self.replays:
             return figures
         replayed = [row for row in rows if row.key in joined]
@@ -231,6 +258,7 @@ class ReplaySession:
             rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
         )
         self._scribe.write(made)
+        self.guided.finished(made, trained=trained)
         without = [one for one in made if not has_outcome(one)]
         self._without_outcome += len(without)
         if without and not self._told_outcome:
@@ -285,6 +313,18 @@ class ReplaySession:
         rows_of = [row[:length] for row, length in zip(replaced.to(current.dtype), lengths, strict=True)]
         dataplane.write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)
 
+    def _forget_log_probs(self, rows: Sequence[Row], partition_id: str) -> None:
+        """Put the actor's log-probs in the place of the engine's where these are of another prompt: the ratio is 1."""
+        changed = [
+            row
+            for row in rows
+            if "rollout_log_probs" in row.columns
+            and (told := Report.of(row.columns.get("extra_fields"))) is not None
+            and told.exchanged
+        ]
+        values = [row.columns["old_log_probs"].float() for row in changed]
+        dataplane.write_column([row.key for row in changed], partition_id, "rollout_log_probs", values)
+
     def updated(self, figures: Mapping[str, float]) -> None:
         """Take the loss's figures of this step, to warn if the batch was far off-policy."""
         self._hook.watch(figures)
@@ -304,7 +344,7 @@ class ReplaySession:
         manager = self._hook.manager
         pool = None if manager is None else self._on_disk(manager.state_dict)
         expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.expected.items()}
-        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected)
+        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, self.guided.state())
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
@@ -331,6 +371,8 @@ class ReplaySession:
             ConfigurationError: it is of another tokenizer.
             StoreWriteError: the pool's store could not write; the message names the option.
         """
+        if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
+            self.guided.load_state(found.guidance)
         if self._hook.manager is None:
             return
         keeps = self._block.on_resume == "keep"
@@ -384,27 +426,14 @@ class ReplaySession:
         Raises:
             StoreWriteError: something did not reach the disk.
         """
-        hook = getattr(self, "_hook", None)
+        hook, guided = getattr(self, "_hook", None), getattr(self, "guided", None)
         try:
             if hook is not None:
                 self._on_disk(hook.close)
         finally:
-            if self._recorder is not None:
-                self._recorder.close()
-
-
-def _part(batch: KVBatchMeta, places: Sequence[int]) -> KVBatchMeta:
-    return KVBatchMeta(
-        partition_id=batch.partition_id,
-        keys=[batch.keys[place] for place in places],
-        tags=[batch.tags[place] for place in places],
-        extra_info=batch.extra_info,
-    )
-
-
-def _without_padding(batch: KVBatchMeta) -> KVBatchMeta:
-    """Return the batch without the rows by which verl fills it up."""
-    real = [place for place, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-    if len(real) == len(batch.keys):
-        return batch
-    return _part(batch, real)
+            try:
+                if guided is not None:
+                    self._on_disk(guided.close)
+            finally:
+                if self._recorder is not None:
+                    self._recorder.close()

@@ -29,6 +29,7 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl.callback import ReplayCheckpointCallback
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
+from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.rows import task_id_of
@@ -37,9 +38,6 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
-
-ROLLOUTS_WANTED = "__rollout_n__"
-"""Column of a prompt by which verl's agent loop learns how many rollouts to make of it."""
 
 
 class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
@@ -62,7 +60,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         mode = config.trainer.v1.trainer_mode
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.base_mode
-            if self._block.experience_replay.enable:
+            if self._block.masks_rows:
                 config.actor_rollout_ref.actor.policy_loss.loss_mode = LOSS_MODE
         super().__init__(config)
         with open_dict(config):  # what is logged as the run's configuration is what was asked for
@@ -77,6 +75,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             join=lambda batch: self._session.join(batch),
             finished=lambda uids, tags, metric: self._session.join_finished(uids, tags, metric),
             dropped=lambda batch: self._session.dropped(batch, self.global_steps),
+            validated=lambda batch: self._session.validated(batch, self.global_steps),
         )
 
     def _init_dataloader(self) -> None:
@@ -94,7 +93,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def on_init_end(self) -> None:
         """Install the loss in the workers."""
-        if self._session.replays:
+        if self._session.masks_rows:
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
             self.actor_rollout_wg.set_loss_fn(partial(het_ppo_loss, config=actor, options=self._session.loss_options))
         super().on_init_end()
@@ -102,9 +101,14 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; close the stores at the end, also after an error."""
         try:
-            super().fit(agent_loop_manager)
+            super().fit(GuidedManager(agent_loop_manager, self._session.guided))
         finally:
             self._session.close()
+
+    def on_validate_end(self) -> None:
+        """Let rollouts of the validation become experience."""
+        super().on_validate_end()
+        self._session.guided.validation_done(self.global_steps)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
@@ -153,7 +157,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._update_actor(batch, metrics)
-        if self._session.replays:
+        if self._session.masks_rows:
             figures = take_figures(metrics)
             metrics.update(figures)
             self._session.updated(figures)

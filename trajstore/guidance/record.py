@@ -50,7 +50,15 @@ class Guidance:
         Raises:
             InvalidTrajectoryError: what it records is no guidance.
         """
-        value = trajectory.metadata.get(GUIDANCE)
+        return cls.of_json(trajectory.metadata.get(GUIDANCE))
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any] | None) -> Guidance | None:
+        """Return the guidance that :meth:`to_json` wrote; ``None`` of ``None``.
+
+        Raises:
+            InvalidTrajectoryError: it is no guidance.
+        """
         if value is None:
             return None
         try:

@@ -14,6 +14,7 @@ pytest.importorskip("transfer_queue")
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
+from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.config import ReplayBlock
 
 OVERRIDES = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.default_local_dir=/checkpoints")
@@ -42,3 +43,8 @@ def test_it_names_every_option(project_root: Path) -> None:
         assert known - set(given[section]) <= (
             {"store", "success_threshold"} if section == "experience_replay" else set()
         )
+    options = {field.name for field in dataclasses.fields(block.guidance)} - {"store"}
+    said = OmegaConf.to_container(composed(project_root).experience_maker)
+    assert isinstance(said, dict)
+    assert options <= {*said, *given}
+    assert GuidanceConfig.from_config(composed(project_root)) == GuidanceConfig()

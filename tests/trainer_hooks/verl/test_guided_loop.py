@@ -1,0 +1,273 @@
+"""The agent loop of guided rollouts, around loops that make prompts in several ways, with the tokenizing of verl."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+
+from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.verl.guided_loop import GuidedAgentLoop
+from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
+from trajstore.guidance import Insertion
+from trajstore.guidance.allocation import TrainMode
+
+TOKENIZER = make_tokenizer()
+PLAIN = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say 1"}]
+TIP = "tip: say 1 first. "
+ROLLED: list[list[int]] = []
+"""Prompts from which something was sampled."""
+
+
+class Loop(AgentLoopBase):  # type: ignore[misc]  # verl is not typed
+    """As verl's loop of a single turn, without an engine."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        return self.answer(await self.ct_build_initial_tokens(list(named["raw_prompt"])))
+
+    def answer(self, prompt: list[int], **more: Any) -> AgentLoopOutput:
+        ROLLED.append(list(prompt))
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=[7, 8, 1],
+            response_mask=[1, 1, 1],
+            response_logprobs=[-1.0, -2.0, -3.0],
+            metrics=AgentLoopMetrics(),
+            extra_fields={"of the loop": 1},
+            **more,
+        )
+
+
+class Twice(Loop):
+    """Two outputs: the second one begins with the first one's prompt and answer, as a context that grows."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        first = await super().run(sampling_params, **named)
+        return [first, self.answer([*first.prompt_ids, *first.response_ids, 9])]
+
+
+class Cut(Loop):
+    """Two outputs: the second one's context has lost what stood before, and with it the experience."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        first = await super().run(sampling_params, **named)
+        again = await self.ct_build_initial_tokens([{"role": "user", "content": "again"}])
+        return [first, self.answer(again)]
+
+
+class Wrapping(Loop):
+    """Builds the message that it sends around the one that it is given."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        messages = [dict(one) for one in named["raw_prompt"]]
+        messages[-1]["content"] = f"task: {messages[-1]['content']}"
+        return self.answer(await self.ct_build_initial_tokens(messages))
+
+
+class Adding(Loop):
+    """Adds to the end of the message that it is given, and changes its list afterwards."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        messages = [dict(one) for one in named["raw_prompt"]]
+        messages[-1]["content"] += ". go"
+        prompt = await self.ct_build_initial_tokens(messages)
+        messages.clear()
+        return self.answer(prompt)
+
+
+class Unheard(Loop):
+    """Makes tokens by itself."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        return self.answer(tokens(list(named["raw_prompt"])))
+
+
+class Deaf(Loop):
+    """Reads the task elsewhere."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        return self.answer(await self.ct_build_initial_tokens([{"role": "user", "content": "other"}]))
+
+
+class Routed(Loop):
+    """Has a row of experts for each token, of the prompt too."""
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        return self.answer(await self.ct_build_initial_tokens(list(named["raw_prompt"])), routed_experts=[[0]])
+
+
+def tokens(messages: list[dict[str, Any]]) -> list[int]:
+    return list(TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+@pytest.fixture(autouse=True)
+def _no_prompts() -> None:
+    ROLLED.clear()
+
+
+def rolled_out(
+    kind: type[Loop],
+    mode: TrainMode,
+    *,
+    text: str = TIP,
+    plain: list[dict[str, Any]] = PLAIN,
+    session: int = 1,
+    most: int = 4000,
+) -> list[AgentLoopOutput]:
+    """Return the outputs of a session, of which session 1 is to be guided."""
+    _agent_loop_registry["under_test"] = {"_target_": f"{__name__}.{kind.__name__}"}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": most}}, "data": {}})
+    offer = Offer("under_test", (1,), mode, Insertion(len(plain) - 1, text), ("4", "2"))
+    before = [dict(one) for one in plain]
+    named = {"raw_prompt": plain, "session_id": session, OFFER: offer.to_text(), "index": 3}
+
+    async def go() -> Any:
+        loop = GuidedAgentLoop(
+            trainer_config=DictConfigWrap(config),
+            server_manager=None,
+            tokenizer=TOKENIZER,
+            processor=None,
+            hf_model_type="llama",
+            dataset_cls=None,
+            data_config=DictConfigWrap(config.data),
+            tools=ToolListWrap([]),
+        )
+        return await loop.run({}, **named)
+
+    made = asyncio.run(go())
+    assert plain == before
+    return made if isinstance(made, list) else [made]
+
+
+def guided(plain: list[dict[str, Any]] = PLAIN, text: str = TIP) -> list[dict[str, Any]]:
+    return [*plain[:-1], {**plain[-1], "content": text + plain[-1]["content"]}]
+
+
+def told(output: AgentLoopOutput) -> Report:
+    report = Report.of(output.extra_fields)
+    assert report is not None
+    return report
+
+
+def test_it_is_registered_where_verl_looks() -> None:
+    assert _agent_loop_registry[GUIDED_LOOP]["_target_"].endswith("guided_loop.GuidedAgentLoop")
+
+
+def test_discarded_rows_have_the_prompt_without_and_the_response_as_sampled() -> None:
+    (one,) = rolled_out(Loop, "discard")
+    assert [tokens(guided())] == ROLLED
+    assert one.prompt_ids == tokens(PLAIN)
+    assert one.response_ids == [7, 8, 1]
+    report = told(one)
+    assert report.exchanged
+    assert report.guidance is not None
+    assert report.guidance.taken_out
+    assert report.guidance.experiences == ("4", "2")
+    assert report.guidance.insertions == (Insertion(1, TIP),)
+    assert one.extra_fields["of the loop"] == 1
+
+
+def test_kept_rows_are_as_sampled() -> None:
+    (one,) = rolled_out(Loop, "keep")
+    assert ROLLED == [tokens(guided())] == [one.prompt_ids]
+    report = told(one)
+    assert report.guidance is not None
+    assert not report.exchanged
+    assert not report.guidance.taken_out
+
+
+def test_other_sessions_of_the_prompt_are_left_alone() -> None:
+    (one,) = rolled_out(Loop, "discard", session=0)
+    assert one.prompt_ids == tokens(PLAIN)
+    assert OFFER not in one.extra_fields
+
+
+def test_every_output_is_looked_at_by_itself() -> None:
+    first, second = rolled_out(Twice, "discard")
+    assert first.prompt_ids == tokens(PLAIN)
+    assert second.prompt_ids == [*tokens(PLAIN), 7, 8, 1, 9]
+    assert told(first).exchanged
+    assert told(second).exchanged
+    first, second = rolled_out(Cut, "discard")
+    assert first.prompt_ids == tokens(PLAIN)
+    assert second.prompt_ids == tokens([{"role": "user", "content": "again"}])
+    assert told(first).exchanged
+    assert not told(second).exchanged, "it was sampled with the prompt that it has"
+    assert told(second).guidance is not None
+
+
+def test_what_a_loop_adds_behind_stays() -> None:
+    (one,) = rolled_out(Adding, "discard")
+    assert one.prompt_ids == tokens([PLAIN[0], {"role": "user", "content": "say 1. go"}])
+    assert told(one).exchanged
+
+
+@pytest.mark.parametrize("kind", [Wrapping, Unheard, Routed])
+def test_what_cannot_be_taken_out_is_rolled_out_again_without(kind: type[Loop]) -> None:
+    (one,) = rolled_out(kind, "discard")
+    assert len(ROLLED) == 2
+    assert told(one) == Report(trouble="not_taken_out")
+    assert one.prompt_ids == ROLLED[-1]
+    assert TIP not in TOKENIZER.decode(one.prompt_ids)
+
+
+def test_kept_experience_need_not_be_taken_out() -> None:
+    for kind in (Wrapping, Unheard):
+        (one,) = rolled_out(kind, "keep")
+        assert told(one).guidance is not None
+        assert TIP in TOKENIZER.decode(one.prompt_ids)
+
+
+@pytest.mark.parametrize("mode", ["keep", "discard"])
+def test_a_loop_that_reads_the_task_elsewhere_was_shown_nothing(mode: TrainMode) -> None:
+    (one,) = rolled_out(Deaf, mode)
+    assert told(one) == Report(trouble="not_seen")
+
+
+@pytest.mark.parametrize("mode", ["keep", "discard"])
+def test_a_prompt_without_room_is_rolled_out_without(mode: TrainMode) -> None:
+    (one,) = rolled_out(Loop, mode, most=len(tokens(guided())))
+    assert told(one) == Report(trouble="too_long")
+    assert ROLLED == [tokens(PLAIN)] == [one.prompt_ids]
+    (one,) = rolled_out(Loop, mode, most=len(tokens(guided())) + 1)
+    assert told(one).guidance is not None
+
+
+TEXT = st.text(alphabet=" :.say1{}<>EXP\n", max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(experience=TEXT, task=TEXT)
+def test_put_in_and_taken_out_gives_the_tokens_of_the_prompt(experience: str, task: str) -> None:
+    """Whatever the texts: also an experience that the task says itself, and one that is nothing but spaces."""
+    ROLLED.clear()
+    plain: list[dict[str, Any]] = [{"role": "user", "content": task}]
+    text = f"<EXP>{experience}</EXP>"
+    (one,) = rolled_out(Loop, "discard", plain=plain, text=text)
+    assert one.prompt_ids == tokens(plain)
+    assert told(one).exchanged
+    (one,) = rolled_out(Loop, "discard", plain=guided(plain, text), text=text)
+    assert one.prompt_ids == tokens(guided(plain, text)), "a task that looks as if experience had been put in"
+
+
+def test_offers_and_reports_are_text_and_json() -> None:
+    offer = Offer("loop", (0, 3), "keep", Insertion(2, "odd \ud800 \x00 {}"), ("a", ""))
+    assert Offer.of_text(offer.to_text()) == offer
+    assert Report.of(None) is None
+    assert Report.of({"guidance": "of the loop"}) is None
