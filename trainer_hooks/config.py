@@ -14,7 +14,7 @@ from trainer_hooks.masks import REGULARIZERS, RegularizeReplayed
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
 from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
-from trajstore.experience.rules import SaveFilter, SelectMode, rule_problems
+from trajstore.experience.rules import PolicyVersions, SaveFilter, SelectMode, rule_problems
 from trajstore.experience.store import LEAST_CAPACITY, BufferStore
 
 SECTION = "exp_manager.experience_replay"
@@ -65,6 +65,8 @@ class ExperienceReplayConfig:
     experience_rbound: int | None = 8
     """and fewer than this. (ExGRPO's upper bound is inclusive.)"""
     exp_select_mode: SelectMode = "argmin"
+    policy_versions: PolicyVersions = "any"
+    """``spread``: a batch's histories are of as many policy versions as there are."""
     sampler: Mapping[str, Any] | None = None
     """Which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``; ``None`` = least
     used first, then by ``exp_select_mode``."""

@@ -120,10 +120,16 @@ class ReplayFigures:
     def rollouts(
         self, fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory] | None
     ) -> dict[str, float]:
-        """Return the figures of ``metrics.rollout_metrics``; ``replayed`` None: the histories drawn for this step."""
+        """Return what ``metrics.rollout_metrics`` and ``demonstration_metrics`` say.
+
+        Args:
+            fresh: the rollouts made.
+            replayed: the histories of the batch; ``None`` = those drawn for this step.
+        """
         histories = self._histories if replayed is None else replayed
         self._histories = []
-        return metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
+        figures = metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
+        return figures | metrics.demonstration_metrics(histories)
 
     def warn(self, figures: Mapping[str, float]) -> None:
         """Log what a step's figures warn of; each kind not again within :data:`WARN_EVERY` steps."""

@@ -108,7 +108,8 @@ class ReplayHook(Generic[Task]):
             raise
         files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
         self._replay = _Replay(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
-        if config.use_current_policy_entropy and current_entropy is None and config.exp_select_mode != "random":
+        by_entropy = config.exp_select_mode in ("argmin", "argmax")
+        if config.use_current_policy_entropy and current_entropy is None and by_entropy:
             logger.warning(
                 "experience replay: use_current_policy_entropy has no effect: the trainer gives no current_entropy, so"
                 " the saved entropy decides. Set it to false to say so"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from trajstore.errors import ConfigurationError
 from trajstore.experience import is_success
+from trajstore.experience.entry import is_demonstration, llm_mask
 from trajstore.experience.outcomes import outcome_of
-from trajstore.experience.rows import response_length
+from trajstore.experience.rows import response_length, row_count
 from trajstore.trajectory import AgentTrajectory
 
 PREFIX = "experience_replay/"
@@ -164,6 +166,26 @@ def rollout_metrics(
         }
         figures |= {f"{PREFIX}{side}_{name}": sum(found) / len(found) for name, found in columns.items() if found}
     return figures
+
+
+def demonstration_metrics(replayed: Sequence[AgentTrajectory]) -> dict[str, float]:
+    """Return how much of what was replayed had no recorded log-probs, and got those of the current policy.
+
+    ``demonstration_rows``; ``demonstration_row_share``, ``demonstration_token_share``: of all replayed rows, and of the
+    tokens in them that the model wrote. Nothing if nothing was replayed.
+    """
+    if not replayed:
+        return {}
+    rows, tokens = Counter[bool](), Counter[bool]()
+    for one in replayed:
+        kind = is_demonstration(one)
+        mask = llm_mask(one)
+        rows[kind] += row_count(one)
+        tokens[kind] += 0 if mask is None else int(mask.sum())
+    figures = {"demonstration_rows": float(rows[True]), "demonstration_row_share": rows[True] / rows.total()}
+    if tokens.total():
+        figures["demonstration_token_share"] = tokens[True] / tokens.total()
+    return {PREFIX + name: value for name, value in figures.items()}
 
 
 @torch.no_grad()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.stores import Run
 from tests.experience.conftest import build
+from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from trajstore import TrajectoryReplayBuffer
-from trajstore.cli import FAILED
+from trajstore.cli import DAMAGED, FAILED
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 
 RULES = PoolRules(n_rollout=4)
@@ -89,3 +92,42 @@ def test_what_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
         code, _, err = run("pool", *words)
         assert code == FAILED
         assert f"{tmp_path / 'no'}: no such directory" in err
+
+
+def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("b"), conversation("a"))
+    words = ("pool", "import", tmp_path / "pool", source)
+    code, _, err = run(*words)
+    assert code == FAILED
+    assert "--tokenizer" in err
+    code, out, _ = run(*words, "--tokenizer", tmp_path / "tokenizer")
+    assert code == DAMAGED, "a line is no transcript"
+    assert "took 2 of 4 conversations" in out
+    assert "not taken: 1 (there already)" in out
+    assert f"{source}:2: not JSON" in out
+    code, out, _ = run(*words, "--tokenizer", tmp_path / "tokenizer", "--json")
+    done = json.loads(out)
+    assert (done["taken"], done["refused"], done["bad"][0]["line"]) == (0, {"duplicate": 3}, 2)
+    assert {task: len(several) for task, several in held(tmp_path / "pool").items()} == {"a": 1, "b": 1}
+    for words, message in (
+        ((tmp_path, "--outcome", 1.0), "--outcome"),
+        ((source, "--tokenizer", tmp_path / "none"), "cannot be loaded"),
+        ((source, "--tokenizer", tmp_path / "tokenizer", "--replace"), "--replace"),
+        ((source, "--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
+    ):
+        code, _, err = run("pool", "import", tmp_path / "pool", *words)
+        assert code == FAILED
+        assert message in err
+
+
+def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    source = write(tmp_path / "demos.jsonl", conversation())
+    words = ("--tokenizer", tmp_path / "tokenizer", "--chat-template", TEMPLATES / "llama3.jinja")
+    assert run("pool", "import", tmp_path / "pool", source, *words)[0] == 0
+    code, _, err = run("pool", "import", tmp_path / "pool", source, "--tokenizer", tmp_path / "tokenizer")
+    assert code == FAILED
+    assert "made with tokenizer" in err

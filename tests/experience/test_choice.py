@@ -102,6 +102,60 @@ def test_priorities_are_outcomes(make: Make) -> None:
     assert fits([counts[t] for t in range(4)], [1, 3, 0, 2])
 
 
+def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make: Make) -> None:
+    manager = pool(exp_select_mode="reward", max_trajectories_per_task=3)
+    outcomes = [1.5, None, 1.0, 2.0, 1.0, 0.5]
+    manager.save_trajectories_to_memory([make(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
+    assert manager.refused == {"not_better": 1}
+    assert drawn(manager, 3) == [3, 0, 4], "of equal outcomes the newer one stayed"
+    assert drawn(manager, 1) == [3], "all take turns"
+    again = pool(exp_select_mode="reward", max_trajectories_per_task=3)
+    kept = manager.task2trajectories["a"]
+    again.save_trajectories_to_memory(kept)
+    assert [one.rollout_id for one in again.task2trajectories["a"]] == [one.rollout_id for one in kept]
+
+
+def test_policy_versions_spread_over_the_batch(make: Make) -> None:
+    manager = pool(policy_versions="spread")
+    versions = {"a": [1, 1, 2, 3], "b": [1, 2, 2, None], "c": [1, 1, 1, 1]}
+    for task, held in versions.items():
+        rollouts = [make(task, tokens=t, policy_version=version) for t, version in enumerate(held)]
+        manager.save_trajectories_to_memory(rollouts)
+    assert Counter(one.policy_version for one in manager.get_offpolicy_batch(["a"], 3)) == {1: 1, 2: 1, 3: 1}
+    again = pool(policy_versions="spread")
+    again.load_state_dict(manager.state_dict())
+    one_each = again.get_offpolicy_batch(["c", "b", "a"], 1)
+    assert one_each[0].policy_version == 1
+    assert len({one.policy_version for one in one_each}) == 3, "one history of each task, and no version twice"
+    two_each = again.get_offpolicy_batch(["a", "b"], 2)
+    assert set(Counter(one.policy_version for one in two_each).values()) == {1}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([None, 1, 2, 3]), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.sampled_from([None, {"name": "least_used"}, {"name": "weighted", "unit": "trajectory"}]),
+)
+def test_spread_counts_differ_by_one_at_most_where_there_are_enough(
+    versions: list[int | None], n: int, sampler: Any
+) -> None:
+    entries = [PoolEntry(at, "a", 1.0, 1.0, version, b"") for at, version in enumerate(versions)]
+    chosen = choose_histories(
+        entries,
+        n,
+        PoolRules(n_rollout=9, policy_versions="spread", sampler=sampler),
+        uses=[0] * len(entries),
+        entropies=[1.0] * len(entries),
+        global_steps=5,
+        generator=np.random.default_rng(0),
+    )
+    assert len(set(chosen)) == len(chosen) == min(n, len(entries))
+    counts = Counter(versions[at] for at in chosen)
+    for version, there in Counter(versions).items():
+        assert counts[version] >= min(there, max(counts.values()) - 1)
+
+
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -150,3 +204,10 @@ def test_the_sampler_of_a_configuration_reaches_the_pool() -> None:
     config = ExperienceReplayConfig.from_mapping({"sampler": given})
     assert config.pool_rules(8).sampler == given
     assert isinstance(config.pool_rules(8).make_sampler(), FreshestSampler)
+
+
+def test_all_versions_and_the_newest_first_are_not_both_to_be_had() -> None:
+    with pytest.raises(ConfigurationError, match="policy_versions: spread, with sampler: freshest"):
+        ExperienceReplayConfig.from_mapping({"sampler": {"name": "freshest"}, "policy_versions": "spread"})
+    with pytest.raises(ConfigurationError, match="policy_versions: 'all', must be one of any, spread"):
+        PoolRules(n_rollout=4, policy_versions="all")  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ DEFAULTS = {
     "experience_lbound": 0,
     "experience_rbound": 8,
     "exp_select_mode": "argmin",
+    "policy_versions": "any",
     "sampler": None,
     "use_current_policy_entropy": True,
     "replay_difficulty": None,

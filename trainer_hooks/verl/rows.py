@@ -22,6 +22,7 @@ from trainer_hooks.verl.offers import OFFER, Report
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.compact import small_ids, small_mask, with_usual_columns
+from trajstore.experience.entry import is_demonstration
 from trajstore.experience.rows import pack_rows, row_count
 from trajstore.guidance.record import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -261,7 +262,8 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
     Args:
         template: a row of the same prompt.
-        trajectory: as :func:`trajectories_of` made it; of several rows, one of them.
+        trajectory: as :func:`trajectories_of` made it, or a demonstration, whose log-probs the actor's pass will give;
+            of several rows, one of them.
         number: counts the histories of the prompt from 0.
         output: number of the row in its history.
         own_group: it shall be a group of GRPO of its own.
@@ -280,12 +282,15 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         )
     trajectory = with_usual_columns(trajectory)
     ids, start, mask = trajectory.input_ids, trajectory.response_start, trajectory.response_mask
-    if ids is None or start is None or mask is None or trajectory.old_log_probs is None:
+    demonstration = is_demonstration(trajectory)
+    if ids is None or start is None or mask is None or (trajectory.old_log_probs is None and not demonstration):
         raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks tokens, mask or log-probs")
     response = ids[start:]
     session = FIRST_REPLAYED_SESSION + number
     uid = str(template.columns["uid"])
     oldest, newest = _versions(trajectory)
+    if demonstration:  # no weights of this run sampled it; verl's figures of lag shall not speak of it
+        oldest, newest = (int(template.tag[name]) for name in ("min_global_steps", "max_global_steps"))
     columns: dict[str, Any] = {
         **template.columns,
         "prompts": ids[:start],
@@ -304,8 +309,9 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
     if "attention_mask" in template.columns:
         columns["attention_mask"] = torch.ones_like(ids)
     if "rollout_log_probs" in template.columns:
-        recorded = trajectory.rollout_log_probs
-        columns["rollout_log_probs"] = (trajectory.old_log_probs if recorded is None else recorded).float()
+        recorded = trajectory.old_log_probs if trajectory.rollout_log_probs is None else trajectory.rollout_log_probs
+        # A demonstration's are written when the actor has given it some: rollout correction then weighs it 1.
+        columns["rollout_log_probs"] = torch.zeros(response.numel()) if recorded is None else recorded.float()
     tag = {
         **template.tag,
         "prompt_len": start,
@@ -370,6 +376,9 @@ def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:
 
 def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     scores = torch.zeros(length, dtype=torch.float32)
+    if is_demonstration(trajectory) and trajectory.reward is not None and trajectory.reward.outcome is not None:
+        scores[-1] = float(trajectory.reward.metadata.get("score", trajectory.reward.outcome))
+        return scores
     for place, score in trajectory.metadata.get("token_scores", ()):
         scores[place] = torch.nan if score is None else float(score)  # JSON has no NaN: it is the text "nan"
     return scores

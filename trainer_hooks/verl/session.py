@@ -46,6 +46,7 @@ from trainer_hooks.verl.rows import (
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.experience.entry import is_demonstration
 from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
@@ -312,6 +313,11 @@ class ReplaySession:
         replaced = self._hook.replace_log_probs(current, values, known, exp_mask, response_mask)
         rows_of = [row[:length] for row, length in zip(replaced.to(current.dtype), lengths, strict=True)]
         dataplane.write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)
+        demonstrations = [row for row in rows if is_demonstration(self._histories.joined[row.key])]
+        if demonstrations and "rollout_log_probs" in demonstrations[0].columns:
+            # No engine sampled them: with the actor's own, verl's rollout correction weighs them 1.
+            own = [row.columns["old_log_probs"] for row in demonstrations]
+            dataplane.write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", own)
 
     def _forget_log_probs(self, rows: Sequence[Row], partition_id: str) -> None:
         """Put the actor's log-probs in the place of the engine's where these are of another prompt: the ratio is 1."""

@@ -7,8 +7,6 @@ pinned (:mod:`trainer_hooks.verl.versions`).
 
 from __future__ import annotations
 
-import hashlib
-import json
 import uuid
 from functools import partial
 from pathlib import Path
@@ -38,6 +36,7 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
+from trajstore.experience.contract import fingerprint_of
 
 
 class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
@@ -84,9 +83,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         self._session = ReplaySession(
             self._block,
             TaskTable(self.train_dataset) if replays else None,
-            tokenizer=RunTokenizer(
-                tokenizer_fingerprint(self.tokenizer), name_of(self.tokenizer), decoder=self.tokenizer
-            ),
+            tokenizer=RunTokenizer(fingerprint_of(self.tokenizer), name_of(self.tokenizer), decoder=self.tokenizer),
             run=uuid.uuid4().hex,
             checkpoints=self.config.trainer.default_local_dir,
         )
@@ -216,10 +213,3 @@ class PPOTrainerSeparateAsyncReplay(PPOTrainer):  # type: ignore[misc]
 
     def on_step_end(self) -> None:
         """Never called."""
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return what tells tokenizers apart: 16 hex digits of a hash over vocabulary and chat template."""
-    vocabulary = sorted(tokenizer.get_vocab().items())
-    text = json.dumps([vocabulary, getattr(tokenizer, "chat_template", None)], ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,11 +1,21 @@
-"""``trajstore pool``: an experience pool between its store and files, and rollouts into a pool."""
+"""``trajstore pool``: an experience pool between its store and files; rollouts and transcripts into a pool."""
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
-from trajstore.cli.output import Output
+from trajstore.cli.output import Output, ProgressBar
+from trajstore.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from trajstore.experience.rules import PoolRules
+
+_OF_TRANSCRIPTS = ("tokenizer", "chat_template", "context", "think_hint", "outcome")
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -15,7 +25,7 @@ def _configure(parser: ArgumentParser) -> None:
         "files",
         metavar="FILES",
         help="export: folder to write, such as experience_pool/step_120; import: such a folder, ours or AgentEvolver's,"
-        " a folder of several (the newest counts), or a store of rollouts",
+        " a folder of several (the newest counts), a store of rollouts, or a file of transcripts (JSON lines)",
     )
     parser.add_argument("--replace", action="store_true", help="import: a pool that holds something may be replaced")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
@@ -31,6 +41,18 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="X",
         help="outcome from which on a rollout is a success (default: %(default)s)",
     )
+    transcripts = parser.add_argument_group("transcripts", "how a file of conversations becomes demonstrations")
+    transcripts.add_argument("--tokenizer", metavar="PATH", help="tokenizer of the run: folder, or name in a model hub")
+    transcripts.add_argument("--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own")
+    transcripts.add_argument(
+        "--context",
+        choices=("linear", "linear_think"),
+        help="linear: a conversation is one row (default); linear_think: a row for each of the model's turns",
+    )
+    transcripts.add_argument(
+        "--think-hint", metavar="TEXT", help="linear_think: put behind the message that a turn answers"
+    )
+    transcripts.add_argument("--outcome", type=float, metavar="X", help="of lines that say neither reward nor success")
 
 
 def _run(options: Namespace, out: Output) -> int:
@@ -42,6 +64,11 @@ def _run(options: Namespace, out: Output) -> int:
         max_trajectories_per_task=options.max_trajectories_per_task,
         success_threshold=options.success_threshold,
     )
+    if options.action == "import" and Path(options.files).is_file():
+        return _import_transcripts(options, rules, out)
+    given = [f"--{name.replace('_', '-')}" for name in _OF_TRANSCRIPTS if getattr(options, name) is not None]
+    if given:
+        raise ConfigurationError(f"{', '.join(given)}: {options.files} is no file of transcripts; leave it out")
     if options.action == "export":
         done = export_pool(options.store, options.files, rules)
         where = options.files
@@ -59,9 +86,54 @@ def _run(options: Namespace, out: Output) -> int:
         )
         return 0
     out.line(f"{where}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
-    for reason, count in done.refused.most_common():
-        out.line(f"not taken: {count:,} ({reason})")
+    _tell(done.refused, out)
     return 0
+
+
+def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> int:
+    """Import a file of conversations; return 1 if some lines of it are none."""
+    from trajstore.experience.transcripts import TranscriptReader, import_transcripts, load_tokenizer
+
+    if options.tokenizer is None:
+        raise ConfigurationError(f"{options.files}: a file of transcripts needs --tokenizer, the one of the run")
+    if options.replace:
+        raise ConfigurationError(f"--replace: transcripts in {options.files} are added to what is there; leave it out")
+    reader = TranscriptReader(
+        load_tokenizer(options.tokenizer, options.chat_template),
+        context=options.context or "linear",
+        think_hint=options.think_hint or "",
+        outcome=options.outcome,
+        success_threshold=options.success_threshold,
+    )
+    with ProgressBar("importing", sys.stderr) as bar:
+        done = import_transcripts(options.store, options.files, rules, reader, bar)
+    if options.json:
+        out.json(
+            {
+                "source": done.source,
+                "lines": done.lines,
+                "taken": done.taken,
+                "trajectories": done.trajectories,
+                "tasks": done.tasks,
+                "refused": dict(done.refused),
+                "bad": [{"line": one.line, "reason": one.reason} for one in done.bad],
+            }
+        )
+    else:
+        out.line(
+            f"{options.store}: took {done.taken:,} of {done.lines:,} conversations of {done.source}; it holds"
+            f" {done.trajectories:,} trajectories of {done.tasks:,} tasks"
+        )
+        _tell(done.refused, out)
+        for one in done.bad:
+            out.line(f"{done.source}:{one.line}: {one.reason}")
+    return int(bool(done.bad))
+
+
+def _tell(refused: Counter[str], out: Output) -> None:
+    for reason, count in refused.most_common():
+        what = "there already" if reason == "duplicate" else reason
+        out.line(f"not taken: {count:,} ({what})")
 
 
 COMMAND = Command(
@@ -69,8 +141,10 @@ COMMAND = Command(
     summary="write an experience pool as files, or fill one",
     description=(
         "Export: write the pool in a store as the files difficulty2task_dict.json, skip_uid_set.json and"
-        " task2trajectories.pkl; the run that uses it may go on. Import: fill a pool from such files, or from a store"
-        " of rollouts, which enter as they would have during training."
+        " task2trajectories.pkl; the run that uses it may go on. Import: fill a pool from such files, from a store"
+        " of rollouts, which enter as they would have during training, or from a file of transcripts, which are"
+        " replayed with the log-probs of the policy that trains. Exit code 1: some lines are no transcripts, the others"
+        " are in the pool."
     ),
     configure=_configure,
     run=_run,

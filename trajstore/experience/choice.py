@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,20 +21,26 @@ def choose_histories(
     rules: PoolRules,
     *,
     uses: Sequence[int],
-    entropies: Sequence[float],
+    entropies: Sequence[float | None],
     global_steps: int,
     generator: np.random.Generator,
+    versions_drawn: Counter[int | None] | None = None,
 ) -> list[int]:
     """Return the places of up to ``n`` entries of one task, best first, none twice.
+
+    How many come back depends on neither ``entropies`` nor ``generator``.
 
     Args:
         entries: those that may come out, oldest first.
         n: how many at the most.
         rules: say by which sampler.
         uses: how often each was drawn.
-        entropies: of each, in nats: the value by which equally often drawn ones are told apart.
+        entropies: of each, in nats: the value by which equally often drawn ones are told apart, unless the rules tell
+            them apart by outcome. ``None`` = unknown, behind all others.
         global_steps: the step that is going on: age is counted from it.
         generator: seeds the draw of a sampler that leaves something to chance; else it is not touched.
+        versions_drawn: how many histories of each policy version the batch has so far, for ``policy_versions: spread``;
+            is added to.
     """
     sampler = rules.make_sampler()
     ids = np.arange(len(entries))
@@ -45,18 +51,34 @@ def choose_histories(
     sampler.used(ids, np.array(uses, np.int64))
     chance = torch.Generator()
     if isinstance(sampler, LeastUsedSampler):
-        sampler.value(ids, entropies)
+        values = [entry.known_outcome for entry in entries] if rules.exp_select_mode == "reward" else entropies
+        sampler.value(ids, [sampler.worst_value if value is None else value for value in values])
     if isinstance(sampler, WeightedSampler):
         chance.manual_seed(int(generator.integers(1 << 62)))
         if sampler.priorities is not None:
             sampler.update(ids, ids * 0, [_priority(entry) for entry in entries])
+    spread = rules.policy_versions == "spread"
     try:
-        chosen: list[int] = sampler.draw(n, chance).ids.tolist()
+        order: list[int] = sampler.draw(len(entries) if spread else n, chance).ids.tolist()
     except EmptyBufferError:  # all are used up, or too old for this sampler
         return []
+    if not spread:
+        return order
+    return _spread(order, n, entries, Counter() if versions_drawn is None else versions_drawn)
+
+
+def _spread(order: Sequence[int], n: int, entries: Sequence[PoolEntry], drawn: Counter[int | None]) -> list[int]:
+    """Return the places of up to ``n`` entries, each of the version that was drawn least so far; counts them."""
+    left = list(order)
+    chosen: list[int] = []
+    while left and len(chosen) < n:
+        place = min(left, key=lambda at: drawn[entries[at].policy_version])  # the first of the order among equals
+        left.remove(place)
+        chosen.append(place)
+        drawn[entries[place].policy_version] += 1
     return chosen
 
 
 def _priority(entry: PoolEntry) -> float:
     """Return an outcome as a priority: at least 0, and 0 where it is not known."""
-    return 0.0 if entry.outcome is None or not math.isfinite(entry.outcome) else max(entry.outcome, 0.0)
+    return max(entry.known_outcome or 0.0, 0.0)

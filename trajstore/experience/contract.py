@@ -1,10 +1,18 @@
-"""The token contract: token ids mean something only to the tokenizer and chat template that made them."""
+"""What a pool demands of trajectories.
+
+One tokenizer, since token ids mean something only to the tokenizer and chat template that made them; and rules under
+which demonstrations can come out, where there are any.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.rules import PoolRules, demonstration_problems
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -39,3 +47,23 @@ def check_trajectories(trajectories: Sequence[AgentTrajectory], ours: str) -> st
         check_same(trajectory.tokenizer_fingerprint, ours, f"{rollout} of task {trajectory.task_id!r}")
         ours = ours or trajectory.tokenizer_fingerprint
     return ours
+
+
+def check_demonstrations(count: int, rules: PoolRules) -> None:
+    """Refuse demonstrations in a pool whose rules would never let them out.
+
+    Raises:
+        ConfigurationError: there are some, and the rules ask for a policy version; the message names the option.
+    """
+    problems = demonstration_problems(rules) if count else []
+    if problems:
+        raise ConfigurationError(
+            f"{count} demonstrations in the experience pool would never be replayed: " + "; ".join(problems)
+        )
+
+
+def fingerprint_of(tokenizer: Any) -> str:
+    """Return what tells Hugging Face tokenizers apart: 16 hex digits of a hash over vocabulary and chat template."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    text = json.dumps([vocabulary, getattr(tokenizer, "chat_template", None)], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

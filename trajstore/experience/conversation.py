@@ -56,7 +56,12 @@ class ChatTemplate:
 
         def render(messages: Sequence[Message], ask: bool) -> str:
             listed = [dict(message) for message in messages]
-            text = tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=ask, **options)
+            try:
+                text = tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=ask, **options)
+            except Exception as error:  # a template may raise anything about messages that it is not made for
+                raise InvalidTrajectoryError(
+                    f"messages: the chat template refuses {len(listed)} of them: {error}"
+                ) from error
             return str(text)
 
         def encode(text: str) -> Sequence[int]:
@@ -64,6 +69,13 @@ class ChatTemplate:
             return ids
 
         return cls(render, encode, frozenset(tokenizer.all_special_ids))
+
+    def header(self, messages: Sequence[Message]) -> Sequence[int]:
+        """Return the tokens that ask for the model's turn after these messages; none if they are not told apart."""
+        if not messages:
+            return []
+        said, asked = self.render(messages, False), self.render(messages, True)
+        return self.encode(asked[len(said) :]) if asked.startswith(said) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,11 @@ class TokenRow:
     """1 on what the model wrote and is trained on."""
     response_start: int
     """Where the header of the first turn that is trained on begins."""
+
+
+def has_thoughts(message: Message) -> bool:
+    """Return whether a message has thoughts, which ``linear_think`` leaves out of earlier turns."""
+    return _THOUGHT.search(str(message.get("content"))) is not None
 
 
 def is_of_model(message: Message) -> bool:

@@ -16,6 +16,10 @@ from trajstore.trajectory import AgentTrajectory
 REWARD_FINGERPRINT = "reward_fingerprint"
 """Key of ``metadata`` under which a trajectory says which reward function gave its outcome."""
 
+DEMONSTRATION = "demonstration"
+"""Key of ``metadata`` that is true on a trajectory without log-probabilities that no policy of this run sampled: a
+demonstration, or a transcript of another program. It is replayed with those that the current policy gives."""
+
 LOG_PROB_ROUNDING = 1e-3
 """How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
 
@@ -29,7 +33,10 @@ class Refusal(StrEnum):
     """Neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the model wrote, so
     recorded log-probabilities have no place: a pool saved with filtered ones, say."""
     LOG_PROBS_MISMATCH = "log_probs_mismatch"
-    """Recorded log-probabilities are absent, of another length than the response, or not finite where they count."""
+    """Recorded log-probabilities are absent (of what is no demonstration), of another length than the response, or not
+    finite where they count."""
+    NO_TOKENS = "no_tokens"
+    """A demonstration without token ids: there is nothing of which the policy could give log-probabilities."""
     LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
     """A recorded log-probability that counts is above 0 by more than rounding: it is none."""
     NO_OUTCOME = "no_outcome"
@@ -38,6 +45,8 @@ class Refusal(StrEnum):
     """The rollout's outcome is NaN or infinite."""
     NO_ENTROPY = "no_entropy"
     """No position has a (finite) entropy, so that there is no mean."""
+    NOT_WORTH_KEEPING = "not_worth_keeping"
+    """A demonstration whose outcome does not let it enter: no success, by ``save_filter``."""
     DUPLICATE = "duplicate"
     """The task has a trajectory with the same tokens already."""
     NOT_BETTER = "not_better"
@@ -50,14 +59,21 @@ class PoolEntry:
 
     trajectory_id: int
     task_id: str
-    entropy: float
-    """Mean entropy in nats when it entered."""
+    entropy: float | None
+    """Mean entropy in nats when it entered; ``None`` of a demonstration, which has none."""
     outcome: float | None
     policy_version: int | None
     digest: bytes
     """Identifies the tokens."""
     reward_fingerprint: str = ""
     """Reward function that gave the outcome; empty = unknown."""
+    is_demonstration: bool = False
+    """Whether there are no recorded log-probabilities: :data:`DEMONSTRATION`."""
+
+    @property
+    def known_outcome(self) -> float | None:
+        """The outcome; ``None`` if it is unknown or not finite."""
+        return self.outcome if self.outcome is not None and math.isfinite(self.outcome) else None
 
 
 def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
@@ -117,20 +133,30 @@ def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
     return None if trajectory.response_mask is None else trajectory.response_mask == 1
 
 
+def is_demonstration(trajectory: AgentTrajectory) -> bool:
+    """Return whether a trajectory says that it is a demonstration, and has no log-probabilities."""
+    return trajectory.old_log_probs is None and trajectory.metadata.get(DEMONSTRATION) is True
+
+
 def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
     """Return why the trajectory's tokens cannot be replayed; ``None`` if they can."""
+    demonstration = is_demonstration(trajectory)
+    if demonstration and trajectory.input_ids is None:
+        return Refusal.NO_TOKENS
     mask = llm_mask(trajectory)
     if mask is None:
         return Refusal.NO_RESPONSE_MASK
     if not bool(mask.any()):
         return Refusal.NO_LLM_TOKEN
     log_probs = trajectory.old_log_probs
-    if log_probs is None or log_probs.shape != mask.shape:
+    if not demonstration and (log_probs is None or log_probs.shape != mask.shape):
         return Refusal.LOG_PROBS_MISMATCH
     if trajectory.response_mask is not None and trajectory.response_mask.shape != mask.shape:
         return Refusal.LOG_PROBS_MISMATCH
     if trajectory.input_ids is not None and len(trajectory.input_ids) < len(mask):
         return Refusal.LOG_PROBS_MISMATCH
+    if log_probs is None:
+        return None
     counted = log_probs[mask]
     if not bool(torch.isfinite(counted).all()):
         return Refusal.LOG_PROBS_MISMATCH
@@ -142,17 +168,19 @@ def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Ref
     refusal = token_refusal(trajectory)
     if refusal is not None:
         return refusal
-    entropy = trajectory.entropy
-    if entropy is None or not math.isfinite(entropy):
+    demonstration = is_demonstration(trajectory)
+    entropy = None if demonstration else trajectory.entropy
+    if not demonstration and (entropy is None or not math.isfinite(entropy)):
         return Refusal.NO_ENTROPY
     return PoolEntry(
         trajectory_id=trajectory_id,
         task_id=trajectory.task_id,
-        entropy=float(entropy),
+        entropy=None if entropy is None else float(entropy),
         outcome=outcome_of(trajectory),
         policy_version=trajectory.policy_version,
         digest=token_digest(trajectory),
         reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
+        is_demonstration=demonstration,
     )
 
 

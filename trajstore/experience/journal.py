@@ -164,6 +164,10 @@ class PoolState:
         """Return the number of entries."""
         return sum(map(len, self.entries.values()))
 
+    def demonstrations(self) -> int:
+        """Return the number of entries without recorded log-probabilities."""
+        return sum(entry.is_demonstration for entry in self.all_entries())
+
     def all_entries(self) -> Iterable[PoolEntry]:
         """Yield every entry, task by task."""
         for entries in self.entries.values():

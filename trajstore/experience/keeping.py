@@ -14,9 +14,9 @@ import numpy as np
 
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets
-from trajstore.experience.contract import check_same, check_trajectories
+from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories
 from trajstore.experience.cut import PoolCut
-from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal
+from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal, is_demonstration
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
 from trajstore.experience.rules import PoolRules
@@ -37,7 +37,8 @@ class KeptPool:
         reward_fingerprint: name and version of the reward function; empty = unknown.
 
     Raises:
-        ConfigurationError: the store's pool was made with another tokenizer.
+        ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that could never
+            come out under these rules.
         CorruptStoreError: the store's pool cannot be understood.
     """
 
@@ -56,6 +57,7 @@ class KeptPool:
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
         self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
         check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
+        check_demonstrations(self._state.demonstrations(), rules)
         self._fingerprint = tokenizer_fingerprint or self._ledger.fingerprint
         self._counting = False
         self._notices = PoolNotices()
@@ -103,6 +105,7 @@ class KeptPool:
         """Return the pool's size, tasks per difficulty, skipped tasks and refusals, as flat floats."""
         result = {
             "experience_replay/pool_trajectories": float(len(self)),
+            "experience_replay/pool_demonstrations": float(self._state.demonstrations()),
             "experience_replay/pool_tasks": float(len(self._state.entries)),
             "experience_replay/skipped_tasks": float(len(self._state.skip)),
             "experience_replay/refused": float(sum(self.refused.values())),
@@ -212,7 +215,8 @@ class KeptPool:
         """Go back to a state that :meth:`state_dict` returned. Trajectories the store does not keep are left out.
 
         Raises:
-            ConfigurationError: the state's pool was made with another tokenizer; nothing was changed.
+            ConfigurationError: the state's pool was made with another tokenizer, or has demonstrations that could
+                never come out; nothing was changed.
             CorruptStoreError: this is no such state; nothing was changed.
         """
         cut = PoolCut.from_dict(state)
@@ -225,6 +229,8 @@ class KeptPool:
                 "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
             )
         plan = self._plan_all(fresh, cut.trajectories)
+        found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
+        check_demonstrations(found, self.rules)
         self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
         self.refused = Counter(cut.refused) + plan.refused
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
@@ -251,11 +257,13 @@ class KeptPool:
             StoreNotFoundError: no such directory.
             CorruptStoreError: files are absent or not what their names say.
             UnsafeContentError: the pickle names something that a pool does not contain.
-            ConfigurationError: the pool was made with another tokenizer; nothing was changed.
+            ConfigurationError: the pool was made with another tokenizer, or has demonstrations that could never come
+                out; nothing was changed.
         """
         contents = persistence.read_pool(Path(directory))
         held = [one for several in contents.task2trajectories.values() for one in several]
         fingerprint = check_trajectories(held, self._fingerprint)
+        check_demonstrations(sum(map(is_demonstration, held)), self.rules)
         fresh = journal.PoolState(
             DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
         )

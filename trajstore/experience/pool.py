@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,12 @@ from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import journal
 from trajstore.experience.buckets import TaskSampling, draw_tasks
 from trajstore.experience.choice import choose_histories
-from trajstore.experience.contract import check_trajectories
+from trajstore.experience.contract import check_demonstrations, check_trajectories
 from trajstore.experience.diagnosis import why_nothing
 from trajstore.experience.entry import (
     PoolEntry,
+    Refusal,
+    is_demonstration,
     mean_entropy,
     own_entropy,
     with_reward_fingerprint,
@@ -23,7 +26,7 @@ from trajstore.experience.keeping import KeptPool
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
-from trajstore.experience.selection import plan_admissions, rollouts_to_keep
+from trajstore.experience.selection import is_worth_keeping, outcome_refusal, plan_admissions, rollouts_to_keep
 from trajstore.experience.store import PoolStore
 from trajstore.sampling import LeastUsedSampler
 from trajstore.trajectory import AgentTrajectory
@@ -180,16 +183,45 @@ class ExperienceManager(KeptPool):
         full task is refused and counted in :attr:`refused`.
 
         Raises:
-            ConfigurationError: a trajectory was made with another tokenizer; nothing was taken.
+            ConfigurationError: a trajectory was made with another tokenizer, or is a demonstration that could never
+                come out under the rules; nothing was taken.
             InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
         """
         fingerprint = check_trajectories(trajectories, self._fingerprint)
+        check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         marked = [with_reward_fingerprint(one, self.reward_fingerprint) for one in trajectories]
         plan = plan_admissions(self._state.entries, marked, self.rules)
         self._ledger.add(plan)
         self.refused.update(plan.refused)
         self._fingerprint = fingerprint
         return len(plan.accepted)
+
+    def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
+        """Take demonstrations in: trajectories that no policy of this run sampled, without log-probs.
+
+        Each has ``metadata["demonstration"]`` true and token ids. Its task comes into the bucket of difficulty 0, where
+        no success of the policy is known, unless rollouts of the task have said more; so it can be drawn at once. What
+        the pool has already is refused as a duplicate: taking the same ones in again changes nothing.
+
+        Returns:
+            How many were refused, by reason; failures (by ``save_filter``) as ``not_worth_keeping``.
+
+        Raises:
+            ConfigurationError: as for :meth:`save_trajectories_to_memory`.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
+            StoreWriteError: the store could not write.
+        """
+        before = Counter(self.refused)
+        worthy = [one for one in demonstrations if is_worth_keeping(one, self.rules)]
+        self.save_trajectories_to_memory(worthy)
+        for one in demonstrations:
+            if not is_worth_keeping(one, self.rules):
+                self.refused[(outcome_refusal(one) or Refusal.NOT_WORTH_KEEPING).value] += 1
+        state = self._state
+        unplaced = [one.task_id for one in worthy if one.task_id not in state.buckets and one.task_id not in state.skip]
+        held = [task for task in dict.fromkeys(unplaced) if task in state.entries]
+        self._ledger.change({task: journal.TaskChange(0, skip=False) for task in held})
+        return self.refused - before
 
     # ---- before a step ----
 
@@ -244,7 +276,9 @@ class ExperienceManager(KeptPool):
             n: histories per task at the most.
         """
         candidates = self._candidates(tasks)
-        wanted = self.rules.use_current_policy_entropy and isinstance(self.rules.make_sampler(), LeastUsedSampler)
+        by_value = isinstance(self.rules.make_sampler(), LeastUsedSampler) and self.rules.exp_select_mode != "reward"
+        wanted = self.rules.use_current_policy_entropy and by_value
+        versions: Counter[int | None] = Counter()
         records = [record for found in candidates.values() for _, record in found]
         current = self._scorer(self.current_entropy, records) if wanted else None
         chosen: list[AgentTrajectory] = []
@@ -261,6 +295,7 @@ class ExperienceManager(KeptPool):
                 entropies=entropies,
                 global_steps=self.global_steps,
                 generator=self._generator,
+                versions_drawn=versions,
             )
             self._ledger.note_used([found[index][0] for index in order])
             chosen.extend(journal.replayed_copy(found[index][1]) for index in order)

@@ -93,12 +93,11 @@ def row_count(trajectory: AgentTrajectory) -> int:
 
 
 def response_length(trajectory: AgentTrajectory) -> int | None:
-    """Return the number of response tokens of all rows; ``None`` if the trajectory has no log-probs."""
-    if trajectory.old_log_probs is None:
-        return None
+    """Return the number of response tokens of all rows; ``None`` if the trajectory has neither log-probs nor a mask."""
     said = trajectory.metadata.get(ROWS)
     if said is None:
-        return trajectory.old_log_probs.numel()
+        column = trajectory.response_mask if trajectory.old_log_probs is None else trajectory.old_log_probs
+        return None if column is None else column.numel()
     return sum(int(row["tokens"]) - int(row["prompt"]) for row in said)
 
 

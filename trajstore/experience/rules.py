@@ -11,14 +11,18 @@ from trajstore.errors import ConfigurationError
 from trajstore.experience.buckets import TASK_SAMPLING, TASK_SAMPLING_HELP, TaskSampling
 from trajstore.sampling import Sampler, sampler_of
 
-SelectMode = Literal["argmin", "argmax", "random"]
+SelectMode = Literal["argmin", "argmax", "random", "reward"]
 SELECT_MODES: tuple[SelectMode, ...] = get_args(SelectMode)
 
 _BY_MODE: Mapping[SelectMode, Mapping[str, Any]] = {
     "argmin": {"name": "least_used", "best": "lowest"},
     "argmax": {"name": "least_used", "best": "highest"},
     "random": {"name": "weighted", "unit": "trajectory"},
+    "reward": {"name": "least_used", "best": "highest"},
 }
+
+PolicyVersions = Literal["any", "spread"]
+POLICY_VERSIONS: tuple[PolicyVersions, ...] = get_args(PolicyVersions)
 
 SaveFilter = Literal["success", "best", "positive"]
 SAVE_FILTERS: tuple[SaveFilter, ...] = get_args(SaveFilter)
@@ -44,7 +48,11 @@ class PoolRules:
     """``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every rollout with
     an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they are replayed."""
     exp_select_mode: SelectMode = "argmin"
-    """Which entropy is best, both when entering a full task and among equally often used ones when coming out."""
+    """What is best, both when entering a full task and among equally often used ones when coming out: the lowest
+    entropy (``argmin``), the highest (``argmax``), the highest outcome (``reward``), or nothing (``random``)."""
+    policy_versions: PolicyVersions = "any"
+    """``spread``: histories of several policy versions on purpose. Each is of the version of which the batch has fewest
+    so far; the sampler decides among those of one version. An unknown version counts as one of its own."""
     sampler: Mapping[str, Any] | None = None
     """Which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it: ``weighted`` (with
     ``unit: trajectory``), ``freshest`` or ``least_used``. ``None``: least used first, among equally often used ones the
@@ -79,6 +87,23 @@ class PoolRules:
         return most
 
 
+def demonstration_problems(rules: PoolRules) -> list[str]:
+    """Return why demonstrations could never come out of a pool with these rules, one sentence each.
+
+    No policy of the run made them, so they have no version and no age.
+    """
+    problems = []
+    if rules.max_policy_age is not None:
+        problems.append(f"max_policy_age: {rules.max_policy_age}, but demonstrations have no policy version: set null")
+    sampler = rules.sampler or {}
+    if sampler.get("name") == "freshest":
+        problems.append("sampler: freshest, but demonstrations have no policy version: use least_used or weighted")
+    if "staleness" in sampler or sampler.get("recency", {}).get("by") == "versions":
+        factor = "staleness" if "staleness" in sampler else "recency by versions"
+        problems.append(f"sampler: weighted with {factor}, but demonstrations have no policy version: leave it out")
+    return problems
+
+
 def rule_problems(values: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with these values of :class:`PoolRules` fields, one sentence each. Absent keys are fine."""
     problems = [] if values.get("sampler") is None else _sampler_problems(values["sampler"])
@@ -102,6 +127,10 @@ def rule_problems(values: Mapping[str, Any]) -> list[str]:
     whole("replay_difficulty", 0, optional=True)
     choice("save_filter", SAVE_FILTERS)
     choice("exp_select_mode", SELECT_MODES)
+    choice("policy_versions", POLICY_VERSIONS)
+    sampler = values.get("sampler")
+    if values.get("policy_versions") == "spread" and isinstance(sampler, Mapping) and sampler.get("name") == "freshest":
+        problems.append("policy_versions: spread, with sampler: freshest: one wants all versions, the other the newest")
     if "task_sampling" in values and values["task_sampling"] not in TASK_SAMPLING:
         problems.append(f"task_sampling: {values['task_sampling']!r}, {TASK_SAMPLING_HELP}")
     threshold = values.get("success_threshold", 1.0)

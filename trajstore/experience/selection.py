@@ -136,21 +136,39 @@ def admit(
     """Put an entry among those of its task.
 
     A full task gives up its highest entropy for a lower one (``argmin``), its lowest for a higher one
-    (``argmax``), or its oldest (``random``). Entries stay in order of arrival. Adding the survivors of some
-    additions again, in the same order, gives the same entries: this is what makes recovery exact.
+    (``argmax``), its lowest outcome for one that is as high or higher (``reward``), or its oldest (``random``); by
+    entropy, demonstrations, which have none, go before all others. A rollout with the tokens of a demonstration takes
+    its place, since it has log-probs. Entries stay in order of arrival. Adding the survivors of some additions again,
+    in the same order, gives the same entries: this is what makes recovery exact.
 
     Returns:
         The task's entries afterwards and the one that was replaced, if any; or why the new one is refused.
     """
-    if any(entry.digest == new.digest for entry in entries):
-        return Refusal.DUPLICATE
+    same = next((entry for entry in entries if entry.digest == new.digest), None)
+    if same is not None:
+        if not same.is_demonstration or new.is_demonstration:
+            return Refusal.DUPLICATE
+        return (*(entry for entry in entries if entry is not same), new), same  # its tokens, now with log-probs
     if len(entries) < rules.max_trajectories_per_task:
         return (*entries, new), None
-    sign = {"argmin": 1, "argmax": -1, "random": 0}[rules.exp_select_mode]
-    worst = max(entries, key=lambda entry: sign * entry.entropy)  # the oldest among equals
-    if sign and sign * new.entropy >= sign * worst.entropy:
+    worst = max(entries, key=lambda entry: _place(entry, rules))  # the oldest among equals
+    if rules.exp_select_mode in ("argmin", "argmax"):
+        if _place(new, rules) >= _place(worst, rules):
+            return Refusal.NOT_BETTER
+    elif _place(new, rules) > _place(worst, rules):
         return Refusal.NOT_BETTER
     return (*(entry for entry in entries if entry is not worst), new), worst
+
+
+def _place(entry: PoolEntry, rules: PoolRules) -> tuple[int, float]:
+    """Return what an entry of a full task is compared by; the highest goes first, what is not known before all."""
+    if rules.exp_select_mode == "random":
+        return 0, 0.0
+    if rules.exp_select_mode == "reward":
+        return (1, 0.0) if entry.known_outcome is None else (0, -entry.known_outcome)
+    if entry.entropy is None:
+        return 1, 0.0
+    return 0, entry.entropy if rules.exp_select_mode == "argmin" else -entry.entropy
 
 
 @dataclass(frozen=True)

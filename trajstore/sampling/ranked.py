@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -173,6 +174,11 @@ class LeastUsedSampler(RankedSampler):
         super().__init__(max_uses)
         self._sign = 1.0 if best == "lowest" else -1.0
         self._values: dict[int, float] = {}
+
+    @property
+    def worst_value(self) -> float:
+        """A value behind which no other stands: for trajectories that have none, where others do."""
+        return self._sign * sys.float_info.max
 
     def _rank(self, number: int, uses: int) -> Rank:
         return float(uses), self._sign * self._values.get(number, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.experience.entry import DEMONSTRATION
 from trajstore.experience.rows import rows_of
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
@@ -335,6 +337,45 @@ def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, mak
     assert figures["recording/rollouts"] == 12
     assert figures["experience_replay/replayed_rows"] == 4
     assert figures["experience_replay/rows"] == 16
+
+
+def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=2)
+    fill(session)
+    manager = session._hook.manager
+    assert manager is not None
+    demos = []
+    for held in manager.task2trajectories.values():
+        ids = held[0].input_ids
+        assert ids is not None
+        mark = {"old_log_probs": None, "rollout_log_probs": None, "metadata": {DEMONSTRATION: True}}
+        demos.append(dataclasses.replace(held[0], input_ids=ids + 1, policy_version=None, **mark))
+    assert not manager.seed(demos)
+    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
+    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 3)}  # the demonstrations' turn
+    session.expect({f"u{index}": found[task] for index, task in enumerate(TASKS)})
+    joined = session.join(put([row for index in range(4) for row in rollouts(f"u{index}", N - 2, index)]))
+    rate(joined)
+    before = column(joined, "old_log_probs")
+    figures = session.scored(joined, 3)
+    after, engine = column(joined, "old_log_probs"), column(joined, "rollout_log_probs")
+    scores = column(joined, "rm_scores")
+    kept = 0
+    for key, current in before.items():
+        uid, number, _ = key.split("_")
+        if int(number) < FIRST_REPLAYED_SESSION:
+            continue
+        history = found[TASKS[int(uid[1:])]][int(number) - FIRST_REPLAYED_SESSION]
+        if history.old_log_probs is None:
+            kept += 1
+            assert torch.equal(after[key], current)
+            assert torch.equal(engine[key], current), "rollout correction weighs it 1"
+            assert scores[key][-1] == 1.0
+        else:
+            assert not torch.equal(after[key], current)
+    assert kept == 4
+    assert figures["experience_replay/demonstration_rows"] == 4
+    assert figures["experience_replay/demonstration_row_share"] == 0.5
 
 
 # ---- groups that are filtered ----

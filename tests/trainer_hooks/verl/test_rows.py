@@ -33,8 +33,9 @@ from trainer_hooks.verl.rows import (
 )
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.entry import DEMONSTRATION
 from trajstore.experience.rows import row_count, rows_of
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 RULE = OutcomeRule()
 
@@ -298,6 +299,26 @@ def test_a_history_without_its_tokens_is_refused(name: str) -> None:
     setattr(history, name, None)
     with pytest.raises(InvalidTrajectoryError, match="'old_0_0'"):
         replayed_row(fresh_row("new"), history, 0, own_group=False)
+
+
+def demonstration(**metadata: Any) -> AgentTrajectory:
+    history = recorded(rated(fresh_row("old")))
+    changes: dict[str, Any] = {"old_log_probs": None, "rollout_log_probs": None, "policy_version": None}
+    reward = Reward(outcome=1.0, metadata=metadata)
+    return dataclasses.replace(history, reward=reward, metadata={DEMONSTRATION: True}, **changes)
+
+
+@pytest.mark.parametrize(("metadata", "score"), [({}, 1.0), ({"score": 2.5}, 2.5)])
+def test_a_demonstration_has_its_score_and_no_log_probs(metadata: dict[str, Any], score: float) -> None:
+    template = fresh_row("new")
+    back = replayed_row(template, demonstration(**metadata), 0, own_group=False)
+    assert back.columns.keys() == template.columns.keys()
+    assert back.columns["rm_scores"].tolist() == [0.0] * 3 + [score]
+    assert back.columns["rollout_log_probs"].tolist() == [0.0] * 4
+    assert {name: back.tag[name] for name in ("min_global_steps", "max_global_steps")} == {
+        "min_global_steps": 4,
+        "max_global_steps": 5,
+    }, "the lag of this step is not that of another program's model"
 
 
 # ---- recorded log-probs ----

@@ -1,0 +1,317 @@
+"""Transcripts as demonstrations in a pool: what a line must be, what is refused, what comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experience.transcripts import conversation, make_tokenizer, turn, write
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.experience.contract import fingerprint_of
+from trajstore.experience.rows import rows_of
+from trajstore.experience.transcripts import BadLine, Imported, TranscriptReader, import_transcripts
+from trajstore.trajectory import AgentTrajectory
+
+pytest.importorskip("transformers")
+
+RULES = PoolRules(n_rollout=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def import_file(tmp_path: Path, tokenizer: Any, *lines: Any, rules: PoolRules = RULES, **options: Any) -> Imported:
+    source = write(tmp_path / "demos.jsonl", *lines)
+    return import_transcripts(tmp_path / "pool", source, rules, TranscriptReader(tokenizer, **options))
+
+
+def held(tmp_path: Path, rules: PoolRules = RULES) -> list[AgentTrajectory]:
+    store = BufferStore.open(tmp_path / "pool")
+    try:
+        manager = ExperienceManager(rules, store=store)
+        return [one for several in manager.task2trajectories.values() for one in several]
+    finally:
+        store.close()
+
+
+def one_row(tokenizer: Any, line: Any, tmp_path: Path, **options: Any) -> AgentTrajectory:
+    [found] = TranscriptReader(tokenizer, **options).read(write(tmp_path / "one.jsonl", line))
+    assert isinstance(found, AgentTrajectory), found
+    return found
+
+
+def trained(tokenizer: Any, one: AgentTrajectory) -> str:
+    assert one.input_ids is not None
+    assert one.loss_mask is not None
+    return str(tokenizer.decode(one.input_ids[one.loss_mask == 1]))
+
+
+def test_a_conversation_becomes_tokens_without_log_probs(tokenizer: Any, tmp_path: Path) -> None:
+    done = import_file(tmp_path, tokenizer, conversation(source="books", rollout_id="r"))
+    assert (done.lines, done.taken, done.trajectories, done.tasks, done.bad) == (1, 1, 1, 1, [])
+    [one] = held(tmp_path)
+    assert one.old_log_probs is None
+    assert one.entropy is None
+    assert one.policy_version is None
+    assert trained(tokenizer, one) == "go kitchen<|im_end|>done<|im_end|>"
+    assert (one.rollout_id, one.query, one.tokenizer_fingerprint) == ("r", "bring the cup", fingerprint_of(tokenizer))
+    assert one.metadata["demonstration"] is True
+    assert one.metadata["transcript"] == {"source": "books", "file": "demos.jsonl", "line": 1}
+
+
+def test_linear_think_gives_a_row_for_each_turn(tokenizer: Any, tmp_path: Path) -> None:
+    line = conversation(messages=turn("bring the cup", "<think>why</think>go", "seen", "<think>why</think>take"))
+    one = one_row(tokenizer, line, tmp_path, context="linear_think")
+    rows = rows_of(one)
+    assert [trained(tokenizer, row) for row in rows] == [
+        "<think>why</think>go<|im_end|>",
+        "<think>why</think>take<|im_end|>",
+    ]
+
+
+def test_the_same_file_again_adds_nothing_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
+    lines = [conversation("a"), conversation("b"), conversation("a", "drop"), conversation("a")]
+    first = import_file(tmp_path, tokenizer, *lines)
+    assert (first.taken, first.refused) == (3, {"duplicate": 1})
+    again = import_file(tmp_path, tokenizer, *lines, conversation("c"))
+    assert (again.taken, again.refused, again.trajectories) == (1, {"duplicate": 4}, 4)
+
+
+def test_one_bad_line_hides_none_of_its_neighbours(tokenizer: Any, tmp_path: Path) -> None:
+    def other(**values: Any) -> dict[str, Any]:
+        return {**conversation("bad"), **values}
+
+    bad = {
+        "{": "not JSON",
+        "[1]": "a list, must be an object",
+        **{
+            str(number): what
+            for number, what in enumerate(
+                (
+                    "task_id: None, must be a text",
+                    "messages: must be a list",
+                    "messages[0]: must be an object with a role",
+                    "messages[1].content: a NoneType",
+                    "messages[0].content: has parts that are no text",
+                    "none is the model's",
+                    "neither reward nor success",
+                    "reward: True, must be a number",
+                    "success: true, but an outcome of 0 is none",
+                    "messages[0]: has no token_ids, but others have",
+                    "messages[0].token_ids: must be a list of ids",
+                    "the chat template refuses",
+                )
+            )
+        },
+    }
+    ids = [{**message, "token_ids": [1]} for message in turn("go", "go")]
+    values = [
+        "{",
+        "[1]",
+        other(task_id=None),
+        other(messages=[]),
+        other(messages=[{"content": "go"}]),
+        other(messages=[*turn("go"), {"role": "assistant", "content": None}]),
+        other(messages=[{"role": "user", "content": [{"type": "image_url"}]}, *turn("", "go")[1:]]),
+        other(messages=turn("go")),
+        other(reward=None),
+        other(reward=True),
+        other(reward=0, success=True),
+        other(messages=[{**ids[0], "token_ids": None}, ids[1]]),
+        other(messages=[{**ids[0], "token_ids": [10**6]}, ids[1]]),
+        other(
+            messages=[{"role": "user", "content": "go", "tool_calls": [], "name": {"no": "text"}}, *turn("", "go")[1:]]
+        ),
+    ]
+    strict = make_tokenizer()
+    strict.chat_template = (
+        "{% if messages[0].name %}{{ raise_exception('no names') }}{% endif %}" + strict.chat_template
+    )
+    done = import_file(tmp_path, strict, *[line for one in values for line in (one, conversation(f"t{len(str(one))}"))])
+    assert [one.line for one in done.bad] == list(range(1, 2 * len(values), 2))
+    for one, what in zip(done.bad, bad.values(), strict=True):
+        assert what in one.reason
+    assert done.taken + done.refused["duplicate"] == len(values)
+
+
+def test_outcomes(tokenizer: Any, tmp_path: Path) -> None:
+    lines = [
+        conversation("a", reward=None, success=True),
+        conversation("b", reward=None, success=False),
+        conversation("c", reward=0.5),
+        conversation("d", reward=None),
+    ]
+    done = import_file(tmp_path, tokenizer, *lines, outcome=1.0)
+    assert (done.taken, done.refused) == (2, {"not_worth_keeping": 2})
+    assert [one.task_id for one in held(tmp_path)] == ["a", "d"]
+
+
+def test_ids_that_a_transcript_brings_count(tokenizer: Any, tmp_path: Path) -> None:
+    plain = one_row(tokenizer, conversation(), tmp_path)
+    assert plain.input_ids is not None
+    spans = [
+        tokenizer.encode(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n")
+        for one in conversation()["messages"]
+    ]
+    spans[-1] = spans[-1][:-1]  # an engine stops at the end mark
+    messages = [{**one, "token_ids": ids} for one, ids in zip(conversation()["messages"], spans, strict=True)]
+    one = one_row(tokenizer, conversation(messages=messages), tmp_path)
+    assert one.input_ids is not None
+    assert one.input_ids.tolist() == plain.input_ids.tolist()[: len(one.input_ids)]
+    assert trained(tokenizer, one) == trained(tokenizer, plain)
+    assert one.response_start == plain.response_start
+    assert all("token_ids" not in message for message in one.messages)
+    mask = [0, 0, 0, *[1] * (len(spans[1]) - 3)]
+    messages[1]["loss_mask"] = mask
+    masked = one_row(tokenizer, conversation(messages=messages), tmp_path)
+    assert masked.loss_mask is not None
+    assert masked.loss_mask[len(spans[0]) : len(spans[0]) + len(mask)].tolist() == mask
+    rows = rows_of(one_row(tokenizer, conversation(messages=messages), tmp_path, context="linear_think"))
+    assert len(rows) == 2
+
+
+def test_tool_calls_and_parts_are_text_for_the_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments.place }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if tools %}{{ tools[0].name }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "go", "arguments": '{"place": "kitchen"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "bring "}, {"type": "text", "text": "the cup"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    one = one_row(tokenizer, conversation(messages=messages), tmp_path)
+    assert trained(tokenizer, one) == "kitchen<|im_end|>"
+    assert one.query == "bring the cup"
+
+
+def test_a_template_that_changes_earlier_messages_is_told_with_the_line(tmp_path: Path) -> None:
+    source = write(tmp_path / "demos.jsonl", conversation(messages=turn("go", "<think>why</think>go", "seen", "done")))
+    [bad] = TranscriptReader(make_tokenizer("qwen3")).read(source)
+    assert isinstance(bad, BadLine)
+    assert "use context linear_think" in bad.reason
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"max_policy_age": 5}, "max_policy_age: 5, but demonstrations have no policy version"),
+        ({"sampler": {"name": "freshest"}}, "sampler: freshest"),
+        ({"sampler": {"name": "weighted", "unit": "trajectory", "staleness": {"max_age": 3}}}, "staleness"),
+        (
+            {"sampler": {"name": "weighted", "unit": "trajectory", "recency": {"half_life": 3, "by": "versions"}}},
+            "recency by versions",
+        ),
+    ],
+)
+def test_rules_that_would_never_let_demonstrations_out_are_refused(
+    tokenizer: Any, tmp_path: Path, rules: dict[str, Any], message: str
+) -> None:
+    strict = PoolRules(n_rollout=4, **rules)
+    with pytest.raises(ConfigurationError, match=message):
+        import_file(tmp_path, tokenizer, conversation(), rules=strict)
+    import_file(tmp_path, tokenizer, conversation())
+    with pytest.raises(ConfigurationError, match=message):
+        held(tmp_path, strict)
+    with pytest.raises(ConfigurationError, match=message):
+        ExperienceManager(strict).save_trajectories_to_memory(held(tmp_path))
+
+
+def test_a_pool_of_another_tokenizer_and_a_file_that_is_not_there(tokenizer: Any, tmp_path: Path) -> None:
+    import_file(tmp_path, tokenizer, conversation())
+    with pytest.raises(ConfigurationError, match="tokenizer_fingerprint"):
+        import_file(tmp_path, make_tokenizer("llama3"), conversation("b"))
+    with pytest.raises(StoreNotFoundError, match="no such file"):
+        import_transcripts(tmp_path / "pool", tmp_path / "no", RULES, TranscriptReader(tokenizer))
+    with pytest.raises(ConfigurationError, match="has no effect"):
+        TranscriptReader(tokenizer, think_hint="x")
+    with pytest.raises(ConfigurationError, match="must be one of"):
+        TranscriptReader(tokenizer, context="turns")  # type: ignore[arg-type]
+
+
+def demonstration(tokenizer: Any, tmp_path: Path, task: str = "a", last: str = "done") -> AgentTrajectory:
+    return one_row(tokenizer, conversation(task, last), tmp_path)
+
+
+def test_demonstrations_can_be_drawn_at_once_and_come_marked(tokenizer: Any, tmp_path: Path) -> None:
+    manager = ExperienceManager(RULES)
+    manager.seed([demonstration(tokenizer, tmp_path, task) for task in "ab"])
+    assert manager.difficulty2task_dict == {0: ["a", "b"]}
+    assert sorted(manager.sample_tasks_from_replaypool(2)) == ["a", "b"]
+    [one] = manager.get_offpolicy_batch(["a"])
+    assert one.metadata["is_experience_replay"] is True
+    assert one.old_log_probs is None
+    assert manager.metrics()["experience_replay/pool_demonstrations"] == 2.0
+    other = ExperienceManager(RULES)
+    other.load_state_dict(manager.state_dict())
+    other.save_experience_pool_to_disk(tmp_path / "files")
+    third = ExperienceManager(RULES)
+    third.load_experience_pool_from_disk(tmp_path / "files")
+    assert third.metrics()["experience_replay/pool_demonstrations"] == 2.0
+    assert third.get_valid_replay_task_ids() == ["a", "b"]
+
+
+def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_path: Path, make: Any) -> None:
+    manager = ExperienceManager(RULES)
+    manager.admit([make(tokens=number, outcome=float(number < 2)) for number in range(4)])
+    manager.seed([demonstration(tokenizer, tmp_path)])
+    assert manager.difficulty2task_dict == {2: ["a"]}
+    manager.admit([make(tokens=number, outcome=1.0) for number in range(4)])
+    assert manager.skip_uid_set == {"a"}
+    manager.seed([demonstration(tokenizer, tmp_path)])
+    assert manager.get_valid_replay_task_ids() == [], "a solved task needs no demonstration"
+
+
+def test_without_the_mark_absent_log_probs_are_a_mistake(tokenizer: Any, tmp_path: Path) -> None:
+    one = demonstration(tokenizer, tmp_path)
+    one.metadata.pop("demonstration")
+    manager = ExperienceManager(RULES)
+    assert manager.seed([one]) == {"log_probs_mismatch": 1}
+    one.metadata["demonstration"] = True
+    one.input_ids = None
+    assert manager.seed([one]) == {"no_tokens": 1}
+    one.task_id = ""
+    with pytest.raises(InvalidTrajectoryError, match="task_id"):
+        manager.seed([one])
+
+
+def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer: Any, tmp_path: Path) -> None:
+    store = BufferStore.open(tmp_path / "pool")
+    try:
+        manager = ExperienceManager(RULES, store=store)
+        one, other = demonstration(tokenizer, tmp_path), demonstration(tokenizer, tmp_path, last="drop")
+        manager.seed([one, other])
+        rollout = demonstration(tokenizer, tmp_path)
+        rollout.metadata = {}
+        assert rollout.response_mask is not None
+        rollout.old_log_probs = -rollout.response_mask.float()
+        rollout.entropy = 1.0
+        assert manager.save_trajectories_to_memory([rollout]) == 1
+        assert manager.seed([one]) == {"duplicate": 1}
+        found = [held.old_log_probs is None for held in manager.task2trajectories["a"]]
+        assert found == [True, False]
+        manager.flush()
+    finally:
+        store.close()
+    assert [held.old_log_probs is None for held in held(tmp_path)] == [True, False]
+
+
+def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any, tmp_path: Path, make: Any) -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2))
+    demos = [demonstration(tokenizer, tmp_path, last=last) for last in ("done", "drop", "take")]
+    assert manager.seed(demos) == {"not_better": 1}
+    manager.save_trajectories_to_memory([make(tokens=1, entropy=9.0), make(tokens=2, entropy=5.0)])
+    assert manager.seed(demos) == {"not_better": 3}
+    assert [one.entropy for one in manager.task2trajectories["a"]] == [9.0, 5.0]
+    manager = ExperienceManager(RULES)
+    manager.seed(demos[:1])
+    manager.save_trajectories_to_memory([make(tokens=1, entropy=9.0)])
+    order = [one.old_log_probs is None for one in manager.get_offpolicy_batch(["a"], 2)]
+    assert order == [False, True], "an entropy that is unknown stands behind all others"

@@ -1,0 +1,65 @@
+"""Lines of conversations, and a small tokenizer of Hugging Face for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TEMPLATES = Path(__file__).parent / "templates"
+WORDS = (
+    "bring",
+    "the",
+    "cup",
+    "go",
+    "kitchen",
+    "take",
+    "drop",
+    "done",
+    "seen",
+    "think",
+    "why",
+    "system",
+    "user",
+    "tool",
+)
+MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>")
+
+
+def make_tokenizer(template: str = "chatml") -> Any:
+    """One token for each word, line break and mark."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = (*MARKS, *WORDS, "assistant", "\n", " ", "<think>", "</think>")
+    vocabulary = {token: number for number, token in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|\w+|\n| "), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n")
+    return fast
+
+
+def turn(*contents: str) -> list[dict[str, Any]]:
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+def conversation(task: str = "a", last: str = "done", **values: Any) -> dict[str, Any]:
+    """A successful conversation of two turns."""
+    messages = turn("bring the cup", "go kitchen", "seen cup", last)
+    return {"task_id": task, "messages": messages, "reward": 1.0, **values}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    """Write lines, each a value or the text itself."""
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts), encoding="utf-8")
+    return path
