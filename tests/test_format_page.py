@@ -15,7 +15,7 @@ import torch
 from tests import format_reader
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 

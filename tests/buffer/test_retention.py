@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.buffer.backing import StoreBacking
+from trajstore.columns.conversion import record_of
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.columns.record import record_of
 from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
 from trajstore.testing.witness import check_trajectory, witness
 

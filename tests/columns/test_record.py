@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 from trajstore.trajectory import get_model_weights_id
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 from trajstore.inspection.verify import verify
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
@@ -358,7 +358,7 @@ def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
 
 
 def test_a_reward_that_was_stored_as_a_number_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.columns.record._check_document", lambda values, document: None)
+    monkeypatch.setattr("trajstore.columns.agents._check_document", lambda values, document: None)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([AgentTrajectory(reward=1.0, task_id="t")])  # type: ignore[arg-type]
     buffer = TrajectoryReplayBuffer()

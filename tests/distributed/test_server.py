@@ -12,7 +12,7 @@ import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, TrajectoryReplayBuffer
 from trajstore.buffer.intake import records_of
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 from trajstore.distributed.census import Census
 from trajstore.distributed.known import Known
 from trajstore.distributed.parcel import pack, split, unpack

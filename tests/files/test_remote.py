@@ -171,7 +171,7 @@ def test_child_processes_connect_anew(method: Any, s3_url: str, s3_options: dict
 
 def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")
-    from trajstore.columns.record import record_of
+    from trajstore.columns.conversion import record_of
     from trajstore.formats.zarr import ZarrFormat
 
     rewards = torch.arange(24.0).reshape(4, 2, 3)

@@ -17,8 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajstore.columns.conversion import record_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.record import Record, raw_bytes, record_of
+from trajstore.columns.record import Record, raw_bytes
 from trajstore.columns.schema import Schema
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
 from trajstore.files.base import Buffer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.store.index import COLUMNS, TrajectoryIndex, columns_of, starts_of
 from trajstore.store.packing import StringTable, pack, unpack

@@ -9,8 +9,8 @@ import numpy as np
 import orjson
 import pytest
 
+from trajstore.columns.conversion import record_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.record import record_of
 from trajstore.columns.schema import ColumnSpec, Schema
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile

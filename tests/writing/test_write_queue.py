@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trajstore.columns.conversion import record_of
 from trajstore.columns.memory import Arena
 from trajstore.columns.owned import OwnedRecord, own
-from trajstore.columns.record import record_of
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
 from trajstore.trajectory import Trajectory
 from trajstore.writing.groups import Batch, Group

@@ -23,7 +23,7 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import ratio, seconds
 from tools.bench.workloads import agent_trajectory, nbytes, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 
 LIST = 16
 

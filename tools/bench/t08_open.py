@@ -24,7 +24,7 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import small_trajectory
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.record import record_of
+from trajstore.columns.conversion import record_of
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import ShardContent, ShardManifest

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tools.bench.report import Options
+from trajstore.columns.conversion import record_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.record import record_of
 from trajstore.trajectory import AgentTrajectory, Trajectory
 
 PROMPT, RESPONSE, TURNS = 300, 700, 3

@@ -11,10 +11,12 @@ import torch
 
 from trajstore import locks
 from trajstore.buffer.view import View
+from trajstore.columns.conversion import record_of
 from trajstore.columns.memory import Arena
 from trajstore.columns.owned import needed, own
 from trajstore.columns.portions import portions
-from trajstore.columns.record import NothingToStoreError, Record, record_of
+from trajstore.columns.record import Record
+from trajstore.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
 from trajstore.interrupts import uninterrupted
 from trajstore.trajectory import AnyTrajectory

@@ -176,7 +176,7 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         """Add what another process has checked and taken apart into columns; return the ids.
 
         Args:
-            records: see :func:`trajstore.columns.record.record_of`; copied before this returns.
+            records: see :func:`trajstore.columns.conversion.record_of`; copied before this returns.
             uuids: UUID of each, 16 bytes; where directories are united, of those with the same UUID one counts.
 
         Raises:

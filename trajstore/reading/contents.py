@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from trajstore import locks
+from trajstore.columns.conversion import parse_document, trajectory_of
 from trajstore.columns.fields import Axis
 from trajstore.columns.owned import OwnedRecord
-from trajstore.columns.record import parse_document, trajectory_of
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.machine_code import begin_kernels, kernels

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.columns.record import Record, acting_rows, version_range
+from trajstore.columns.record import Record
 from trajstore.columns.schema import Extent
+from trajstore.columns.steps import acting_rows, version_range
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,

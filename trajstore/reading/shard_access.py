@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.record import trajectory_of
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Buffer, Directory

@@ -14,9 +14,10 @@ from typing import Any, TypeGuard
 import orjson
 import torch
 
+from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
 from trajstore.columns.leaves import document_of, is_json
-from trajstore.columns.record import Record, raw_bytes, trajectory_of
+from trajstore.columns.record import Record, raw_bytes
 from trajstore.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.files.base import EncodedFile, check_name

@@ -13,7 +13,8 @@ from math import prod
 import pytest
 import torch
 
-from trajstore.columns.record import Record, raw_bytes, record_of
+from trajstore.columns.conversion import record_of
+from trajstore.columns.record import Record, raw_bytes
 from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.files.base import Buffer, check_name

@@ -1,0 +1,81 @@
+"""Trajectories to columns and back, whatever their kind. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trajstore.columns.agents import agent_trajectory, record_of_agent
+from trajstore.columns.document import decode_document
+from trajstore.columns.fields import Axis, nest
+from trajstore.columns.leaves import leaves_of
+from trajstore.columns.record import Record
+from trajstore.columns.schema import DOCUMENT, Extent, Schema
+from trajstore.columns.steps import record_of_step
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
+
+
+def record_of(trajectory: AnyTrajectory) -> Record:
+    """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
+
+    What this takes can be written, and read back equal; see ``limits`` and ``document`` beside this module.
+
+    Raises:
+        InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored; the message
+            names the field, and its shape or value.
+    """
+    try:
+        if isinstance(trajectory, AgentTrajectory):
+            return record_of_agent(trajectory)
+        return record_of_step(trajectory)
+    except InvalidTrajectoryError as error:
+        if str(error).isprintable():
+            raise
+        text = str(error).encode("unicode_escape").decode()  # names that nothing has checked yet
+        raise InvalidTrajectoryError(text) from error
+
+
+def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:
+    """Return the trajectory of stored columns; inverse of :func:`record_of`.
+
+    Args:
+        schema: the columns.
+        extent: rows per axis.
+        tensors: one per column, ``[rows, *row_shape]`` or already ``[T, B, *row_shape]``.
+        known: fields kept in the index (``max_episode_length``, ``model_weights_id``), which agent trajectories lack.
+
+    Raises:
+        CorruptStoreError: the JSON document is damaged.
+    """
+    document: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
+    for column, tensor in zip(schema.columns, tensors, strict=True):
+        if column.axis is Axis.DOCUMENT:
+            document = parse_document(tensor)
+        elif schema.kind == "step":
+            rows = extent.rows(column.axis)
+            values[column.name] = tensor.reshape(rows // max(extent.batch, 1), extent.batch, *column.row_shape)
+        else:
+            values[column.name] = tensor
+    try:
+        if schema.kind == "step":
+            merged: dict[str, Any] = {**values, **leaves_of(document)}
+            return Trajectory(**known, **nest(merged))
+        return agent_trajectory(values, document)
+    except TypeError as error:  # names that are no fields, or values that are no objects
+        raise CorruptStoreError(f"column {DOCUMENT}: does not describe a trajectory: {error}") from error
+
+
+def parse_document(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the JSON document of a trajectory.
+
+    Raises:
+        CorruptStoreError: it is none.
+    """
+    try:
+        return decode_document(tensor.numpy().tobytes())
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"column {DOCUMENT}: {error}") from error
