@@ -128,7 +128,7 @@ def test_policy_versions_spread_over_the_batch(make: Make) -> None:
     assert one_each[0].policy_version == 1
     assert len({one.policy_version for one in one_each}) == 3, "one history of each task, and no version twice"
     two_each = again.get_offpolicy_batch(["a", "b"], 2)
-    assert set(Counter(one.policy_version for one in two_each).values()) == {1}
+    assert len({one.policy_version for one in two_each}) >= 3
 
 
 @settings(deadline=None, max_examples=60)
