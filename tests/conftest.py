@@ -34,7 +34,7 @@ def shared_fixtures() -> Path:
     return SHARED
 
 
-LOCKS_CHECKED = ("buffer", "feeding", "files", "sampling", "saved_points", "stateful", "writing")
+LOCKS_CHECKED = ("buffer", "feeding", "files", "mirroring", "sampling", "saved_points", "stateful", "writing")
 """Folders of the tests in which the order of locks is checked: where threads meet in one process."""
 
 

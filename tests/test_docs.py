@@ -48,8 +48,8 @@ needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason
 PAGES = [
     "README.md",
     "docs/tutorial.md",
-    *(f"docs/howto/{name}.md" for name in ("agents", "copies", "damage", "feeding", "guided", "ranks", "reading")),
-    *(f"docs/howto/{name}.md" for name in ("resume", "retention", "rlinf", "samplers")),
+    *(f"docs/howto/{name}.md" for name in ("agents", "copies", "damage", "feeding", "guided", "lost-node", "ranks")),
+    *(f"docs/howto/{name}.md" for name in ("reading", "resume", "retention", "rlinf", "samplers")),
 ]
 """Each page is one program. One process runs them all, as importing torch takes longer than they do."""
 

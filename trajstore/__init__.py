@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trajstore.buffer.retention import Retention
     from trajstore.buffer.saved_points import saved_points, saved_state
     from trajstore.builder import EmbodiedRolloutResult
+    from trajstore.mirroring.options import Mirror, MirrorState
     from trajstore.store.saved_points import SavedPoint
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
     from trajstore.writing.options import WriterOptions
@@ -24,6 +25,8 @@ __all__ = [
     "AgentTrajectory",
     "ChunkStepResult",
     "EmbodiedRolloutResult",
+    "Mirror",
+    "MirrorState",
     "Retention",
     "Reward",
     "SavedPoint",
@@ -39,6 +42,8 @@ _MODULES = {
     "AgentTrajectory": "trajectory",
     "ChunkStepResult": "trajectory",
     "EmbodiedRolloutResult": "builder",
+    "Mirror": "mirroring.options",
+    "MirrorState": "mirroring.options",
     "Retention": "buffer.retention",
     "Reward": "trajectory",
     "SavedPoint": "store.saved_points",

@@ -36,6 +36,7 @@ ORDER = (
     "Residency._lock",
     "WriteQueue._lock",
     "CommitCallbacks._lock",
+    "StoreMirror._lock",
     "Arena._lock",
     "Helpers._lock",
     "ReadCache._mutex",

@@ -6,10 +6,11 @@ Takes no lock of its own; what it calls takes what it needs.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 from trajstore.buffer.column_watch import ColumnWatch
@@ -24,6 +25,8 @@ from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.interrupts import uninterrupted
+from trajstore.mirroring.mirror import StoreMirror, mirror_directory
+from trajstore.mirroring.options import Mirror
 from trajstore.reading.places import check_no_ranks
 from trajstore.sampling.draws import Draws
 from trajstore.trajectory import AnyTrajectory
@@ -106,6 +109,11 @@ class Backing(ABC):
         """Let go of a pin, a saved point, or what a rollback set aside."""
         return
 
+    @property
+    def mirror(self) -> StoreMirror | None:
+        """What keeps the mirror of the store, if it has one."""
+        return None
+
     def keeping_files(self) -> AbstractContextManager[object]:
         """Keep files that are to be linked or copied, also those of evicted trajectories."""
         return nullcontext()
@@ -164,6 +172,7 @@ class StoreBacking(Backing):
         trajectory_format: of new shards.
         options: the writer's.
         on_commit: the user's function.
+        mirror: where the store is mirrored to.
     """
 
     keeps = True
@@ -176,8 +185,10 @@ class StoreBacking(Backing):
         trajectory_format: TrajectoryFormat,
         options: WriterOptions,
         on_commit: Callable[[Sequence[int]], None] | None,
+        mirror: Mirror | None,
     ) -> None:
         super().__init__(view)
+        target = None if mirror is None else mirror_directory(mirror, directory)
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before anything is written there, the lock included
         self._listener = ViewListener(view, draws, on_commit)
@@ -185,10 +196,18 @@ class StoreBacking(Backing):
         self.writer = StoreWriter(
             directory, trajectory_format, options, told, None if on_commit is None else told.on_commit
         )
+        self._mirror: StoreMirror | None = None
+        if mirror is not None and target is not None:
+            format_name = trajectory_format.name
+            self._mirror = StoreMirror(
+                self.writer.log, mirror, target, lambda: {"trajectory_format": format_name, **told.metadata()}
+            )
         # Whenever an interrupt comes, the lock is given back: with the writer, or by whoever closes it.
-        self._finalizer = weakref.finalize(self, close_quietly, self.writer)
+        self._finalizer = weakref.finalize(self, _close_quietly, self._mirror, self.writer)
         self._finalizer.atexit = False  # too late for zarr; see trajstore.exits
         remember(self.writer)
+        if self._mirror is not None:
+            remember(self._mirror)
         self.writer.start()
         catalog = self.writer.log.catalog
         self.store_id = catalog.store_id
@@ -198,6 +217,12 @@ class StoreBacking(Backing):
         self._listener.opened(catalog.next_id - 1)
         self.retain()
         self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
+        if self._mirror is not None:
+            self._mirror.start()
+
+    @property
+    def mirror(self) -> StoreMirror | None:
+        return self._mirror
 
     def share_ids(self, rank: int, ranks: int) -> None:
         with self.intake.lock:
@@ -247,7 +272,7 @@ class StoreBacking(Backing):
     def figures(self) -> dict[str, float]:
         queue, log = self.writer.queue, self.writer.log
         live, files = log.space()
-        return {
+        figures: dict[str, float] = {
             "pending_bytes": queue.pending_bytes,
             "write_retries": queue.retries,
             "set_aside": queue.set_aside,
@@ -255,11 +280,45 @@ class StoreBacking(Backing):
             "shard_bytes": files,
             "held_bytes": log.garbage.held_bytes,
         }
+        if self._mirror is not None:
+            state = self._mirror.state
+            figures |= {
+                "mirrored": state.newest_id,
+                "mirror_behind": self._mirror.behind,
+                "mirror_failures": state.failures,
+            }
+        return figures
 
     def close(self) -> None:
+        try:
+            if self._mirror is not None:
+                _close_mirror(self._mirror, self.writer)
+        finally:
+            self._close_writer()
+
+    def _close_writer(self) -> None:
         try:
             self.writer.close()
         finally:
             if self.writer.closed:  # else interrupted: it is closed in the background, or at exit
                 self._finalizer.detach()
                 forget(self.writer)
+
+
+def _close_mirror(mirror: StoreMirror, writer: StoreWriter) -> None:
+    """Bring everything to the mirror, as far as its time allows; before the writer replaces the log by a snapshot."""
+    if not mirror.closed:
+        with suppress(StoreError):  # said again when the writer is closed
+            writer.flush()
+        mirror.close()
+    forget(mirror)
+
+
+def _close_quietly(mirror: StoreMirror | None, writer: StoreWriter) -> None:
+    """Close what a buffer left that nobody closed."""
+    if mirror is not None:
+        if writer.is_own_thread() or mirror.is_own_thread():  # it held the last reference; it cannot wait for itself
+            threading.Thread(target=_close_quietly, args=(mirror, writer), name="trajstore-close").start()
+            return
+        _close_mirror(mirror, writer)
+    close_quietly(writer)

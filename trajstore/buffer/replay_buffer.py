@@ -18,6 +18,7 @@ from trajstore.columns.record import Record
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
+from trajstore.mirroring.options import Mirror, MirrorState, as_mirror
 from trajstore.sampling.draws import Draws
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
@@ -47,6 +48,9 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         writer: threads and memory of the writer.
         format_options: options of the format (zarr: codec, chunking).
         storage_options: passed on to the fsspec file system.
+        mirror: path or URL to which everything committed is copied in the background, or a :class:`Mirror` with options
+            (``auto_save=True``). What is there can be opened like any store, and ``trajstore restore`` makes a store
+            of it after this machine is lost. Adding never waits for it; see :attr:`mirror_state`.
         on_commit: called with the ids of each commit, in order, by a thread of its own that holds no lock, so that it
             may call the buffer back. ``flush`` does not wait for it, ``close`` does. What it raises is logged.
         verify_shards: compare the checksums of a shard, whole, when it is read for the first time, so that changed
@@ -75,10 +79,11 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         writer: WriterOptions | None = None,
         format_options: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        mirror: str | Path | Mirror | None = None,
         on_commit: Callable[[Sequence[int]], None] | None = None,
         verify_shards: bool = False,
     ) -> None:
-        _check_kinds(auto_save_path, retention, writer, format_options, storage_options, on_commit)
+        _check_kinds(auto_save_path, retention, writer, format_options, storage_options, mirror, on_commit)
         auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
         cache_size, cache_bytes = whole("cache_size", cache_size, 0), whole_or_none("cache_bytes", cache_bytes, 0)
         window_size = whole("sample_window_size", sample_window_size, 0)
@@ -89,6 +94,8 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         if path and not auto_save:
             told = f"auto_save_path={path!r} has no effect without auto_save=True: nothing is written there"
             warnings.warn(told, stacklevel=2)
+        if mirror is not None and not auto_save:
+            raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
         self.auto_save = auto_save
         self.auto_save_path = path if auto_save else None
         form = get_format(trajectory_format, **(format_options or {}))
@@ -100,7 +107,9 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         backing: Backing = MemoryBacking(view)
         if auto_save:
             directory = open_directory(path, **told_storage)
-            backing = StoreBacking(view, draws, directory, form, writer or WriterOptions(), on_commit)
+            backing = StoreBacking(
+                view, draws, directory, form, writer or WriterOptions(), on_commit, as_mirror(mirror)
+            )
         super().__init__(view, draws, backing, window_size, trajectory_format, form, told_storage)
 
     @classmethod
@@ -221,6 +230,23 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
         return self._backing.committed
 
+    @property
+    def mirror_state(self) -> MirrorState | None:
+        """What is on the mirror of this buffer's store, and why the last attempt failed; None without a mirror."""
+        mirror = self._backing.mirror
+        return None if mirror is None else mirror.state
+
+    def wait_mirrored(self, ids: Sequence[int], timeout: float | None = None) -> bool:
+        """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
+
+        Raises:
+            StoreError: this buffer has no mirror.
+        """
+        mirror = self._backing.mirror
+        if mirror is None:
+            raise StoreError("wait_mirrored: this buffer has no mirror; give one with mirror=...")
+        return mirror.wait(max(ids), timeout) if len(ids) else True
+
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, durably. Files go when no pin and no reader needs them.
 
@@ -328,6 +354,7 @@ def _check_kinds(
     writer: Any,
     format_options: Any,
     storage_options: Any,
+    mirror: Any,
     on_commit: Any,
 ) -> None:
     check_kind("auto_save_path", auto_save_path, str | Path, "a path or URL")
@@ -336,4 +363,5 @@ def _check_kinds(
     check_kind("writer", writer, WriterOptions, "WriterOptions")
     check_kind("format_options", format_options, Mapping, "a dict")
     check_kind("storage_options", storage_options, Mapping, "a dict")
+    check_kind("mirror", mirror, str | Path | Mirror, "a path, a URL, or a Mirror")
     check_kind("on_commit", on_commit, Callable, "a function of the ids")

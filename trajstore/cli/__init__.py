@@ -1,4 +1,4 @@
-"""The command line: ``trajstore inspect``, ``verify``, ``copy``, ``repair``, ``rollback``, ``pool``, ``demo``.
+"""The command line: ``trajstore inspect``, ``verify``, ``copy``, ``repair``, ``restore``, ``rollback`` and others.
 
 Each command is one thin file over a function that can be imported and called without it. Commands
 import what they need when they run, so that ``trajstore --help`` loads neither torch nor numpy.
@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trajstore.cli import copy, demo, inspect, pool, rollback, verify
+from trajstore.cli import copy, demo, inspect, pool, restore, rollback, verify
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, visible
 from trajstore.errors import CorruptStoreError, TrajstoreError
@@ -28,6 +28,7 @@ COMMANDS: tuple[Command, ...] = (
     verify.COMMAND,
     copy.COPY,
     copy.REPAIR,
+    restore.COMMAND,
     rollback.COMMAND,
     pool.COMMAND,
     demo.COMMAND,

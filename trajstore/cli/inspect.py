@@ -176,6 +176,16 @@ def _live(report: dict[str, Any]) -> str:
     return f"{format_bytes(live)} of {format_bytes(shards)}"
 
 
+def _mirror(mirror: dict[str, Any] | None) -> str:
+    """Return what a mirror has, and what is wrong with it."""
+    if mirror is None:
+        return ""
+    newest = f"has all up to id {mirror['newest_id']:,}" if mirror["newest_id"] >= 0 else "has nothing yet"
+    behind = f", {mirror['behind']:,} trajectories are not there" if mirror["behind"] else ""
+    error = f"; the last attempt failed: {mirror['error']}" if mirror["error"] else ""
+    return f"{mirror['url']} {newest}{behind}{error}"
+
+
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
     measured = report.get("measured")
     note = "" if measured is None or measured == report["trajectories"] else f" ({measured:,} trajectories read)"
@@ -186,6 +196,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("episode limit", format_range(report.get("max_episode_length"))),
         ("ids", _ids(report.get("ids"))),
         ("pins", ", ".join(report.get("pins", ()))),
+        ("mirror", _mirror(report.get("mirror"))),
         *_agents(report, note),
         *_experiences(report.get("experiences"), note),
     ]

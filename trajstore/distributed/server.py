@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
 from trajstore.errors import ConfigurationError
+from trajstore.mirroring.options import as_mirror
 from trajstore.sampling.base import Drawn
 from trajstore.trajectory import AnyTrajectory
 
@@ -73,7 +74,7 @@ class StoreServer:
             sample_window_size=0,
             auto_save=True,
             auto_save_path=str(Path(path) / f"rank_{rank}"),
-            **options,
+            **_of_rank(options, rank),
         )
         self._buffer.share_ids(rank, MOST_STORES)
         self._known = Known()
@@ -187,6 +188,14 @@ class StoreServer:
     def close(self) -> None:
         """Flush and give the directory back."""
         self._buffer.close()
+
+
+def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the options of one store: each has a mirror of its own, a folder of the run's."""
+    mirror = as_mirror(options.get("mirror"))
+    if mirror is None:
+        return dict(options)
+    return {**options, "mirror": replace(mirror, url=f"{str(mirror.url).rstrip('/')}/rank_{rank}")}
 
 
 def _as_numpy(value: torch.Tensor) -> np.ndarray[Any, Any] | torch.Tensor:

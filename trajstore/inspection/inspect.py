@@ -17,6 +17,7 @@ from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import StoreError
 from trajstore.files.base import Directory
 from trajstore.inspection.measure import measure as measure_trajectories
+from trajstore.inspection.mirrors import mirror_report
 from trajstore.inspection.points import points_report
 from trajstore.inspection.statistics import (
     id_gaps,
@@ -55,9 +56,9 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they
         are known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or
-        not), ``readers`` (who shows which generation now), ``saved_points``, ``aside`` (what rollbacks set aside),
-        ``pins`` (names), ``stores`` (``"shared"``: one store, from which all ranks draw; ``"per_rank"``: one of the
-        ``rank_*`` stores of a run), ``format``,
+        not), ``mirror`` (what its mirror has, None if it has none), ``readers`` (who shows which generation now),
+        ``saved_points``, ``aside`` (what rollbacks set aside), ``pins`` (names), ``stores`` (``"shared"``: one store,
+        from which all ranks draw; ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``,
         ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
         of agent trajectories, ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not
         known is None or absent, never 0. A folder has ``parts``, a report each, and what they add up to; a part of
@@ -152,6 +153,7 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         "size_on_disk": sum(sizes.values()),
         "live_bytes": int(index["nbytes"].sum()),
         "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
+        "mirror": mirror_report(directory, index["trajectory_id"]),
         "readers": [{"holder": reader.holder, "generation": reader.generation} for reader in directory.readers()],
         "format": metadata.get("trajectory_format"),
         "layout_version": metadata["layout_version"],

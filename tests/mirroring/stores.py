@@ -1,0 +1,49 @@
+"""Stores with a mirror, and what is to be on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import check_trajectory, witness
+
+
+def make(path: str | Path, mirror: Any, **more: Any) -> TrajectoryReplayBuffer:
+    """Return a buffer on a store with a mirror; it draws from everything."""
+    return TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=path, sample_window_size=0, **({"mirror": mirror} if mirror else {}), **more
+    )
+
+
+def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
+    """Add witnesses, and wait until they are committed."""
+    ids = buffer.add_trajectories([witness(key) for key in keys])
+    buffer.flush()
+    return ids
+
+
+def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+    """Return the key of each trajectory, by id, every byte of which is compared with what its key says."""
+    return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
+
+
+def keys_at(path: str | Path, pin: str | None = None, **options: Any) -> dict[int, int]:
+    """Return what a reader finds at a path."""
+    with TrajectoryReplayBuffer.open(path, pin=pin, **options) as reader:
+        return keys_of(reader)
+
+
+def level(buffer: TrajectoryReplayBuffer) -> None:
+    """Wait until the mirror has everything, saved points included."""
+    mirror = buffer._backing.mirror
+    assert mirror is not None
+    assert mirror._wait(lambda: mirror.is_level, 60.0), mirror.state
+
+
+def is_sound(path: str | Path) -> None:
+    """Fail unless verification finds nothing."""
+    found = verify(path)
+    assert found.sound, found.problems

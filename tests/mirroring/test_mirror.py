@@ -1,0 +1,296 @@
+"""A mirror follows its store, is a store itself at every moment, and never holds its writer up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.mirroring.stores import add, is_sound, keys_at, keys_of, level, make
+from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
+from trajstore.files.base import Buffer, EncodedFile
+from trajstore.files.local import LocalDirectory
+from trajstore.inspection.inspect import inspect
+from trajstore.mirroring import mirror as mirror_module
+from trajstore.mirroring.options import LEDGER_NAME
+from trajstore.mirroring.restoring import IDS_LEFT_OUT, restore
+from trajstore.testing.waiting import wait_until
+
+
+class Watched(LocalDirectory):
+    """Calls a function after every single change of the directory."""
+
+    def __init__(self, path: Path, changed: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._changed = changed
+
+    def publish(self, files: Sequence[EncodedFile]) -> None:
+        for file in files:
+            super().publish([file])
+            self._changed()
+
+    def append(self, name: str, data: Buffer) -> None:
+        super().append(name, data)
+        self._changed()
+
+    def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
+        for name in names:
+            super().remove([name], durable=durable)
+            self._changed()
+
+
+def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
+    """Do to a store whatever can be done to it; ``done`` is called after each step."""
+    steps: list[Callable[[], object]] = [
+        lambda: add(buffer, range(6)),
+        lambda: add(buffer, range(6, 9)),
+        lambda: buffer.evict([0, 4]),
+        lambda: buffer.pin("early"),
+        lambda: buffer.evict([1, 2]),
+        lambda: buffer.save_point(1, {"a": 1}),
+        lambda: add(buffer, range(9, 14)),
+        lambda: buffer.evict([3, 9]),
+        lambda: buffer.save_point(2, {"a": 2}),
+        lambda: buffer.save_point(2, {"a": 3}),
+        buffer.compact,
+        lambda: add(buffer, range(14, 18)),
+        lambda: buffer.rollback(1),
+        lambda: add(buffer, range(18, 20)),
+        lambda: buffer.take_back("aside-12"),
+        lambda: buffer.unpin("early"),
+        lambda: buffer.save_point(5, {"a": 5}, keep=1),
+        lambda: buffer.evict(buffer.trajectory_ids.tolist()[:-1]),
+    ]
+    for step in steps:
+        step()
+        done()
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["step by step", "far behind"])
+def test_a_mirror_is_a_whole_store_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waiting: bool
+) -> None:
+    copies: list[Path] = []
+    held = threading.Event()
+    held.set()
+
+    def changed() -> None:
+        held.wait()
+        copies.append(tmp_path / f"copy_{len(copies)}")
+        shutil.copytree(tmp_path / "mirror", copies[-1], ignore=shutil.ignore_patterns("writer.lock", "*.tmp"))
+
+    monkeypatch.setattr(mirror_module, "open_directory", lambda url: Watched(Path(url), changed))
+    shown: dict[int, dict[int, int]] = {}
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+
+        def done() -> None:
+            generation = buffer._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
+            shown[generation] = keys_of(buffer)
+            if waiting:
+                level(buffer)
+            elif generation > 1:
+                held.clear() if generation % 2 else held.set()
+
+        session(buffer, done)
+        held.set()
+        level(buffer)
+        points = [point.step for point in buffer.saved_points]
+    is_sound(tmp_path / "mirror")
+    assert keys_at(tmp_path / "mirror") == keys_at(tmp_path / "store")
+    assert [point.step for point in saved_points(tmp_path / "mirror")] == points
+    compared = 0
+    for copy in copies:
+        try:
+            found = keys_at(copy)
+        except (StoreNotFoundError, CorruptStoreError):
+            assert not (copy / "metadata.json").exists()
+            continue
+        restore(copy, tmp_path / "restored")
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "restored") as again:
+            generation = again._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
+            assert keys_of(again) == found == shown.get(generation, found)
+            compared += generation in shown
+            for point in again.saved_points:
+                assert keys_at(tmp_path / "restored", f"step-{point.step}")
+        is_sound(tmp_path / "restored")
+        shutil.rmtree(tmp_path / "restored")
+    assert compared > (10 if waiting else 3)
+    left = {path.name for path in (tmp_path / "mirror" / "shards").iterdir()}
+    assert left == {path.name for path in (tmp_path / "store" / "shards").iterdir()}
+
+
+def test_a_mirror_is_continued_and_nothing_is_copied_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        add(buffer, range(5))
+    assert buffer.mirror_state is not None
+    assert buffer.mirror_state.newest_id == 4
+    copied: list[str] = []
+    publish = LocalDirectory.publish
+
+    def noting(self: LocalDirectory, files: Sequence[EncodedFile]) -> None:
+        copied.extend(file.name for file in files if self.url.endswith("mirror"))
+        publish(self, files)
+
+    monkeypatch.setattr(LocalDirectory, "publish", noting)
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        level(buffer)
+        assert not copied
+        before = {f"shards/{path.name}" for path in (tmp_path / "mirror" / "shards").iterdir()}
+        add(buffer, range(5, 8))
+    after = {f"shards/{path.name}" for path in (tmp_path / "mirror" / "shards").iterdir()}
+    assert sorted(name for name in copied if name.startswith("shards/")) == sorted(after - before)
+    assert keys_at(tmp_path / "mirror") == {number: number for number in range(8)}
+
+
+def test_a_first_copy_that_was_interrupted_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(tmp_path / "store", None) as buffer:
+        for key in range(6):
+            add(buffer, [key])
+    monkeypatch.setattr("trajstore.mirroring.replica._BATCH_BYTES", 1)
+    monkeypatch.setattr("trajstore.mirroring.replica._LEDGER_BYTES", 1)
+    copied: list[str] = []
+    publish = LocalDirectory.publish
+
+    def failing(self: LocalDirectory, files: Sequence[EncodedFile]) -> None:
+        shards = [file.name for file in files if file.name.startswith("shards/") and self.url.endswith("mirror")]
+        if len(copied) == 4 and shards:
+            raise OSError(5, "the cable is out")
+        copied.extend(shards)
+        publish(self, files)
+
+    monkeypatch.setattr(LocalDirectory, "publish", failing)
+    options = Mirror(tmp_path / "mirror", close_timeout=0.2)
+    with make(tmp_path / "store", options) as buffer:
+        wait_until(lambda: buffer.mirror_state is not None and buffer.mirror_state.error is not None)
+        assert "the cable is out" in str(buffer.mirror_state)
+        assert buffer.get_stats()["mirror_behind"] == 6
+        assert buffer.get_stats()["mirror_failures"] >= 1
+    assert (tmp_path / "mirror" / LEDGER_NAME).exists()
+    with pytest.raises((StoreNotFoundError, CorruptStoreError)):
+        keys_at(tmp_path / "mirror")
+    monkeypatch.setattr(LocalDirectory, "publish", publish)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mirror" / "shards").iterdir()}
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        level(buffer)
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mirror" / "shards").iterdir()}
+    assert len(before) == 4
+    assert {name: after[name] for name in before} == before
+    assert len(after) == 6
+    is_sound(tmp_path / "mirror")
+
+
+def test_writing_goes_on_without_the_mirror_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    append = LocalDirectory.append
+    broken = threading.Event()
+
+    def failing(self: LocalDirectory, name: str, data: Buffer) -> None:
+        if broken.is_set() and self.url.endswith("mirror"):
+            raise OSError(28, "no space left on the mirror")
+        append(self, name, data)
+
+    monkeypatch.setattr(LocalDirectory, "append", failing)
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1, longest_pause=0.05)) as buffer:
+        ids = add(buffer, range(3))
+        assert buffer.wait_mirrored(ids, 60)
+        broken.set()
+        ids = add(buffer, range(3, 6))
+        assert not buffer.wait_mirrored(ids, 0.2)
+        wait_until(lambda: buffer.mirror_state is not None and buffer.mirror_state.failures > 2)
+        assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2}
+        report = inspect(tmp_path / "store")
+        assert report["mirror"]["newest_id"] == 2
+        assert "no space left" in report["mirror"]["error"]
+        assert report["mirror"]["behind"] == 3
+    assert "closed with 3 trajectories that are not on the mirror" in caplog.text
+    assert caplog.text.count("is not mirrored at present") == 1
+    broken.clear()
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror")) as buffer:
+        level(buffer)
+    assert keys_at(tmp_path / "mirror") == {number: number for number in range(6)}
+    assert inspect(tmp_path / "store")["mirror"]["error"] is None
+
+
+def test_a_reader_of_the_mirror_follows_and_keeps_what_it_shows(tmp_path: Path) -> None:
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        add(buffer, range(4))
+        level(buffer)
+        with TrajectoryReplayBuffer.open(tmp_path / "mirror") as reader:
+            add(buffer, range(4, 6))
+            buffer.evict([0, 1, 2, 3])
+            level(buffer)
+            assert keys_of(reader) == {0: 0, 1: 1, 2: 2, 3: 3}
+            assert reader.refresh()
+            assert keys_of(reader) == {4: 4, 5: 5}
+        wait_until(lambda: len(list((tmp_path / "mirror" / "shards").iterdir())) == 1)
+
+
+def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> None:
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        add(buffer, range(3))
+    restore(tmp_path / "mirror", tmp_path / "new")
+    with make(tmp_path / "new", tmp_path / "mirror") as buffer:
+        assert add(buffer, [9]) == [IDS_LEFT_OUT + 3]
+        level(buffer)
+        with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
+            wait_until(lambda: "is being written by" in str(old.mirror_state))
+            add(old, range(3, 7))
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
+        wait_until(lambda: "another copy of the store was mirrored there" in str(old.mirror_state))
+    assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, IDS_LEFT_OUT + 3: 9}
+
+
+def test_a_mirror_elsewhere_is_refused(tmp_path: Path) -> None:
+    with make(tmp_path / "other", None) as buffer:
+        add(buffer, range(2))
+    with make(tmp_path / "store", Mirror(tmp_path / "other", close_timeout=0.0)) as buffer:
+        add(buffer, range(2))
+        wait_until(lambda: "is another store" in str(buffer.mirror_state))
+    assert keys_at(tmp_path / "other") == {0: 0, 1: 1}
+    for place in (tmp_path / "store", tmp_path / "store" / "mirror", tmp_path):
+        with pytest.raises(ConfigurationError, match="lies in the other"):
+            make(tmp_path / "store", place)
+    with pytest.raises(ConfigurationError, match="auto_save=True"):
+        TrajectoryReplayBuffer(mirror=tmp_path / "mirror")
+    with pytest.raises(ConfigurationError, match="must be a path"):
+        make(tmp_path / "store", 7)
+    with pytest.raises(StoreError, match="has no mirror"):
+        make(tmp_path / "store", None).wait_mirrored([0])
+
+
+def test_shards_that_are_lost_on_the_mirror_are_copied_again(tmp_path: Path) -> None:
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        add(buffer, range(3))
+        add(buffer, range(3, 5))
+    os.truncate(tmp_path / "mirror" / "shards" / "shard_00000000.pt", 100)
+    (tmp_path / "mirror" / "shards" / "shard_00000001.pt").unlink()
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        level(buffer)
+    is_sound(tmp_path / "mirror")
+    assert keys_at(tmp_path / "mirror") == {number: number for number in range(5)}
+
+
+@pytest.mark.parametrize("fmt", ["pt", "pkl", "zarr"])
+def test_every_format_in_an_object_store(tmp_path: Path, fmt: str) -> None:
+    if fmt == "zarr":
+        pytest.importorskip("zarr")
+    url = f"memory://bucket-{uuid.uuid4()}/mirror"
+    with make(tmp_path / "store", url, trajectory_format=fmt) as buffer:
+        session(buffer, lambda: None)
+        level(buffer)
+        expected = keys_of(buffer)
+    assert keys_at(url) == expected
+    is_sound(url)
+    restored = restore(url, tmp_path / "new")
+    assert restored.trajectories == len(expected)
+    with make(tmp_path / "new", url) as buffer:
+        assert keys_of(buffer) == expected
+        level(buffer)
+    is_sound(url)

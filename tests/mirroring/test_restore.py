@@ -1,0 +1,119 @@
+"""A store is made of its mirror: whole, or not yet one; and what was interrupted is taken up."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.mirroring.stores import add, is_sound, keys_at, keys_of, make
+from trajstore.cli import main
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
+from trajstore.files.base import EncodedFile
+from trajstore.files.local import LocalDirectory
+from trajstore.mirroring.restoring import MARKER_NAME, restore
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    """Return the mirror of a store that is lost."""
+    with make(tmp_path / "lost", tmp_path / "mirror") as buffer:
+        for key in range(4):
+            add(buffer, [key])
+        buffer.save_point(3, {"a": 1})
+        buffer.evict([0])
+    return tmp_path / "mirror"
+
+
+def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = LocalDirectory.publish
+    allowed = 0
+
+    def failing(self: LocalDirectory, files: Sequence[EncodedFile]) -> None:
+        nonlocal allowed
+        if allowed == 0:
+            raise OSError(28, "no space")
+        allowed -= 1
+        publish(self, files)
+
+    target = tmp_path / "new"
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalDirectory, "publish", failing)
+        for allowed in (1, 2, 2, 1):  # noqa: B007  # the marker; then a file or two each time
+            with pytest.raises(StoreWriteError, match="call again to go on"):
+                restore(mirror, target)
+            assert (target / MARKER_NAME).exists()
+            with pytest.raises((StoreNotFoundError, CorruptStoreError)):
+                keys_at(target)
+            with pytest.raises(StoreError):
+                make(target, None)  # nobody may take it for an empty directory
+    os.truncate(target / "shards" / "shard_00000001.pt", 10)  # power loss, on a disk that lies
+    restored = restore(mirror, target)
+    assert 0 < restored.copied < restored.nbytes
+    assert keys_at(target) == {1: 1, 2: 2, 3: 3}
+    assert keys_at(target, "step-3") == {0: 0, 1: 1, 2: 2, 3: 3}
+    is_sound(target)
+    with pytest.raises(ConfigurationError, match="is not empty"):
+        restore(mirror, target)
+
+
+def test_a_restore_that_was_interrupted_at_its_very_end(tmp_path: Path, mirror: Path) -> None:
+    whole = restore(mirror, tmp_path / "new")
+    (tmp_path / "new" / MARKER_NAME).write_bytes(
+        json.dumps({"mirror": str(mirror), "store_id": _store_id(mirror)}, separators=(",", ":")).encode()
+    )
+    again = restore(mirror, tmp_path / "new")
+    assert (again.trajectories, again.newest_id, again.next_id) == (whole.trajectories, whole.newest_id, whole.next_id)
+    assert not (tmp_path / "new" / MARKER_NAME).exists()
+
+
+def _store_id(path: Path) -> str:
+    return str(json.loads((path / "metadata.json").read_bytes())["store_id"])
+
+
+def test_what_cannot_be_restored_is_named(tmp_path: Path, mirror: Path) -> None:
+    with pytest.raises(StoreNotFoundError):
+        restore(tmp_path / "nowhere", tmp_path / "new")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("x")
+    with pytest.raises(ConfigurationError, match=r"is not empty \(mine\.txt\)"):
+        restore(mirror, tmp_path / "full")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / MARKER_NAME).write_text('{"mirror":"elsewhere"}')
+    with pytest.raises(ConfigurationError, match="another mirror was begun"):
+        restore(mirror, tmp_path / "begun")
+    data = bytearray((mirror / "shards" / "shard_00000002.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (mirror / "shards" / "shard_00000002.pt").write_bytes(data)
+    with pytest.raises(CorruptStoreError, match=r"shard_00000002\.pt: its checksum does not fit"):
+        restore(mirror, tmp_path / "new")
+
+
+def test_a_run_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        with make(tmp_path / "run" / f"rank_{rank}", tmp_path / "mirrors" / f"rank_{rank}") as buffer:
+            add(buffer, [10 * rank + 1, 10 * rank + 2])
+    assert main(["restore", str(tmp_path / "mirrors"), str(tmp_path / "new"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["trajectories"] == 4
+    assert [part["next_id"] > part["newest_id"] for part in told["parts"]] == [True, True]
+    is_sound(tmp_path / "new")
+    assert sorted(keys_at(tmp_path / "new").values()) == [1, 2, 11, 12]
+    assert main(["restore", str(tmp_path / "mirrors" / "rank_1"), str(tmp_path / "one")]) == 0
+    assert "new ids begin at 1,048,578" in capsys.readouterr().out
+    assert main(["restore", str(tmp_path / "mirrors"), str(tmp_path / "new")]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_restored_store_is_written_on(tmp_path: Path, mirror: Path) -> None:
+    restore(mirror, tmp_path / "new")
+    with make(tmp_path / "new", mirror) as buffer:
+        state = buffer.rollback(3)
+        assert state == {"a": 1}
+        assert keys_of(buffer) == {0: 0, 1: 1, 2: 2, 3: 3}
+        add(buffer, [8])
+    is_sound(mirror)
+    assert sorted(keys_at(mirror).values()) == [0, 1, 2, 3, 8]

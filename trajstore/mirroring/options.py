@@ -1,0 +1,75 @@
+"""Where a store is mirrored to, and what is known of it. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trajstore.arguments import check_kind, seconds
+from trajstore.errors import ConfigurationError
+
+MIRRORED_NAME = "mirrored.json"
+"""In a store's directory: what its mirror has, for tools. Renewed by the writer, not part of the store."""
+
+LEDGER_NAME = "mirror.json"
+"""In a mirror: whose it is, and what was copied to it and is not named by its index yet."""
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """Where a store is mirrored to.
+
+    Attributes:
+        url: directory or fsspec URL (``s3://bucket/run``); nobody else writes there.
+        storage_options: passed on to the fsspec file system.
+        interval: seconds between two looks at what is new, while the mirror is not behind.
+        close_timeout: seconds that ``close`` waits for what is not on the mirror yet.
+        longest_pause: seconds between two attempts when the mirror cannot be written; the first pause is a second, and
+            each later one twice as long.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    url: str | Path
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    interval: float = 1.0
+    close_timeout: float = 60.0
+    longest_pause: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_kind("url", self.url, str | Path, "a path or URL")
+        if not str(self.url or ""):
+            raise ConfigurationError("url: must name the directory of the mirror")
+        check_kind("storage_options", self.storage_options, Mapping, "a dict")
+        for name in ("interval", "close_timeout", "longest_pause"):
+            object.__setattr__(self, name, seconds(name, getattr(self, name)))
+
+
+def as_mirror(given: str | Path | Mirror | None) -> Mirror | None:
+    """Return what was given as ``mirror``, a path or URL with the usual options."""
+    return given if given is None or isinstance(given, Mirror) else Mirror(given)
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorState:
+    """What is known of a mirror.
+
+    Attributes:
+        url: where it is.
+        generation: of the store, that the mirror shows; -1 while nothing is known.
+        newest_id: the watermark: every trajectory of the store up to this id is on the mirror, unless it was evicted;
+            -1 before the first.
+        at: Unix time of the last publication; None before the first.
+        error: why the last attempt failed; None when it did not.
+        failures: attempts that have failed since the last one that did not.
+    """
+
+    url: str
+    generation: int = -1
+    newest_id: int = -1
+    at: float | None = None
+    error: str | None = None
+    failures: int = 0
