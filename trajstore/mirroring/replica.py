@@ -20,10 +20,11 @@ from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.mirroring.source import Fingerprint, Line, Picture, fingerprint
-from trajstore.store.catalog import INDEX_NAME, METADATA_NAME, Catalog
+from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, manifest_to_json, segment_generation, segment_name
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
+from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.writing.commit_log import CommitLog
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,10 @@ from trajstore.files.opening import open_directory
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
-from trajstore.store.catalog import METADATA_NAME, Catalog, oldest_generation
+from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
+from trajstore.store.sealed import METADATA_NAME
 
 Progress = Callable[[int, int], None]
 """Told (done, total) bytes."""
