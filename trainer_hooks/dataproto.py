@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainer_hooks.batch import Batch
-from trainer_hooks.hook import LossOptions, ReplayHook
+from trainer_hooks.hook import ReplayHook
+from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory

@@ -18,11 +18,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.plan import PlannedTask
+from trajstore.closing import Closing
 from trajstore.experience.pool import task_id_of
 from trajstore.guidance import (
     EMClient,
@@ -42,7 +42,7 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
-class GuidanceHook:
+class GuidanceHook(Closing):
     """Guided rollouts for one training loop. :meth:`context` may be called from many threads, the rest from the loop's.
 
     Args:
@@ -213,14 +213,6 @@ class GuidanceHook:
             self.maker.close()
         if self._store is not None:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _note(self, fresh: Sequence[AgentTrajectory]) -> tuple[str, ...]:
         self.worth.note(fresh)

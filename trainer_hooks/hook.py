@@ -23,8 +23,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -33,9 +32,11 @@ from trainer_hooks.batch import Batch, BatchRow
 from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
+from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan
 from trainer_hooks.poolfiles import PoolFiles
+from trajstore.closing import Closing
 from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.pool import task_id_of
@@ -47,16 +48,7 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 
-class LossOptions(TypedDict):
-    """What the configuration says about the loss, as keyword arguments for it."""
-
-    off_cliprange_high: float
-    off_policy_shaping: float | None
-    drop_negative_off_policy: bool
-    clip_off_policy: bool
-
-
-class ReplayHook(Generic[Task]):
+class ReplayHook(Closing, Generic[Task]):
     """Experience replay for one training loop. Not thread-safe.
 
     Args:
@@ -391,14 +383,6 @@ class ReplayHook(Generic[Task]):
             self._replay.watch.closed()
         if self._store is not None:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True)

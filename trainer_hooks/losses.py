@@ -22,7 +22,7 @@ of PPO, arXiv 1707.06347, the bound c that of dual-clip PPO, arXiv 1912.09729.)
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 """How token losses become one number; see :func:`aggregate_loss`."""
 
 _LOSS_AGG_MODES = get_args(LossAggMode)
+
+
+class LossOptions(TypedDict):
+    """What the configuration says about the loss, as its keyword arguments."""
+
+    off_cliprange_high: float
+    off_policy_shaping: float | None
+    drop_negative_off_policy: bool
+    clip_off_policy: bool
 
 
 def het_compute_token_on_off_policy_loss(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from trajstore.closing import Closing
 
 ERROR_TEXT = "Traceback: model exploded"
 """What must never reach a prompt."""
@@ -17,7 +18,7 @@ MEMORIES = [
 ]
 
 
-class FakeReMe:
+class FakeReMe(Closing):
     """Answers by ``mode``; keeps every body that it was sent.
 
     Modes: ``ok``; a status as a number; ``garbage``, ``not an object``, ``no metadata``, ``no success``,
@@ -103,11 +104,3 @@ class FakeReMe:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

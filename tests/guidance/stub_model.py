@@ -7,13 +7,14 @@ import json
 import random
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from trajstore.closing import Closing
 
 VALIDATION = '```json\n{"is_valid": true, "score": 0.9, "feedback": "", "recommendations": ""}\n```'
 
 
-class StubModel:
+class StubModel(Closing):
     """Answers extraction prompts with a new memory each time, validation prompts with yes; streams as ReMe wants it."""
 
     def __init__(self) -> None:
@@ -78,12 +79,7 @@ class StubModel:
         ]
         return "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

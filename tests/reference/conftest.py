@@ -13,7 +13,8 @@ import torch
 
 from tests.reference.runs import SORT, Train, environment, replay
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.config import TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.environments import Environment, HouseholdEnvironment, SortEnvironment
 from trainer_hooks.reference.model import ModelConfig
-from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.experience import ExperienceManager
 from trajstore.trajectory import AgentTrajectory
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer_hooks.reference import demo
+from trainer_hooks.reference.config import CurvePoint
 from trainer_hooks.reference.curves import CurveSummary, draw_curves, summarize
-from trainer_hooks.reference.trainer import CurvePoint
 from trajstore.demo import DemoSettings
 
 

@@ -9,8 +9,9 @@ import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.environments import SortEnvironment
-from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory

@@ -19,8 +19,8 @@ import torch
 from tests.reference.runs import HOUSEHOLD, SORT, Train, summary
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig
-from trainer_hooks.reference.trainer import TrainerConfig
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 from trajstore.experience import BufferStore, ExperienceManager
 from trajstore.experience.persistence import read_pool

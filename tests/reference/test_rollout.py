@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.reference.runs import HOUSEHOLD, SORT, Train
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import response_log_probs
-from trainer_hooks.reference.trainer import TrainerConfig
 
 CONFIGS = [SORT, HOUSEHOLD]
 

@@ -16,10 +16,11 @@ from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.reference import trainer as trainer_module
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
-from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 from trainer_hooks.reference.warm_start import warm_start
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory

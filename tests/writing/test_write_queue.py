@@ -15,9 +15,9 @@ from trajstore.columns.memory import Arena
 from trajstore.columns.owned import OwnedRecord, own
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
 from trajstore.trajectory import Trajectory
-from trajstore.writing.groups import Batch, Group
+from trajstore.writing.groups import Batch, Group, random_uuids
 from trajstore.writing.options import WriterOptions
-from trajstore.writing.queue import WriteQueue, random_uuids
+from trajstore.writing.queue import WriteQueue
 
 
 def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedRecord:

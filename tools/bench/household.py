@@ -29,9 +29,10 @@ import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.demo import BASE, replay_config
-from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 
 GUIDANCE = GuidanceConfig(

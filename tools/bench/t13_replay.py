@@ -22,9 +22,10 @@ from random import Random
 import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.demo import BASE, replay_config
-from trainer_hooks.reference.trainer import ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 
 TARGET = 0.7
 RESAMPLES = 10_000

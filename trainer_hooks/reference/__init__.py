@@ -1,5 +1,5 @@
 """A small GRPO trainer on torch and transformers that shows the whole loop of experience replay.
 
-Imports run downward: ``demo`` → ``checkpoint``, ``curves`` → ``trainer`` → ``rollout``, ``warm_start`` → ``model``,
-``environments``, ``tokenizer``. Needs the extra ``demo``.
+Imports run downward: ``demo`` → ``checkpoint``, ``curves`` → ``trainer`` → ``config``, ``rollout``, ``warm_start`` →
+``model``, ``environments``, ``tokenizer``. Needs the extra ``demo``.
 """

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_hooks.reference.trainer import CurvePoint
+from trainer_hooks.reference.config import CurvePoint
 from trajstore.errors import MissingDependencyError
 from trajstore.files.base import EncodedFile
 from trajstore.files.local import LocalDirectory

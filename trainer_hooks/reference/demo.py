@@ -21,8 +21,9 @@ import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from trainer_hooks.reference.config import CurvePoint, TrainerConfig
 from trainer_hooks.reference.curves import draw_curves, summarize
-from trainer_hooks.reference.trainer import CurvePoint, ReferenceTrainer, TrainerConfig
+from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.demo import DemoSettings, Progress
 from trajstore.errors import ConfigurationError
 

@@ -1,13 +1,16 @@
-"""What verl's rewards say of rollouts: scores as verl shows them, and why a rollout has no outcome. Pure."""
+"""What verl's rewards say of rollouts: scores as verl shows them, and why a rollout has no outcome."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 from trainer_hooks.metrics import PREFIX
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 
 def has_outcome(trajectory: AgentTrajectory) -> bool:
@@ -26,6 +29,39 @@ def why_no_outcome(trajectory: AgentTrajectory, rule: OutcomeRule) -> str:
         return f"{SECTION}.outcome.key: {rule.key!r} is {extra[rule.key]!r}, no finite number"
     known = ", ".join(sorted(extra)) or "none"
     return f"{SECTION}.outcome.key: the reward function gave no {rule.key!r}; it gave: {known}"
+
+
+class WithoutOutcome:
+    """Counts rollouts that have no outcome; the first are told of.
+
+    Args:
+        rule: what makes an outcome of a reward.
+    """
+
+    def __init__(self, rule: OutcomeRule) -> None:
+        self._rule = rule
+        self._count = 0
+        self._told = False
+
+    def look(self, made: Sequence[AgentTrajectory]) -> None:
+        """Count those among some rollouts."""
+        found = [one for one in made if not has_outcome(one)]
+        self._count += len(found)
+        if found and not self._told:
+            self._told = True
+            logger.warning(
+                "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
+                " failures; recording/without_outcome counts them",
+                len(found),
+                len(made),
+                found[0].rollout_id,
+                why_no_outcome(found[0], self._rule),
+            )
+
+    def take(self) -> int:
+        """Return how many there were since the last call."""
+        count, self._count = self._count, 0
+        return count
 
 
 def score_metrics(fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
@@ -27,9 +26,9 @@ from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Histories
+from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
-from trainer_hooks.verl.offers import Report
-from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
+from trainer_hooks.verl.outcomes import WithoutOutcome, score_metrics
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
 from trainer_hooks.verl.rows import (
@@ -39,14 +38,12 @@ from trainer_hooks.verl.rows import (
     WELCOME,
     Row,
     lost_beside,
-    recorded_log_probs,
     replayable,
     session_of,
     trajectories_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, StoreWriteError
-from trajstore.experience.entry import is_demonstration
 from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
@@ -83,8 +80,8 @@ class ReplaySession:
         self._checkpoints = Path(checkpoints).absolute()
         own_group = block.experience_replay.group_offpolicy == "separate"
         self._histories = Histories(block.n_rollout, own_group=own_group)
-        self._dropped = self._without_outcome = self._failures = 0
-        self._told_outcome = False
+        self._dropped = self._failures = 0
+        self._without_outcome = WithoutOutcome(block.outcome)
         self._recorder: RolloutRecorder | None = None
         recording = block.recording
         if recording.enable:
@@ -232,14 +229,14 @@ class ReplaySession:
         figures: dict[str, float] = {}
         if self._recorder is not None:
             figures |= self._recorder.record(made) | {"recording/dropped": float(self._dropped)}
-        figures["recording/without_outcome"] = float(self._without_outcome)
-        self._dropped = self._without_outcome = 0
-        self._forget_log_probs(fresh, batch.partition_id)
+        figures["recording/without_outcome"] = float(self._without_outcome.take())
+        self._dropped = 0
+        forget_log_probs(fresh, batch.partition_id)
         figures |= self.guided.step_done(made, step)
         if not self.replays:
             return figures
         replayed = [row for row in rows if row.key in joined]
-        self._replace_log_probs(replayed, batch.partition_id)
+        replace_log_probs(self._hook, replayed, joined, batch.partition_id)
         histories = list(self._histories.whole.values())
         done = replayable(made)
         # Figures of the batch count its rows, of which a rollout may have several.
@@ -260,18 +257,7 @@ class ReplaySession:
         )
         self._scribe.write(made)
         self.guided.finished(made, trained=trained)
-        without = [one for one in made if not has_outcome(one)]
-        self._without_outcome += len(without)
-        if without and not self._told_outcome:
-            self._told_outcome = True
-            logger.warning(
-                "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
-                " failures; recording/without_outcome counts them",
-                len(without),
-                len(made),
-                without[0].rollout_id,
-                why_no_outcome(without[0], self._block.outcome),
-            )
+        self._without_outcome.look(made)
         return made
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
@@ -296,40 +282,6 @@ class ReplaySession:
                 logger.warning("experience pool: a change was not made, training goes on: %s", error)
             self._failures += 1
             return None
-
-    def _replace_log_probs(self, rows: Sequence[Row], partition_id: str) -> None:
-        if not rows:
-            return
-        lengths = [row.columns["old_log_probs"].numel() for row in rows]
-        recorded = [
-            recorded_log_probs(self._histories.joined[row.key], length)
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-        current, exp_mask, response_mask = (
-            pad_sequence([row.columns[name] for row in rows], batch_first=True)
-            for name in ("old_log_probs", EXP_MASK, "response_mask")
-        )
-        values, known = (pad_sequence([one[part] for one in recorded], batch_first=True) for part in (0, 1))
-        replaced = self._hook.replace_log_probs(current, values, known, exp_mask, response_mask)
-        rows_of = [row[:length] for row, length in zip(replaced.to(current.dtype), lengths, strict=True)]
-        dataplane.write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)
-        demonstrations = [row for row in rows if is_demonstration(self._histories.joined[row.key])]
-        if demonstrations and "rollout_log_probs" in demonstrations[0].columns:
-            # No engine sampled them: with the actor's own, verl's rollout correction weighs them 1.
-            own = [row.columns["old_log_probs"] for row in demonstrations]
-            dataplane.write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", own)
-
-    def _forget_log_probs(self, rows: Sequence[Row], partition_id: str) -> None:
-        """Put the actor's log-probs in the place of the engine's where these are of another prompt: the ratio is 1."""
-        changed = [
-            row
-            for row in rows
-            if "rollout_log_probs" in row.columns
-            and (told := Report.of(row.columns.get("extra_fields"))) is not None
-            and told.exchanged
-        ]
-        values = [row.columns["old_log_probs"].float() for row in changed]
-        dataplane.write_column([row.key for row in changed], partition_id, "rollout_log_probs", values)
 
     def updated(self, figures: Mapping[str, float]) -> None:
         """Take the loss's figures of this step, to warn if the batch was far off-policy."""

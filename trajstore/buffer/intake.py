@@ -20,9 +20,9 @@ from trajstore.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
 from trajstore.interrupts import uninterrupted
 from trajstore.trajectory import AnyTrajectory
-from trajstore.writing.groups import Batch
+from trajstore.writing.groups import Batch, random_uuids
 from trajstore.writing.options import WriterOptions
-from trajstore.writing.queue import WriteQueue, random_uuids
+from trajstore.writing.queue import WriteQueue
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from trajstore.arguments import check_kind, truth, whole, whole_or_none
@@ -14,6 +13,7 @@ from trajstore.buffer.backing import Backing, MemoryBacking, ReaderBacking, Stor
 from trajstore.buffer.restorable import RestorableBuffer
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
+from trajstore.closing import Closing
 from trajstore.columns.record import Record
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
@@ -24,7 +24,7 @@ from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
 
 
-class TrajectoryReplayBuffer(RestorableBuffer):
+class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     """A replay buffer of trajectories ``[T, B, ...]`` (or agent trajectories) on disk, or in memory only.
 
     With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; what was
@@ -320,14 +320,6 @@ class TrajectoryReplayBuffer(RestorableBuffer):
         loaded = None if request is None else (request.directory.url, request.share, request.strict, request.pin)
         # As bytes: torch would send a tensor as an open file, of which there are few.
         return _reopened, (options, loaded, pickle.dumps(self.state_dict()), reads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _reopened(

@@ -1,4 +1,4 @@
-"""Stores as actors of Ray: made, found by name, called with a deadline. Here is decided what Ray's errors mean."""
+"""Stores as actors of Ray: found by name, called with a deadline. Here is decided what Ray's errors mean."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import logging
 import os
 import socket
 import time
-import uuid
-from collections.abc import Mapping, Sequence
-from functools import cache
 from types import ModuleType
 from typing import Any
 
-from trajstore.distributed.server import MOST_STORES, ServedStore, StoreServer
+from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreUnreachableError
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "trajstore"
 
-_GROUPS = {"add": 4, "wait": 256, "read": 8}
 _PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
 _LONGEST_PAUSE = 2.0
 
@@ -53,69 +49,9 @@ def away() -> tuple[type[Exception], ...]:
     )
 
 
-@cache
-def _actor_class() -> Any:
-    module = ray()
-
-    class StoreActor(StoreServer):
-        """A server in a process of its own; long waits do not keep others from adding and reading."""
-
-        def __init__(self, path: str, rank: int, options: Mapping[str, Any]) -> None:
-            node = module.get_runtime_context().get_node_id()
-            super().__init__(path, rank, options, (socket.gethostname(), node, uuid.uuid4().hex))
-
-    for group, names in {
-        "add": ("add",),
-        "wait": ("committed", "flush", "save_checkpoint", "pin", "unpin", "evict"),
-        "read": ("read", "trajectories", "news", "stats"),
-    }.items():
-        for name in names:
-            inherited = getattr(StoreServer, name)
-            setattr(StoreActor, name, module.method(concurrency_group=group)(_copy(inherited)))
-    return module.remote(concurrency_groups=_GROUPS)(StoreActor)
-
-
-def _copy(method: Any) -> Any:
-    """Return a function of its own, as Ray writes on what it decorates."""
-    from types import FunctionType
-
-    return FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-
-
 def actor_name(name: str, rank: int) -> str:
     """Return the name under which a store's actor is found."""
     return f"{name}/rank_{rank}"
-
-
-def start(
-    name: str,
-    rank: int,
-    path: str,
-    options: Mapping[str, Any],
-    actor_options: Mapping[str, Any],
-    scheduling_strategy: Any,
-    namespace: str = NAMESPACE,
-) -> Any:
-    """Return a store's actor: the one that has the name already, or a new one, which Ray starts again when it dies."""
-    return (
-        _actor_class()
-        .options(
-            name=actor_name(name, rank),
-            namespace=namespace,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,  # callers try again themselves: they know when to stop, and what to say
-            scheduling_strategy=scheduling_strategy,
-            **{"num_cpus": 1, **actor_options},
-        )
-        .remote(path, rank, dict(options))
-    )
-
-
-def alive_nodes() -> list[str]:
-    """Return the ids of the nodes that are there, in the order of their ids."""
-    return sorted(node["NodeID"] for node in ray().nodes() if node["Alive"])
 
 
 class Stores:
@@ -231,22 +167,3 @@ def first_line(error: BaseException) -> str:
     """Return what an error says, in one line."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def strategies(stores: int | str, given: Any, shared: bool) -> Sequence[Any]:
-    """Return how Ray is to place each store.
-
-    Args:
-        stores: how many, or ``"per_node"``.
-        given: a strategy of Ray's for all of them; None = spread.
-        shared: whether a store may be started again on another node, because all reach the directory.
-    """
-    if stores == "per_node":
-        if given is not None:
-            raise ConfigurationError("scheduling_strategy: has no effect with stores='per_node'")
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return [NodeAffinitySchedulingStrategy(node, soft=shared) for node in alive_nodes()]
-    if not isinstance(stores, int) or isinstance(stores, bool) or not 1 <= stores <= MOST_STORES:
-        raise ConfigurationError(f"stores: {stores!r}, must be 'per_node' or a number in [1, {MOST_STORES}]")
-    return [given or "SPREAD"] * stores

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -16,14 +15,16 @@ from trajstore import locks
 from trajstore.arguments import check_kind
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.intake import records_of
+from trajstore.closing import Closing
 from trajstore.columns.fields import nest
-from trajstore.distributed import actors
+from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.census import Census
 from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.receipts import Outbox, Receipt
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.server import MOST_STORES
+from trajstore.distributed.starting import start_stores, strategies
 from trajstore.distributed.survey import Survey
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError
 from trajstore.sampling.base import Drawn, Sampler
@@ -33,7 +34,7 @@ from trajstore.trajectory import AnyTrajectory
 logger = logging.getLogger(__name__)
 
 
-class DistributedReplayBuffer:
+class DistributedReplayBuffer(Closing):
     """Handle of a buffer whose stores are actors of Ray. Make one with :meth:`create` or :meth:`connect`.
 
     Every process has its own handle; one that is sent to another process connects there. Safe to call from several
@@ -45,10 +46,10 @@ class DistributedReplayBuffer:
         options: of this handle.
     """
 
-    def __init__(self, stores: actors.Stores, near: Sequence[int], options: HandleOptions) -> None:
+    def __init__(self, stores: Stores, near: Sequence[int], options: HandleOptions) -> None:
         self._stores = stores
         self._options = options
-        first = int(actors.ray().get_runtime_context().get_worker_id()[-8:], 16)
+        first = int(ray().get_runtime_context().get_worker_id()[-8:], 16)
         routes = Routes(near, stores.ranks, options.patience, first)
         self._lock = locks.rlock("DistributedReplayBuffer._lock")
         self._outbox = Outbox(stores, routes, options)
@@ -70,7 +71,7 @@ class DistributedReplayBuffer:
         actor_options: Mapping[str, Any] | None = None,
         scheduling_strategy: Any = None,
         shared_path: bool = False,
-        namespace: str = actors.NAMESPACE,
+        namespace: str = NAMESPACE,
         **handle: Any,
     ) -> Self:
         """Start the stores that are not there yet, and return a handle.
@@ -95,31 +96,14 @@ class DistributedReplayBuffer:
         """
         check_kind("path", path, str | Path, "a path")
         checked = handle_options(handle)
-        wanted = dict(options or {})
-        placed = actors.strategies(stores, scheduling_strategy, shared_path)
-        known = actors.Stores(name, namespace, checked.deadline)
-        taken = {known.describe(rank).node for rank in known.ranks} if stores == "per_node" else set()
-        rank = 0
-        for strategy in placed:
-            if stores == "per_node":
-                if strategy.node_id in taken:
-                    continue
-                while rank in known.ranks:
-                    rank += 1
-            actors.start(name, rank, str(path), wanted, actor_options or {}, strategy, namespace)
-            rank += 1
-        found = actors.Stores(name, namespace, checked.deadline)
-        for number in found.ranks:
-            about = found.describe(number)
-            if (about.path, dict(about.options)) != (str(path), wanted):
-                raise ConfigurationError(
-                    f"store rank_{number} of {name!r} is there already, with path {about.path!r} and options "
-                    f"{dict(about.options)}; connect to it, or stop() it first"
-                )
+        placed = strategies(stores, scheduling_strategy, shared_path)
+        known = Stores(name, namespace, checked.deadline)
+        per_node = stores == "per_node"
+        found = start_stores(known, str(path), placed, options or {}, actor_options or {}, per_node=per_node)
         return cls._of(found, checked)
 
     @classmethod
-    def connect(cls, name: str, *, namespace: str = actors.NAMESPACE, **handle: Any) -> Self:
+    def connect(cls, name: str, *, namespace: str = NAMESPACE, **handle: Any) -> Self:
         """Return a handle of a buffer that :meth:`create` has started, in this or another process.
 
         Args:
@@ -132,14 +116,14 @@ class DistributedReplayBuffer:
             ConfigurationError: an option is unknown or out of range.
         """
         checked = handle_options(handle)
-        stores = actors.Stores(name, namespace, checked.deadline)
+        stores = Stores(name, namespace, checked.deadline)
         if not stores.ranks:
             raise StoreNotFoundError(f"no stores named {name!r} in Ray's namespace {namespace!r}; create() starts them")
         return cls._of(stores, checked)
 
     @classmethod
-    def _of(cls, stores: actors.Stores, options: HandleOptions) -> Self:
-        node = actors.ray().get_runtime_context().get_node_id()
+    def _of(cls, stores: Stores, options: HandleOptions) -> Self:
+        node = ray().get_runtime_context().get_node_id()
         near = []
         for rank in stores.ranks:
             try:
@@ -387,14 +371,6 @@ class DistributedReplayBuffer:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigurationError(f"the handle of {self._stores.name!r} is closed; connect again")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         waiting = 0 if getattr(self, "_closed", True) else self._outbox.trajectories

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
@@ -100,7 +101,7 @@ def _asked(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
     return {task: count for task, count in said.items() if isinstance(count, int)}
 
 
-class _Reader:
+class _Reader(Closing):
     """A store of agent trajectories that is only read, as a pool's store."""
 
     durable = True
@@ -139,8 +140,5 @@ class _Reader:
     def flush(self) -> None:
         """Do nothing: nothing is written."""
 
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._buffer.close()

@@ -6,7 +6,6 @@ import os
 import pickle
 from abc import abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
 from trajstore.feeding.memory import Memory, Ready, memory_for, nbytes_of
 from trajstore.feeding.options import BatchOptions, LoaderOptions, TokenOptions
@@ -27,7 +27,7 @@ D = TypeVar("D")
 T = TypeVar("T")
 
 
-class Loader(IterableDataset[T], Generic[D, T]):
+class Loader(IterableDataset[T], Closing, Generic[D, T]):
     """An iterator of batches that a thread draws and reads ahead; it ends only where its sampler's epochs do.
 
     The sequence of batches is that of the draws alone: prefetching, reused memory and ranks change when and where a
@@ -168,14 +168,6 @@ class Loader(IterableDataset[T], Generic[D, T]):
         self._closed = True
         if self._running is not None and self._pid == os.getpid():
             self._running.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: torch would send a tensor as an open file, of which there are few.

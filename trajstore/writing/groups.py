@@ -6,14 +6,25 @@ took it from the queue.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from trajstore.columns.owned import OwnedRecord
 from trajstore.errors import StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.writing.commits import NewShard
+
+
+def random_uuids(count: int) -> bytes:
+    """Return random UUIDs (version 4), 16 bytes each."""
+    raw = np.frombuffer(os.urandom(16 * count), np.uint8).reshape(count, 16).copy()
+    raw[:, 6] = (raw[:, 6] & 0x0F) | 0x40
+    raw[:, 8] = (raw[:, 8] & 0x3F) | 0x80
+    return raw.tobytes()
 
 
 class Batch:

@@ -9,13 +9,10 @@ there before anybody waits for room.
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from trajstore import locks
 from trajstore.columns.owned import OwnedRecord
@@ -27,7 +24,7 @@ from trajstore.errors import (
     UnwritableTrajectoryError,
 )
 from trajstore.interrupts import Parking, seconds_until
-from trajstore.writing.groups import Batch, Group, fill
+from trajstore.writing.groups import Batch, Group, fill, random_uuids
 from trajstore.writing.options import WriterOptions
 
 _UUIDS_AHEAD = 256
@@ -392,11 +389,3 @@ class WriteQueue:
         """Let the next ``add``, ``flush`` or ``close`` raise an error that concerns no group."""
         with self._lock:
             self._untold = error
-
-
-def random_uuids(count: int) -> bytes:
-    """Return random UUIDs (version 4), 16 bytes each."""
-    raw = np.frombuffer(os.urandom(16 * count), np.uint8).reshape(count, 16).copy()
-    raw[:, 6] = (raw[:, 6] & 0x0F) | 0x40
-    raw[:, 8] = (raw[:, 8] & 0x3F) | 0x80
-    return raw.tobytes()

@@ -1,0 +1,139 @@
+"""Stores started as actors of Ray: which class, where Ray is to place them, and which of them are there already."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from trajstore.distributed.actors import Stores, actor_name, ray
+from trajstore.distributed.server import MOST_STORES, StoreServer
+from trajstore.errors import ConfigurationError
+
+_GROUPS = {"add": 4, "wait": 256, "read": 8}
+
+
+def strategies(stores: int | str, given: Any, shared: bool) -> Sequence[Any]:
+    """Return how Ray is to place each store.
+
+    Args:
+        stores: how many, or ``"per_node"``.
+        given: a strategy of Ray's for all of them; None = spread.
+        shared: whether a store may be started again on another node, because all reach the directory.
+    """
+    if stores == "per_node":
+        if given is not None:
+            raise ConfigurationError("scheduling_strategy: has no effect with stores='per_node'")
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return [NodeAffinitySchedulingStrategy(node, soft=shared) for node in alive_nodes()]
+    if not isinstance(stores, int) or isinstance(stores, bool) or not 1 <= stores <= MOST_STORES:
+        raise ConfigurationError(f"stores: {stores!r}, must be 'per_node' or a number in [1, {MOST_STORES}]")
+    return [given or "SPREAD"] * stores
+
+
+def start_stores(
+    known: Stores,
+    path: str,
+    placed: Sequence[Any],
+    options: Mapping[str, Any],
+    actor_options: Mapping[str, Any],
+    *,
+    per_node: bool,
+) -> Stores:
+    """Start the stores that are not there yet; return all of them.
+
+    Args:
+        known: those that are there.
+        path: folder of the stores, the same on every node.
+        placed: what :func:`strategies` returned.
+        options: how each makes its buffer.
+        actor_options: for Ray's actors.
+        per_node: each strategy is of a node, which shall have one store.
+
+    Raises:
+        ConfigurationError: a store is there already, with another path or other options.
+        StoreUnreachableError: a store does not start.
+    """
+    wanted = dict(options)
+    taken = {known.describe(rank).node for rank in known.ranks} if per_node else set()
+    rank = 0
+    for strategy in placed:
+        if per_node:
+            if strategy.node_id in taken:
+                continue
+            while rank in known.ranks:
+                rank += 1
+        _start(known.name, rank, path, wanted, actor_options, strategy, known.namespace)
+        rank += 1
+    found = Stores(known.name, known.namespace, known.deadline)
+    for number in found.ranks:
+        about = found.describe(number)
+        if (about.path, dict(about.options)) != (path, wanted):
+            raise ConfigurationError(
+                f"store rank_{number} of {known.name!r} is there already, with path {about.path!r} and options "
+                f"{dict(about.options)}; connect to it, or stop() it first"
+            )
+    return found
+
+
+@cache
+def _actor_class() -> Any:
+    module = ray()
+
+    class StoreActor(StoreServer):
+        """A server in a process of its own; long waits do not keep others from adding and reading."""
+
+        def __init__(self, path: str, rank: int, options: Mapping[str, Any]) -> None:
+            node = module.get_runtime_context().get_node_id()
+            super().__init__(path, rank, options, (socket.gethostname(), node, uuid.uuid4().hex))
+
+    for group, names in {
+        "add": ("add",),
+        "wait": ("committed", "flush", "save_checkpoint", "pin", "unpin", "evict"),
+        "read": ("read", "trajectories", "news", "stats"),
+    }.items():
+        for name in names:
+            inherited = getattr(StoreServer, name)
+            setattr(StoreActor, name, module.method(concurrency_group=group)(_copy(inherited)))
+    return module.remote(concurrency_groups=_GROUPS)(StoreActor)
+
+
+def _copy(method: Any) -> Any:
+    """Return a function of its own, as Ray writes on what it decorates."""
+    from types import FunctionType
+
+    return FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+
+
+def _start(
+    name: str,
+    rank: int,
+    path: str,
+    options: Mapping[str, Any],
+    actor_options: Mapping[str, Any],
+    scheduling_strategy: Any,
+    namespace: str,
+) -> Any:
+    """Return a store's actor: the one that has the name already, or a new one, which Ray starts again when it dies."""
+    return (
+        _actor_class()
+        .options(
+            name=actor_name(name, rank),
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,  # callers try again themselves: they know when to stop, and what to say
+            scheduling_strategy=scheduling_strategy,
+            **{"num_cpus": 1, **actor_options},
+        )
+        .remote(path, rank, dict(options))
+    )
+
+
+def alive_nodes() -> list[str]:
+    """Return the ids of the nodes that are there, in the order of their ids."""
+    return sorted(node["NodeID"] for node in ray().nodes() if node["Alive"])
