@@ -115,13 +115,21 @@ def test_all_damaged_ranks_are_named(run: Path) -> None:
         load(run)
 
 
+@pytest.mark.parametrize("absent", ["metadata.json", "trajectory_index.json"])
+def test_the_file_that_is_missing_is_named_and_the_way_out(run: Path, absent: str) -> None:
+    (run / "rank_1" / absent).unlink()
+    for opening in (load, TrajectoryReplayBuffer.open):
+        with pytest.raises(errors.CorruptStoreError, match=rf"rank_1: without {absent}, but.*strict=False.*repair"):
+            opening(run / "rank_1")  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("content", [b"{", b"", b"{}", b"null", None])
 def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     metadata = run / "rank_1" / "metadata.json"
     metadata.unlink()
     if content is not None:
         metadata.write_bytes(content)
-    with pytest.raises(errors.CorruptStoreError, match=r"rank_1/metadata\.json|rank_1: metadata\.json"):
+    with pytest.raises(errors.CorruptStoreError, match=r"rank_1/metadata\.json|rank_1: without metadata\.json"):
         load(run)
     buffer, skipped = load(run, strict=False)
     assert (keys_of(buffer), skipped) == (list(range(12)), 0)

@@ -148,9 +148,11 @@ class Catalog(Committed):
             raise  # it was there when it was opened
         except FileNotFoundError as error:
             if self.directory.exists() and self.directory.names("shards"):
+                present, _ = self.directory.listing()
+                absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
                 raise CorruptStoreError(
-                    f"{self.directory.url}: {METADATA_NAME} or {INDEX_NAME} is missing, but there are shards; "
-                    "restore it from a copy"
+                    f"{self.directory.url}: without {' and '.join(absent)}, but there are shards; restore from a copy, "
+                    "load what is whole with strict=False, or let `trajstore repair` make a new store of it"
                 ) from error
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
         except NotADirectoryError as error:

@@ -45,7 +45,7 @@ def check_unused(directory: Directory) -> None:
         if name in (METADATA_NAME, INDEX_NAME) or name.split("/")[0] in (SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER):
             raise CorruptStoreError(
                 f"{directory.url}: holds {name}, but no {METADATA_NAME} of trajstore; "
-                "restore that file, or write elsewhere"
+                "restore that file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
             )
 
 
