@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import StoreError, StoreNotFoundError
 
 
@@ -78,3 +78,19 @@ def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError):
         TrajectoryReplayBuffer.open(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_is_continued_any_number_of_times(tmp_path: Path) -> None:
+    """As by a run that is resumed again and again; some sessions pin, evict, or add nothing."""
+    for session in range(40):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+            assert len(buffer) == session - (1 if session > 20 else 0)
+            buffer.add_trajectories([AgentTrajectory(task_id=f"task {session}")])  # of weights without a name
+            if session % 10 == 0:
+                buffer.pin(f"session {session}")
+            if session == 20:
+                buffer.evict([3])
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store"):
+            pass
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert reader.get(39).task_id == "task 39"

@@ -124,6 +124,7 @@ def test_a_closed_maker_says_so() -> None:
 
 
 CHILD = """
+import itertools
 import sys
 from tests.guidance.rollouts import rollout
 from trajstore.experience import BufferStore
@@ -131,7 +132,7 @@ from trajstore.guidance import LocalMaker
 
 maker = LocalMaker(BufferStore.open(sys.argv[1]))
 print("ready", flush=True)
-for number in range(int(sys.argv[2]), 100000):
+for number in itertools.count(int(sys.argv[2])):
     assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
     print(number, flush=True)
 """

@@ -104,6 +104,25 @@ def test_many_strings_keep_their_numbers() -> None:
     assert [again[at] for at in (0, 1024, 2999)] == ["text 0", "text 1024", "text 2999"]
 
 
+def test_a_table_that_is_continued_knows_what_it_holds() -> None:
+    table = StringTable()
+    for text in ("", "step 1"):
+        table.add(text)
+    for _ in range(50):
+        table = StringTable.from_json(table.to_json()).copy()
+        assert (table.add(""), table.add("step 1")) == (0, 1)
+    assert len(table) == 2
+
+
+def test_a_table_with_one_string_many_times_is_read() -> None:
+    """Earlier versions wrote such: the empty string once more each time that a store was opened."""
+    for text, times in ((b"", 5000), (b"a name of weights that is as long as a name may be", 5000)):
+        blob = np.frombuffer(text * times, "V1")
+        again = StringTable.from_json({"bytes": pack(blob), "ends": pack(np.arange(1, times + 1) * len(text))})
+        assert len(again) == times
+        assert again[times - 1] == text.decode()
+
+
 @pytest.mark.parametrize("ends", [[1, 0, 3], [1, 2], [1, 2, 4], [-1, 2, 3]])
 def test_ends_that_do_not_fit_the_text_are_refused(ends: list[int]) -> None:
     value = {"bytes": pack(np.frombuffer(b"abc", "V1")), "ends": pack(np.array(ends))}

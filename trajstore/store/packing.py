@@ -22,6 +22,12 @@ _MAX_INFLATION = 1100  # deflate cannot shrink by more: a larger claim is hostil
 
 _MAX_TEXT_INFLATION = 256  # of strings of which no two are equal, or not soon after each other
 
+_FEW_BYTES, _FEW_STRINGS = 1 << 20, 1 << 16
+"""What a table may have in any case: earlier versions added a string once more each time a store was opened."""
+
+_RECENT = 1024
+"""Strings that are known when they come again."""
+
 
 def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
     """Return an array of integers or raw bytes as JSON values.
@@ -96,7 +102,7 @@ class StringTable:
         """Return the number of ``text``; one recently added is not stored again."""
         number = self._recent.get(text)
         if number is None:
-            if len(self._recent) >= 1024:
+            if len(self._recent) >= _RECENT:
                 self._recent.clear()
             self._blob += text.encode()
             if self._count == len(self._ends):
@@ -112,6 +118,7 @@ class StringTable:
         table._blob = bytearray(self._blob)
         table._ends = self._ends.copy()
         table._count = self._count
+        table._recent = dict(self._recent)
         return table
 
     def extend(self, other: StringTable, numbers: Iterable[int]) -> npt.NDArray[np.int32]:
@@ -146,9 +153,9 @@ class StringTable:
         table = StringTable()
         try:
             blob, ends = value["bytes"], value["ends"]
-            if declared_rows(blob) > len(blob["data"]) * _MAX_TEXT_INFLATION + 4096:
+            if declared_rows(blob) > len(blob["data"]) * _MAX_TEXT_INFLATION + _FEW_BYTES:
                 raise ValueError("claims more text than its bytes can hold")
-            if declared_rows(ends) > 2 * declared_rows(blob) + 16:  # no string but the empty one needs no byte
+            if declared_rows(ends) > 2 * declared_rows(blob) + _FEW_STRINGS:  # only the empty one needs no byte
                 raise ValueError("claims more strings than its text has")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CorruptStoreError(f"not a string table: {error}") from error
@@ -160,4 +167,6 @@ class StringTable:
         table._check_text()
         if table._count == 0:
             table._ends = np.zeros(16, np.int64)
+        # What was added last comes again soon, and is not to be stored again by each process that goes on here.
+        table._recent = {table[number]: number for number in range(max(0, table._count - _RECENT // 2), table._count)}
         return table
