@@ -86,9 +86,9 @@ def test_unchecked_locks_are_those_of_threading(monkeypatch: pytest.MonkeyPatch)
 
 def made_in(root: Path) -> Iterator[tuple[str, str]]:
     """Yield name and module of every lock, as the class and the attribute that it is assigned to say."""
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*(root / "trajstore").rglob("*.py"), *(root / "trainer_hooks").rglob("*.py")]):
         tree = ast.parse(path.read_text())
-        module = path.relative_to(root).with_suffix("").as_posix()
+        module = path.relative_to(root).with_suffix("").as_posix().removeprefix("trajstore/")
         for scope in ast.walk(tree):
             if isinstance(scope, ast.ClassDef):
                 for node in ast.walk(scope):
@@ -101,7 +101,7 @@ def made_in(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def test_every_lock_has_a_place_in_the_order(project_root: Path) -> None:
-    names = [name for name, _ in made_in(project_root / "trajstore")]
+    names = [name for name, _ in made_in(project_root)]
     assert sorted(names) == sorted(locks.ORDER)
     assert set(locks.SEVERAL) <= set(locks.ORDER)
 
@@ -121,5 +121,5 @@ def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
 def test_the_design_page_has_the_same_table(project_root: Path) -> None:
     page = (project_root / "docs" / "design" / "locks.md").read_text()
     rows = re.findall(r"^\| `([A-Za-z_.]+)` \| `([a-z_/]+)` \| .+ \|$", page, re.MULTILINE)
-    modules = dict(made_in(project_root / "trajstore"))
+    modules = dict(made_in(project_root))
     assert rows == [(name, modules[name]) for name in locks.ORDER]

@@ -25,6 +25,7 @@ ORDER = (
     "ExperienceWorker._lock",
     "EMClient._lock",
     "Trouble._lock",
+    "Background._lock",
     "View.steady",
     "StoreWriter._close_lock",
     "Rewriter._one",

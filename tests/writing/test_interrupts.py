@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.interrupting import Tracer, within
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
 from trajstore.inspection.verify import verify
@@ -28,74 +26,6 @@ from trajstore.store.moves import STARTS, Moved, move_entries
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 pytestmark = pytest.mark.interrupts
-
-PACKAGE = str(Path(__file__).resolve().parents[2] / "trajstore")
-FILES = (PACKAGE, threading.__file__)
-
-
-class Interrupt(KeyboardInterrupt):
-    """Ctrl-C, told apart from the user's own."""
-
-
-@cache
-def handlers(code: CodeType) -> dict[int, int]:
-    """Return, by offset, where an exception of an instruction is handled; absent if it leaves the function."""
-    entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
-    return {offset: entry.target for entry in entries for offset in range(entry.start, entry.end, 2)}
-
-
-@cache
-def operations(code: CodeType) -> dict[int, str]:
-    return {found.offset: found.opname for found in dis.get_instructions(code)}
-
-
-class Tracer:
-    """Raises at the k-th moment at which Python could deliver a signal while this thread is within the package.
-
-    That is at the end of a call, at a backward jump, and when a function begins.
-    """
-
-    def __init__(self, at: int | None) -> None:
-        self.at = at
-        self.count = 0
-        self._last: dict[FrameType, int] = {}
-
-    def _due(self, frame: FrameType) -> bool:
-        last, now = self._last.get(frame), frame.f_lasti
-        self._last[frame] = now
-        if last is None:
-            return False
-        if not operations(frame.f_code).get(last, "").startswith(("CALL", "JUMP_BACKWARD", "RESUME")):
-            return False
-        # The signal comes within the call; where the next instruction is handled elsewhere it would come too late.
-        return handlers(frame.f_code).get(last) == handlers(frame.f_code).get(now)
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(FILES):
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        if event == "return":
-            self._last.pop(frame, None)
-        if event == "opcode" and self._due(frame):
-            self.count += 1
-            if self.count - 1 == self.at:
-                sys.settrace(None)
-                raise Interrupt
-        return self
-
-    def run(self, call: Callable[[], Any]) -> bool:
-        """Return whether the call came to its end."""
-        old = sys.gettrace()
-        sys.settrace(self)
-        try:
-            call()
-        except Interrupt:
-            return False
-        finally:
-            sys.settrace(old)
-            self._last.clear()
-        return True
 
 
 def opened(path: Path) -> TrajectoryReplayBuffer:
@@ -107,24 +37,6 @@ def opened(path: Path) -> TrajectoryReplayBuffer:
         cache_size=1,
         writer=WriterOptions(commit_interval=0.0, max_pending_bytes=1 << 20),
     )
-
-
-def within(seconds: float, call: Callable[[], Any]) -> None:
-    """Fail if a call does not end."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), "it hangs"
-    if errors:
-        raise errors[0]
 
 
 def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> None:

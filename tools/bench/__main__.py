@@ -66,6 +66,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t14": t14_memory.figures,
     "t15": t15_start.figures,
     "t16": t16_verl.figures,
+    "t16rows": t16_verl.row_figures,
     "t17": t17_priorities.figures,
     "guided": guided.figures,
     "t19": t19_ray.figures,

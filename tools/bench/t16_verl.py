@@ -30,6 +30,7 @@ ROWS = (512, 2048)
 PROMPT_TOKENS, RESPONSE_TOKENS = 256, 1024
 VOCABULARY = 150_000
 WARM_UP = 2
+TARGET_MS = 0.1
 MODES = ("sync", "sync_replay", "sync_replay", "sync")
 
 Times = dict[str, list[float]]
@@ -48,20 +49,29 @@ OVERRIDES = (
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield how much longer steps take, and milliseconds per trajectory."""
+    measured = _measure(options, options.count(STEPS, 2))
+    yield from _trainer_figures(measured["trainings"])
+    yield from _rows_figures(measured["rows"])
+
+
+def row_figures(options: Options) -> Iterator[Figure]:
+    """Yield milliseconds per trajectory alone."""
+    yield from _rows_figures(_measure(options, 0)["rows"])
+
+
+def _measure(options: Options, steps: int) -> Any:
+    """Return what the child measured; without trainings if they have no steps."""
     missing = [name for name in ("verl", "ray", "transfer_queue") if find_spec(name) is None]
     if missing:
         raise SkippedError(f"needs {', '.join(missing)}: install trajstore[verl]")
     result = options.folder / "result.json"
     sizes = [max(GROUP, options.count(rows) // GROUP * GROUP) for rows in ROWS]
-    arguments = [options.folder, result, options.count(STEPS, 2), options.repeats, *sizes]
+    arguments = [options.folder, result, steps, options.repeats, *sizes]
     command = [sys.executable, "-m", "tools.bench.t16_verl", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[2:])} failed:\n{done.stderr[-4000:]}")
-    measured = json.loads(result.read_text())
-    yield from _trainer_figures(measured["trainings"])
-    for size, times in zip(sizes, measured["rows"], strict=True):
-        yield _rows_figure(size, times)
+    return json.loads(result.read_text())
 
 
 def _trainer_figures(trainings: Sequence[Mapping[str, Sequence[float]]]) -> Iterator[Figure]:
@@ -101,24 +111,37 @@ def _trainer_figures(trainings: Sequence[Mapping[str, Sequence[float]]]) -> Iter
     )
 
 
-def _rows_figure(size: int, times: Mapping[str, Sequence[float]]) -> Figure:
+def _rows_figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    for one in rows:
+        yield from _size_figures(one["size"], one["times"])
+
+
+def _size_figures(size: int, times: Mapping[str, Sequence[float]]) -> Iterator[Figure]:
     each = {name: statistics.median(values) / size * 1e3 for name, values in times.items()}
-    return Figure(
+    ours = [whole - get for whole, get in zip(times["whole"], times["get"], strict=True)]
+    yield Figure(
         "T16",
-        f"added per trajectory of {RESPONSE_TOKENS} response tokens, {size} in a step",
-        each.pop("whole"),
-        None,
+        f"our part per trajectory of {RESPONSE_TOKENS} response tokens, {size} in a step",
+        statistics.median(ours) / size * 1e3,
+        TARGET_MS,
         "ms",
         details={
-            "get_ms": each["get"],
+            "processor_ms": each["own"],
             "unpack_ms": each["read"] - each["get"],
             "build_ms": each["build"],
-            "text_ms": each["text"],
             "record_ms": each["record"],
-            "background_ms": each["background"],
-            "background_s": statistics.median(times["background"]),
+            "get_ms": each["get"],
+            "added_in_all_ms": each["whole"],
             "other_get_ms": each["other_get"],
         },
+    )
+    yield Figure(
+        "T16",
+        f"afterwards, beside the training, until all of {size} rollouts have their text and are committed",
+        each["background"],
+        None,
+        "ms",
+        details={"text_ms": each["text"], "seconds": statistics.median(times["background"])},
     )
 
 
@@ -140,7 +163,7 @@ def _child(folder: Path, result: Path, steps: int, repeats: int, sizes: Sequence
     session = VerlSession.start()
     try:
         trainings = []
-        for number, mode in enumerate(MODES):
+        for number, mode in enumerate(MODES if steps else ()):
             more = (f"trainer.v1.trainer_mode={mode}", f"trainer.total_training_steps={steps + WARM_UP_STEPS}")
             config = make_config(assets, folder / f"run{number}", [*OVERRIDES, *more])
             trainings.append(_training(session.run, config))
@@ -194,8 +217,8 @@ def _trainer_parts() -> dict[str, tuple[Any, str]]:
     }
 
 
-def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list[Times]:
-    """Join and record steps of these many rows; return seconds per step and part."""
+def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Join and record steps of these many rows; return seconds per step and part, for each size."""
     import transfer_queue
     from omegaconf import OmegaConf
 
@@ -234,7 +257,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
                     for name, seconds in took.items():
                         kept.setdefault(name, []).append(seconds)
             transfer_queue.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
-            result.append(kept)
+            result.append({"size": size, "times": kept})
         return result
     finally:
         ours.close()
@@ -260,13 +283,13 @@ def _record_once(ours: Any, batch: Any, step: int, parts: Mapping[str, tuple[Any
     transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=others)
     other_get = time.perf_counter() - start
     with _timed(parts) as times:
-        start = time.perf_counter()
+        start, own_start = time.perf_counter(), time.thread_time()
         ours.scored(ours.join(batch), step)
-        whole = time.perf_counter() - start
-    ours._recorder.flush()
-    background = time.perf_counter() - start - whole
+        whole, own = time.perf_counter() - start, time.thread_time() - own_start
+        ours._recorder.flush()
+        background = time.perf_counter() - start - whole
     sums = {name: sum(values) for name, values in times.items()}
-    return {"whole": whole, "background": background, "other_get": other_get, **sums}
+    return {"whole": whole, "own": own, "background": background, "other_get": other_get, **sums}
 
 
 def _put_rows(count: int) -> Any:

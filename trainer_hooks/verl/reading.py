@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,6 @@ from trajstore.inspection.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
-
-_AT_ONCE = 64
-"""Rollouts whose tokens are Python's numbers at the same time, eight times the size of a tensor's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +37,58 @@ def name_of(tokenizer: Any) -> str:
 class Scribe:
     """Adds to rollouts what people read.
 
+    Text is decoded beside the training, and a tokenizer must not be used by two threads at once, so the scribe has a
+    copy of it.
+
     Args:
         tokenizer: of the run.
         text: whether the response's turns are decoded.
     """
 
     def __init__(self, tokenizer: RunTokenizer, *, text: bool) -> None:
-        self._tokenizer = tokenizer
-        self._text = text and tokenizer.decoder is not None
-        self._told = False
+        self._name = tokenizer.name
+        self._decoder: Any = None
+        self.without_text = 0
+        """Rollouts whose tokens the tokenizer could not decode."""
+        if not text:
+            return
+        try:
+            self._decoder = copy.deepcopy(tokenizer.decoder)
+        except Exception as error:  # a tokenizer's own code may fail in any way, and tokens are recorded without it
+            logger.warning("rollouts are recorded without text: the tokenizer cannot be copied: %r", error)
+
+    def introduce(self, made: Sequence[AgentTrajectory]) -> None:
+        """Set ``query`` and ``metadata["tokenizer"]`` of rollouts that have the prompt's messages, in place."""
+        for one in made:
+            one.query = _query(one.messages)
+            if self._name:
+                one.metadata[TOKENIZER_KEY] = self._name
 
     def write(self, made: Sequence[AgentTrajectory]) -> None:
-        """Set ``query``, ``metadata["tokenizer"]`` and, behind the prompt's ``messages``, a message for each turn.
+        """Add a message for each turn behind the prompt's ``messages``, in place. Not for two threads at once.
 
         A turn is a run of response tokens that the model wrote (role ``assistant``, author ``llm``; special tokens
         left out) or that it was told (role ``environment``, author ``env``; special tokens shown, since they part
-        what several speakers said). Tokens are what is trained on; the text is for reading.
-
-        Args:
-            made: with the prompt's messages; changed in place.
+        what several speakers said). Tokens are what is trained on; the text is for reading. A rollout that the
+        tokenizer cannot decode stays without text, is counted, and the first one told of; those beside it have theirs.
         """
-        for one in made:
-            one.query = _query(one.messages)
-            if self._tokenizer.name:
-                one.metadata[TOKENIZER_KEY] = self._tokenizer.name
-        if not self._text:
+        if self._decoder is None or not made:
             return
         try:
-            for first in range(0, len(made), _AT_ONCE):
-                self._write_turns(made[first : first + _AT_ONCE])
-        except Exception as error:  # a tokenizer's own code may fail in any way, and tokens are recorded without it
-            if not self._told:
-                self._told = True
-                logger.warning("rollouts are recorded without text: the tokenizer cannot decode them: %r", error)
+            self._write_turns(made)
+        except BaseException as error:  # as above; what compiled code throws when it gives up is no Exception
+            if len(made) > 1:
+                for one in made:
+                    self.write([one])
+                return
+            if not self.without_text:
+                logger.warning(
+                    "rollout %s is recorded without text: the tokenizer cannot decode it: %r;"
+                    " recording/without_text counts such ones",
+                    made[0].rollout_id,
+                    error,
+                )
+            self.without_text += 1
 
     def _write_turns(self, made: Sequence[AgentTrajectory]) -> None:
         turns = [(one, written, ids) for one in made for written, ids in _turns(one)]
@@ -80,9 +97,7 @@ class Scribe:
             places = [place for place, (_, written, _) in enumerate(turns) if written is kind]
             if not places:
                 continue
-            decoded = self._tokenizer.decoder.batch_decode(
-                [turns[place][2] for place in places], skip_special_tokens=kind
-            )
+            decoded = self._decoder.batch_decode([turns[place][2] for place in places], skip_special_tokens=kind)
             for place, text in zip(places, decoded, strict=True):
                 texts[place] = str(text)
         for (one, written, _), text in zip(turns, texts, strict=True):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
+from trainer_hooks.verl.background import Background
 from trainer_hooks.verl.config import OnError
-from trajstore import Retention, TrajectoryReplayBuffer
-from trajstore.errors import StoreError, StoreWriteError
+from trainer_hooks.verl.reading import Scribe
+from trajstore import Retention, TrajectoryReplayBuffer, exits
+from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreError, StoreWriteError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -16,22 +20,34 @@ logger = logging.getLogger(__name__)
 WARN_EVERY = 100
 """Failures for which a warning that rollouts are lost is not repeated."""
 
+_AT_ONCE = 64
+"""Rollouts that get their text and are added together. Meanwhile their tokens are Python's numbers, eight times the
+size of a tensor's."""
+
+_WAITING_TOKENS = 1 << 25
+"""Tokens of rollouts that may wait for their text, about a gigabyte with masks and log-probs."""
+
 
 class RolloutRecorder:
-    """Writes rollouts to a store in the background.
+    """Writes rollouts to a store in the background: one thread adds text and hands them on to the store's own threads.
+
+    Until :meth:`close`, also the end of the interpreter waits for them. In a forked child nothing can be recorded.
 
     Args:
         path: directory or URL of the store; one that holds rollouts is continued.
         trajectory_format: of new shards.
         capacity: trajectories to keep, the oldest go first; None = all.
-        on_error: whether a failing write is raised, or only counted and logged.
+        on_error: whether a rollout that cannot be written is raised, or only counted and logged.
+        scribe: adds the text.
 
     Raises:
         StoreLockedError: another process writes there.
         StoreWriteError, CorruptStoreError: it cannot be continued.
     """
 
-    def __init__(self, path: str, trajectory_format: str, capacity: int | None, on_error: OnError) -> None:
+    def __init__(
+        self, path: str, trajectory_format: str, capacity: int | None, on_error: OnError, scribe: Scribe
+    ) -> None:
         self.buffer = TrajectoryReplayBuffer(
             auto_save=True,
             auto_save_path=path,
@@ -40,45 +56,55 @@ class RolloutRecorder:
             retention=Retention(max_trajectories=capacity),
         )
         self.lost = 0
-        """Rollouts that could not be written (``on_error="warn"``)."""
+        """Rollouts that could not be written."""
+        self._taken = self._handed_on = 0
         self._on_error = on_error
+        self._scribe = scribe
         self._failures = 0
+        try:
+            self._background = Background(f"recording to {path}", _WAITING_TOKENS)
+        except BaseException:
+            self.buffer.close()
+            raise
+        exits.remember(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is left to be written here: closed, or the parent's."""
+        return self._background.closed
 
     def record(self, trajectories: Sequence[AgentTrajectory]) -> dict[str, float]:
-        """Take copies of rollouts, to be written soon; return figures. Waits only if the memory for them is full.
+        """Take rollouts, to be written soon; return figures. Waits only if the memory for them is full.
+
+        Their tensors must not be changed afterwards.
 
         Figures: ``recording/rollouts`` taken now, ``recording/waiting`` (of all taken, how many are not on disk yet),
         ``recording/lost`` so far, ``recording/seconds`` spent here.
 
         Raises:
-            StoreError: an earlier write failed, and so did another attempt (``on_error="raise"``).
+            StoreError, InvalidTrajectoryError: of earlier rollouts, some could not be written (``on_error="raise"``);
+                these ones are taken nevertheless.
+            StoreClosedError: closed, or this is a forked child.
         """
         start = time.perf_counter()
-        before = self.buffer.trajectory_counter
-        try:
-            self.buffer.add_trajectories(trajectories)
-        except StoreError as error:
-            self._failed(error, 0)
-            # An add tells of writes that failed before it, once; the store goes on trying those by itself.
-            self._add_rest(trajectories[self.buffer.trajectory_counter - before :])
-        # Ids are given in order, so the newest one and the newest durable one tell how many wait.
-        waiting = self.buffer.trajectory_counter - 1 - self.buffer.committed
+        # Others go on with the same trajectories, without their text.
+        made = [dataclasses.replace(one, messages=[*one.messages]) for one in trajectories]
+        if made:
+            self._taken += len(made)
+            tokens = sum(0 if one.input_ids is None else one.input_ids.numel() for one in made)
+            self._background.submit(partial(self._write, made), tokens)
+        # Ids are given in order, so the newest one and the newest durable one tell how many the store has to write.
+        waiting = self._taken - self._handed_on + self.buffer.trajectory_counter - 1 - self.buffer.committed
         return {
-            "recording/rollouts": float(len(trajectories)),
+            "recording/rollouts": float(len(made)),
             "recording/waiting": float(max(waiting, 0)),
             "recording/lost": float(self.lost),
             "recording/seconds": time.perf_counter() - start,
         }
 
-    def _add_rest(self, trajectories: Sequence[AgentTrajectory]) -> None:
-        before = self.buffer.trajectory_counter
-        try:
-            self.buffer.add_trajectories(trajectories)
-        except StoreError as error:
-            self._failed(error, len(trajectories) - (self.buffer.trajectory_counter - before))
-
     def recorded_after(self, newest: int) -> Iterator[AgentTrajectory]:
         """Yield the rollouts with ids above ``newest`` that were in the store when it was opened or came since."""
+        self._background.wait()
         for number in self.buffer.trajectory_ids.tolist():
             if number > newest:
                 trajectory = self.buffer.get(number)
@@ -89,28 +115,77 @@ class RolloutRecorder:
         """Return when everything taken so far survives a crash.
 
         Raises:
-            StoreWriteError: a write failed (``on_error="raise"``).
+            StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error="raise"``).
         """
+        self._background.wait()
         try:
             self.buffer.flush()
         except StoreWriteError as error:
             self._failed(error, 0)
+            if self._on_error == "raise":
+                raise
 
     def close(self) -> None:
-        """Flush and close the store.
+        """Flush and close the store. An interrupt while it waits leaves out what has no text yet, and says so.
 
         Raises:
-            StoreWriteError: a write failed (``on_error="raise"``).
+            StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error="raise"``).
         """
         try:
-            self.buffer.close()
-        except StoreError as error:
-            self._failed(error, 0)
+            self._background.close()
+        finally:
+            try:
+                self.buffer.close()
+            except StoreError as error:
+                self._failed(error, 0)
+                if self._on_error == "raise":
+                    raise
+            finally:
+                exits.forget(self)
 
-    def _failed(self, error: StoreError, rollouts: int) -> None:
-        if self._on_error == "raise":
-            raise error
+    def _write(self, made: list[AgentTrajectory]) -> None:
+        """Give rollouts their text and add them to the store, in order. The thread's part.
+
+        Raises:
+            StoreError, InvalidTrajectoryError: the first that some could not be added for (``on_error="raise"``).
+        """
+        errors: list[StoreError | InvalidTrajectoryError] = []
+        while made:
+            some = made[:_AT_ONCE]
+            self._scribe.write(some)
+            errors += self._add(some)
+            self._handed_on += len(some)
+            del made[:_AT_ONCE]
+        if errors and self._on_error == "raise":
+            raise errors[0]
+
+    def _add(self, some: Sequence[AgentTrajectory]) -> list[StoreError | InvalidTrajectoryError]:
+        """Add rollouts; return why some of them, or earlier ones, cannot be written."""
+        before = self.buffer.trajectory_counter
+        try:
+            self.buffer.add_trajectories(some)
+            return []
+        except StoreClosedError as error:
+            self.lost += len(some)
+            logger.error("%d rollouts are not recorded: %s", len(some), error)
+            return [error]
+        except (StoreError, InvalidTrajectoryError) as error:
+            # An add tells of writes that failed before it, once; the store goes on trying those by itself. And one
+            # rollout that cannot be stored has the whole list refused.
+            errors = [error]
+        rest = some[self.buffer.trajectory_counter - before :]
+        if not isinstance(errors[0], InvalidTrajectoryError):
+            self._failed(errors[0], 0)
+        for one in rest:
+            try:
+                self.buffer.add_trajectories([one])
+            except (StoreError, InvalidTrajectoryError) as error:
+                self._failed(error, 1)
+                errors.append(error)
+        return errors
+
+    def _failed(self, error: StoreError | InvalidTrajectoryError, rollouts: int) -> None:
         self.lost += rollouts
-        if self._failures % WARN_EVERY == 0:
+        if self._failures % WARN_EVERY == 0 and self._on_error == "warn":
             logger.warning("rollouts are not recorded: %s", error)
         self._failures += 1

@@ -7,6 +7,7 @@ output (an agent loop that summarises its context, say) has several rows and is 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report
+from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
-from trajstore.experience.compact import small_ids, small_mask, with_usual_columns
+from trajstore.experience.compact import with_usual_columns
 from trajstore.experience.entry import is_demonstration
 from trajstore.experience.rows import pack_rows, row_count
 from trajstore.guidance.record import GUIDANCE
@@ -46,6 +48,9 @@ _KNOWN_EXTRA = frozenset(
 
 NOT_GUIDED = "not_guided"
 """Key of ``metadata``: why a rollout was not shown the experience that there was for it."""
+
+_PLAIN = frozenset((str, int, bool, type(None)))
+"""Types whose values are the same in JSON."""
 
 _OF_ONE_OUTPUT = ("token_scores",)
 """Keys of ``metadata`` that each output of a session has for itself."""
@@ -93,7 +98,7 @@ def trajectories_of(
 ) -> list[AgentTrajectory]:
     """Return the rows that were generated in a step as trajectories, one for each session, in order of arrival.
 
-    Tensors are shared with the rows. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
+    Tensors are not shared with the rows. ``metadata`` has the ``run`` and the ``step``, the ``uid`` of the group, the
     weights that sampled (``min_global_steps``, ``max_global_steps``) and ``token_scores``: what the reward gave,
     ``[[position in the response, score], ...]``, of each row by itself where a session has several ``outputs``.
     ``task_rollouts``, the task's sessions of this step, tells a reader whether it has all of a group, of which a crash
@@ -119,10 +124,17 @@ def trajectories_of(
     sessions: dict[str, list[Row]] = {}
     for row in rows:
         sessions.setdefault(session_of(row.key), []).append(row)
+    several = [outputs for outputs in sessions.values() if len(outputs) > 1]
+    for outputs in several:
+        outputs.sort(key=lambda row: output_of(row.key))
+    ordered = [row for outputs in sessions.values() for row in outputs]
+    parted = zip(ordered, tokens_of([row.columns for row in ordered]), strict=True)
     made = []
     for outputs in sessions.values():
-        outputs.sort(key=lambda row: output_of(row.key))
-        parts = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in outputs]
+        parts = [
+            _trajectory_of(row, tokens, outcome, step=step, run=run, fingerprint=fingerprint)
+            for row, tokens in itertools.islice(parted, len(outputs))
+        ]
         made.append(parts[0] if len(parts) == 1 else _session(parts))
     count = Counter(one.task_id for one in made)
     for one, outputs in zip(made, sessions.values(), strict=True):
@@ -173,27 +185,25 @@ def lost_beside(found: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
     ]
 
 
-def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
+def _trajectory_of(
+    row: Row, tokens: Tokens, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str
+) -> AgentTrajectory:
     columns = row.columns
-    prompt, response, mask = columns["prompts"], columns["responses"], small_mask(columns["response_mask"])
-    scores = columns.get("rm_scores")
     extra = columns.get("extra_fields") or {}
     reward_extra = plain(extra.get("reward_extra_info") or {})
-    places = [] if scores is None else scores.nonzero().flatten().tolist()
-    entropys = columns.get("entropy")
     told = Report.of(extra)
     return AgentTrajectory(
         messages=_messages(columns.get("raw_prompt")),
-        input_ids=small_ids(torch.cat([prompt, response])),
-        loss_mask=torch.cat([torch.zeros(prompt.numel(), dtype=mask.dtype), mask]),
-        response_start=prompt.numel(),
-        old_log_probs=columns.get("old_log_probs"),
-        entropys=entropys,
-        entropy=None if entropys is None else mean_entropy(entropys, mask),
-        response_mask=mask,
+        input_ids=tokens.input_ids,
+        loss_mask=tokens.loss_mask,
+        response_start=tokens.prompt,
+        old_log_probs=tokens.old_log_probs,
+        entropys=tokens.entropys,
+        entropy=tokens.entropy,
+        response_mask=tokens.response_mask,
         # Of another prompt, where experience was taken out of it.
-        rollout_log_probs=None if told is not None and told.exchanged else columns.get("rollout_log_probs"),
-        reward=None if scores is None else _reward(float(scores.sum()), reward_extra, outcome),
+        rollout_log_probs=None if told is not None and told.exchanged else tokens.rollout_log_probs,
+        reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
         task_id=task_id_of(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
         rollout_id=row.key,
@@ -205,7 +215,7 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
             "uid": str(columns["uid"]),
             "min_global_steps": row.tag.get("min_global_steps"),
             "max_global_steps": row.tag.get("max_global_steps"),
-            "token_scores": [] if scores is None else [[place, plain(scores[place])] for place in places],
+            "token_scores": [[place, plain(score)] for place, score in tokens.scores],
             **_told_by_the_loop(columns, extra),
             **_told_of_guidance(told),
         },
@@ -352,6 +362,8 @@ def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor
 
 def plain(value: Any) -> Any:
     """Return a value as JSON has it: numbers of numpy and torch as Python's, what is no JSON as its text."""
+    if type(value) in _PLAIN:  # first, as most are such
+        return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -75,7 +75,9 @@ class ReplaySession:
         self._block = block
         self._tasks = tasks
         self._fingerprint = tokenizer.fingerprint
-        self._scribe = Scribe(tokenizer, text=block.recording.text)
+        recording = block.recording
+        self._maker_reads = block.guidance.enable_summarizer
+        self._scribe = Scribe(tokenizer, text=recording.text and (recording.enable or self._maker_reads))
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
         own_group = block.experience_replay.group_offpolicy == "separate"
@@ -83,11 +85,12 @@ class ReplaySession:
         self._dropped = self._failures = 0
         self._without_outcome = WithoutOutcome(block.outcome)
         self._recorder: RolloutRecorder | None = None
-        recording = block.recording
         if recording.enable:
             with naming(f"{SECTION}.recording.path", block.recording_path):
+                # What has its text already, and who uses the tokenizer, is for one thread only.
+                scribe = Scribe(tokenizer, text=False) if self._maker_reads else self._scribe
                 self._recorder = RolloutRecorder(
-                    block.recording_path, recording.format, recording.capacity, recording.on_error
+                    block.recording_path, recording.format, recording.capacity, recording.on_error, scribe
                 )
         try:
             with naming(f"{REPLAY_SECTION}.store.path", (block.experience_replay.store or {}).get("path")):
@@ -173,6 +176,7 @@ class ReplaySession:
         made = trajectories_of(
             rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=False
         )
+        self._scribe.introduce(made)
         self._scribe.write(made)
         self.guided.finished(made)
         self.guided.validated(made)
@@ -225,17 +229,19 @@ class ReplaySession:
         rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self.masks_rows else NEEDED, WELCOME)
         joined = self._histories.joined
         fresh = [row for row in rows if row.key not in joined]
+        replayed = [row for row in rows if row.key in joined]
         made = self._trajectories(fresh, step)
+        forget_log_probs(fresh, batch.partition_id)
+        del rows, fresh  # thousands of tensors: before the recorder's thread begins, which would slow it down
         figures: dict[str, float] = {}
         if self._recorder is not None:
             figures |= self._recorder.record(made) | {"recording/dropped": float(self._dropped)}
         figures["recording/without_outcome"] = float(self._without_outcome.take())
+        figures["recording/without_text"] = float(self._scribe.without_text)
         self._dropped = 0
-        forget_log_probs(fresh, batch.partition_id)
         figures |= self.guided.step_done(made, step)
         if not self.replays:
             return figures
-        replayed = [row for row in rows if row.key in joined]
         replace_log_probs(self._hook, replayed, joined, batch.partition_id)
         histories = list(self._histories.whole.values())
         done = replayable(made)
@@ -255,7 +261,9 @@ class ReplaySession:
         made = trajectories_of(
             rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
         )
-        self._scribe.write(made)
+        self._scribe.introduce(made)
+        if self._maker_reads:
+            self._scribe.write(made)
         self.guided.finished(made, trained=trained)
         self._without_outcome.look(made)
         return made

@@ -128,7 +128,11 @@ def make_session(tmp_path: Path) -> Iterator[MakeSession]:
     made = []
 
     def make(
-        run: str = "run-a", on_resume: OnResume = "exact", on_error: OnError = "raise", **options: Any
+        run: str = "run-a",
+        on_resume: OnResume = "exact",
+        on_error: OnError = "raise",
+        decoder: Any = None,
+        **options: Any,
     ) -> ReplaySession:
         values: dict[str, Any] = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0} | options
         block = ReplayBlock(
@@ -139,7 +143,7 @@ def make_session(tmp_path: Path) -> Iterator[MakeSession]:
             folder=tmp_path,
             n_rollout=N,
         )
-        tokenizer = RunTokenizer("tokens")
+        tokenizer = RunTokenizer("tokens", decoder=decoder)
         made.append(ReplaySession(block, TaskTable(Dataset()), tokenizer=tokenizer, run=run, checkpoints=tmp_path))
         return made[-1]
 
@@ -829,3 +833,32 @@ def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> 
     rate(batch)
     assert session.scored(batch, 1)["recording/rollouts"] == N
     assert not session.replays
+
+
+class Words:
+    """A tokenizer."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, one)) for one in ids]
+
+
+def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
+    """The text comes later than the pool decides."""
+    session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
+    fill(session)
+    session.save(tmp_path / "global_step_1", 1)
+    assert session._hook.manager is not None
+    pooled = [one for held in session._hook.manager.task2trajectories.values() for one in held]
+    assert {len(one.messages) for one in pooled} == {1}
+    recorded = {}
+    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as rollouts_store:
+        for number in rollouts_store.trajectory_ids.tolist():
+            one = rollouts_store.get(number)
+            assert isinstance(one, AgentTrajectory)
+            assert one.messages[-1]["author"] == "llm"
+            recorded[one.rollout_id] = one
+    for one in pooled:
+        other = recorded[one.rollout_id]
+        assert one.input_ids is not None
+        assert other.input_ids is not None
+        assert torch.equal(one.input_ids, other.input_ids)

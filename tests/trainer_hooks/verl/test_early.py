@@ -13,6 +13,7 @@ from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.verl.config import naming
 from trainer_hooks.verl.cuts import MODEL_FOLDER, Cut, write_cut
 from trainer_hooks.verl.early import check_options
+from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import RolloutRecorder
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreLockedError
@@ -64,11 +65,12 @@ def test_an_empty_tracker_file_names_the_newest_complete_checkpoint(
 def test_what_cannot_be_opened_names_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = str(tmp_path / "file" / "rollouts")
+    scribe = Scribe(RunTokenizer("f1"), text=False)
     with (
         pytest.raises(ConfigurationError, match=rf"recording\.path: {path}: .*Not a directory"),
         naming("exp_manager.recording.path", path),
     ):
-        RolloutRecorder(path, "pt", None, "raise")
+        RolloutRecorder(path, "pt", None, "raise", scribe)
     with (
         pytest.raises(ConfigurationError, match=r"recording\.path: s3://b/r: cannot be opened: .*no credentials"),
         naming("exp_manager.recording.path", "s3://b/r"),
@@ -79,5 +81,5 @@ def test_what_cannot_be_opened_names_its_option(tmp_path: Path) -> None:
         pytest.raises(StoreLockedError) as caught,
         naming("exp_manager.recording.path", "taken"),
     ):
-        RolloutRecorder(str(tmp_path / "taken"), "pt", None, "raise")
+        RolloutRecorder(str(tmp_path / "taken"), "pt", None, "raise", scribe)
     assert caught.value.__notes__ == ["exp_manager.recording.path: taken"]

@@ -37,7 +37,9 @@ def conversation(tokenizer: Any) -> Row:
 
 def made_of(row: Row, tokenizer: RunTokenizer, *, text: bool = True) -> AgentTrajectory:
     made = trajectories_of([row], OutcomeRule(), step=5, run="run-a", fingerprint=tokenizer.fingerprint)
-    Scribe(tokenizer, text=text).write(made)
+    scribe = Scribe(tokenizer, text=text)
+    scribe.introduce(made)
+    scribe.write(made)
     return made[0]
 
 
@@ -70,20 +72,66 @@ def test_text_can_be_left_out(tmp_path: Path) -> None:
         RecordingConfig(text="no")  # type: ignore[arg-type]
 
 
+class GaveUpError(BaseException):
+    """What compiled code throws when it gives up: no ``Exception``."""
+
+
 class Broken:
+    """Fails for some tokens, as tokenizers do whose vocabulary is smaller than the model's."""
+
+    def __init__(self, bad: int, error: BaseException) -> None:
+        self._bad = bad
+        self._error = error
+
     def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        raise IndexError("token 99")
+        if any(self._bad in one for one in ids):
+            raise self._error
+        return [" ".join(map(str, one)) for one in ids]
 
 
-def test_a_tokenizer_that_fails_costs_the_text_only(caplog: pytest.LogCaptureFixture) -> None:
-    row = conversation(make_tokenizer())
-    scribe = Scribe(RunTokenizer("f1", decoder=Broken()), text=True)
+@pytest.mark.parametrize("error", [IndexError("token 99"), GaveUpError("token 99")], ids=["Exception", "panic"])
+def test_a_tokenizer_that_fails_costs_the_text_of_that_rollout_only(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [rated(fresh_row("u1", number, response=4, seed=number)) for number in range(3)]
+    rows[1].columns["responses"][2] = 99
+    scribe = Scribe(RunTokenizer("f1", decoder=Broken(99, error)), text=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            made = trajectories_of([row], OutcomeRule(), step=5, run="run-a", fingerprint="f1")
+            made = trajectories_of(rows, OutcomeRule(), step=5, run="run-a", fingerprint="f1")
             scribe.write(made)
-    assert [message for message in caplog.messages if "recorded without text" in message] == caplog.messages[:1]
-    assert made[0].messages == [{"role": "user", "content": "task 17"}]
+    assert [message for message in caplog.messages if "u1_1_0 is recorded without text" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+    assert scribe.without_text == 2
+    assert [len(one.messages) for one in made] == [4, 1, 4]
+
+
+def test_a_tokenizer_is_not_used_by_two_threads() -> None:
+    """Fast tokenizers fail in one thread while another one is in them: the scribe has one of its own."""
+    used: list[object] = []
+
+    class Noting(Broken):
+        def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+            used.append(self)
+            return super().batch_decode(ids, skip_special_tokens)
+
+        def __deepcopy__(self, memo: Any) -> Noting:
+            return Noting(self._bad, self._error)
+
+    trainers = Noting(99, IndexError())
+    assert len(made_of(conversation(make_tokenizer()), RunTokenizer("f1", decoder=trainers)).messages) == 4
+    assert used
+    assert trainers not in used
+
+
+def test_a_tokenizer_that_cannot_be_copied_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Single(Broken):
+        def __deepcopy__(self, memo: Any) -> Single:
+            raise TypeError("cannot pickle")
+
+    one = made_of(conversation(make_tokenizer()), RunTokenizer("f1", decoder=Single(99, IndexError())))
+    assert one.messages == [{"role": "user", "content": "task 17"}]
+    assert "the tokenizer cannot be copied" in caplog.text
 
 
 def test_names_of_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +151,7 @@ def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int =
         row = rated(fresh_row(f"{number:032x}", prompt=prompt, response=response, seed=number))
         rows.append(Row(row.key, row.tag, row.columns))
     made = trajectories_of(rows, OutcomeRule(), step=5, run="f" * 32, fingerprint="f" * 16)
-    Scribe(RunTokenizer("f" * 16, "/models/some-model-7b"), text=False).write(made)
+    Scribe(RunTokenizer("f" * 16, "/models/some-model-7b"), text=False).introduce(made)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder) as buffer:
         buffer.add_trajectories(made)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / rollouts

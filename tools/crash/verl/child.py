@@ -129,16 +129,18 @@ class _Acknowledgements:
         self._lock = threading.Lock()
         self._taken: dict[int, list[str]] = {}
         self._states: list[tuple[int, dict[str, list[int]]]] = []
+        self._next_id = self._rollouts.trajectory_counter
         self._record = session._recorder.record
         session._recorder.record = self._note_taken
         _wrap(session._hook, "rollouts_done", after=self._note_state)
 
     def _note_taken(self, trajectories: Sequence[AgentTrajectory]) -> dict[str, float]:
-        first = self._rollouts.trajectory_counter
-        taken = {number: [one.rollout_id, digest(one)] for number, one in enumerate(trajectories, first)}
-        figures: dict[str, float] = self._record(trajectories)
+        # They get their ids later, when they have their text, in the order in which they were taken.
+        taken = {number: [one.rollout_id, digest(one)] for number, one in enumerate(trajectories, self._next_id)}
+        self._next_id += len(trajectories)
         with self._lock:
             self._taken |= taken
+        figures: dict[str, float] = self._record(trajectories)
         return figures
 
     def _note_state(self) -> None:

@@ -15,12 +15,17 @@ _POOL_SETS = ("entropy", "metadata")
 
 
 def digest(trajectory: AgentTrajectory) -> str:
-    """Return 32 hex digits over tokens, masks, log-probs, entropies (with their dtypes), reward, ids and versions."""
+    """Return 32 hex digits over tokens, masks, log-probs, entropies (with their dtypes), reward, ids and versions.
+
+    The text of the response is none of it: it is added on the way to the rollouts' store, and the pool has none.
+    """
     sha = hashlib.sha256()
     for field in dataclasses.fields(trajectory):
         if field.name in _POOL_SETS:
             continue
         value = getattr(trajectory, field.name)
+        if field.name == "messages":
+            value = [message for message in value if "author" not in message]
         if isinstance(value, torch.Tensor):
             sha.update(f"{field.name} {value.dtype} {tuple(value.shape)} ".encode())
             sha.update(value.detach().cpu().contiguous().numpy().tobytes())

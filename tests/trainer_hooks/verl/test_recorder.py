@@ -1,0 +1,173 @@
+"""Rollouts on their way to disk, beside the training: nothing is lost, and whoever must know of a failure is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", exc_type=ImportError)
+
+from tests.trainer_hooks.verl.builders import fresh_row, rated
+from trainer_hooks.verl.config import OnError, OutcomeRule
+from trainer_hooks.verl.reading import RunTokenizer, Scribe
+from trainer_hooks.verl.recorder import RolloutRecorder
+from trainer_hooks.verl.rows import trajectories_of
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import InvalidTrajectoryError, StoreClosedError, StoreWriteError
+from trajstore.testing.faults import FaultPlan, failing_disk
+from trajstore.trajectory import AgentTrajectory
+
+
+class Words:
+    """A tokenizer; waits for its gate if it has one."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self._gate = gate
+
+    def __deepcopy__(self, memo: Any) -> Words:
+        return self
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        if self._gate is not None:
+            assert self._gate.wait(60)
+        return ["".join(map(chr, one)) for one in ids]
+
+
+def made(uid: str, count: int) -> list[AgentTrajectory]:
+    rows = [rated(fresh_row(uid, number, seed=number)) for number in range(count)]
+    return trajectories_of(rows, OutcomeRule(), step=1, run="run-a", fingerprint="f1")
+
+
+def recorder(path: Path, on_error: OnError = "raise", gate: threading.Event | None = None) -> RolloutRecorder:
+    return RolloutRecorder(str(path), "pt", None, on_error, Scribe(RunTokenizer("f1", decoder=Words(gate)), text=True))
+
+
+def on_disk(path: Path) -> list[AgentTrajectory]:
+    with TrajectoryReplayBuffer.open(path) as buffer:
+        found = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
+    return [one for one in found if isinstance(one, AgentTrajectory)]
+
+
+def test_a_step_waits_neither_for_text_nor_for_the_disk_and_a_flush_for_both(tmp_path: Path) -> None:
+    gate = threading.Event()
+    recording = recorder(tmp_path, gate=gate)
+    first, second = made("a", 100), made("b", 100)
+    assert recording.record(first)["recording/waiting"] == 100
+    assert recording.record(second)["recording/waiting"] == 200
+    assert recording.buffer.committed == -1, "nothing is acknowledged before it has its text"
+    gate.set()
+    recording.flush()
+    assert recording.buffer.committed == 199
+    assert recording.record([])["recording/waiting"] == 0
+    found = on_disk(tmp_path)
+    recording.close()
+    assert [one.rollout_id for one in found] == [one.rollout_id for one in [*first, *second]]
+    assert {len(one.messages) for one in found} == {4}
+    assert {len(one.messages) for one in first} == {1}, "the trainer goes on with its own"
+
+
+def test_closing_writes_everything(tmp_path: Path) -> None:
+    recording = recorder(tmp_path)
+    recording.record(made("a", 100))
+    assert not recording.closed
+    recording.close()
+    recording.close()
+    assert recording.closed
+    assert len(on_disk(tmp_path)) == 100
+    with pytest.raises(StoreClosedError):
+        recording.record(made("b", 1))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_rollout_that_cannot_be_stored_costs_those_beside_it_nothing(
+    on_error: OnError, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = made("a", 100)
+    several[70].metadata["odd"] = float("nan")
+    recording = recorder(tmp_path, on_error)
+    recording.record(several)
+    if on_error == "raise":
+        with pytest.raises(InvalidTrajectoryError, match="odd"):
+            recording.flush()
+    recording.flush()
+    assert recording.record([])["recording/lost"] == 1
+    assert recording.record([])["recording/waiting"] == 0
+    recording.close()
+    assert len(on_disk(tmp_path)) == 99
+    assert ("rollouts are not recorded" in caplog.text) == (on_error == "warn")
+
+
+def test_a_full_disk_is_told_to_the_next_who_records_or_flushes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    recording = recorder(tmp_path)
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    with failing_disk(plan):
+        recording.record(made("a", 3))
+        with pytest.raises(StoreWriteError, match="No space left"):
+            recording.flush()
+        plan.heal()
+    recording.record(made("b", 3))
+    recording.close()
+    assert len(on_disk(tmp_path)) == 6
+
+
+def _child(recording: RolloutRecorder, told: Any) -> None:
+    told.send(recording.closed)
+    try:
+        recording.record(made("b", 1))
+    except StoreClosedError as error:
+        told.send(f"{error}")
+
+
+def test_a_forked_child_records_nothing_and_ends(tmp_path: Path) -> None:
+    """Workers of a data loader are such children, and the interpreter's end waits for what is not written."""
+    gate = threading.Event()
+    recording = recorder(tmp_path, gate=gate)
+    recording.record(made("a", 3))
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=_child, args=(recording, theirs))
+    child.start()
+    assert ours.recv() is True
+    assert "belongs to the parent process" in ours.recv()
+    child.join(60)
+    assert child.exitcode == 0
+    gate.set()
+    recording.close()
+    assert len(on_disk(tmp_path)) == 3
+
+
+def test_an_interpreter_that_ends_writes_what_waits(tmp_path: Path, project_root: Path) -> None:
+    program = f"""
+import time
+import torch
+from trainer_hooks.verl.reading import RunTokenizer, Scribe
+from trainer_hooks.verl.recorder import RolloutRecorder
+from trajstore import AgentTrajectory
+
+class Slow:
+    def batch_decode(self, ids, skip_special_tokens):
+        time.sleep(0.3)
+        return ["text"] * len(ids)
+
+scribe = Scribe(RunTokenizer("f1", decoder=Slow()), text=True)
+recording = RolloutRecorder({str(tmp_path)!r}, "pt", None, "raise", scribe)
+ids = torch.arange(5)
+recording.record([AgentTrajectory(input_ids=ids, response_start=2, response_mask=ids[2:] > 0) for _ in range(200)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=project_root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = on_disk(tmp_path)
+    assert len(found) == 200
+    assert {len(one.messages) for one in found} == {1}

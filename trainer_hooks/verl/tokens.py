@@ -1,0 +1,150 @@
+"""Token columns of a step's rows as trajectories have them, many rows at once. Pure.
+
+A step has thousands of rows, and a call of torch costs more than the few kilobytes that it works on: so columns of
+many rows are joined, changed once, and parted again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trajstore.experience.compact import small_ids, small_mask
+
+_AT_ONCE = 1 << 15
+"""Tokens that are worked on together: they stay in the processor's cache, and torch wakes no other threads for them."""
+
+
+@dataclass(slots=True)
+class Tokens:
+    """What a row says of its tokens, L of prompt and response, R of the response; memory of our own."""
+
+    input_ids: Tensor
+    """[L]"""
+    loss_mask: Tensor
+    """[L]"""
+    prompt: int
+    """Tokens of the prompt."""
+    response_mask: Tensor
+    """[R]"""
+    old_log_probs: Tensor | None
+    rollout_log_probs: Tensor | None
+    entropys: Tensor | None
+    """[R] each."""
+    entropy: float | None
+    """Mean over the tokens that the model wrote."""
+    score: float | None
+    """Sum of the row's scores; ``None``: it has none."""
+    scores: list[list[Any]]
+    """``[[position in the response, score], ...]`` where a score is not 0."""
+
+
+def tokens_of(columns: Sequence[Mapping[str, Any]]) -> list[Tokens]:
+    """Return the tokens of rows.
+
+    Args:
+        columns: of each row: ``prompts``, ``responses``, ``response_mask``; if it has them, ``old_log_probs``,
+            ``rollout_log_probs``, ``entropy`` and ``rm_scores``, all of the response's length. Not changed.
+    """
+    made: list[Tokens] = []
+    some: list[Mapping[str, Any]] = []
+    count = 0
+    for row in columns:
+        length = row["prompts"].numel() + row["responses"].numel()
+        if some and count + length > _AT_ONCE:
+            made += _together(some)
+            some, count = [], 0
+        some.append(row)
+        count += length
+    return made + _together(some) if some else made
+
+
+def _together(columns: Sequence[Mapping[str, Any]]) -> list[Tokens]:
+    prompts, responses, masks = ([row[name] for row in columns] for name in ("prompts", "responses", "response_mask"))
+    starts, lengths = _lengths(prompts), _lengths(responses)
+    small = small_mask(torch.cat(masks))
+    parted = torch.split(small, lengths)
+    whole = [start + length for start, length in zip(starts, lengths, strict=True)]
+    ids = torch.split(small_ids(torch.cat(_alternating(prompts, responses))), whole)
+    nothing = torch.split(torch.zeros(sum(starts), dtype=small.dtype), starts)
+    loss_masks = torch.split(torch.cat(_alternating(nothing, parted)), whole)
+    old, engine, entropys, scores = (
+        _own([row.get(name) for row in columns])
+        for name in ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
+    )
+    means = _means(entropys, parted)
+    told = _scores(scores)
+    return [
+        Tokens(*one) for one in zip(ids, loss_masks, starts, parted, old, engine, entropys, means, *told, strict=True)
+    ]
+
+
+def _lengths(tensors: Sequence[Tensor]) -> list[int]:
+    return [one.numel() for one in tensors]
+
+
+def _alternating(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    return [one for pair in zip(first, second, strict=True) for one in pair]
+
+
+def _of_those_that_have(values: Sequence[Tensor | None], change: Callable[[list[Tensor]], Sequence[Any]]) -> list[Any]:
+    """Return what ``change`` makes of the tensors, at their places; ``None`` where there is no tensor."""
+    held = [value for value in values if value is not None]
+    made = iter(change(held) if held else ())
+    return [None if value is None else next(made) for value in values]
+
+
+def _own(values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return copies of the tensors, which share one block of memory."""
+    return _of_those_that_have(values, lambda held: torch.split(torch.cat(held), _lengths(held)))
+
+
+def _means(entropys: Sequence[Tensor | None], masks: Sequence[Tensor]) -> list[float | None]:
+    """Return the mean of each row's entropies where its mask is 1; ``None`` if that is no number."""
+    masked = iter([mask for mask, values in zip(masks, entropys, strict=True) if values is not None])
+
+    def means(held: list[Tensor]) -> list[float | None]:
+        counted = (torch.cat(list(masked)) == 1).numpy()
+        values = np.where(counted, torch.cat(held).double().numpy(), 0.0)
+        # Each row by itself: its mean must not depend on the rows beside it, which come in any order.
+        lengths = np.array(_lengths(held))
+        some = lengths > 0
+        starts = (np.cumsum(lengths) - lengths)[some]
+        sums, counts = np.zeros(len(held)), np.zeros(len(held))
+        if len(starts):
+            sums[some], counts[some] = (np.add.reduceat(one, starts) for one in (values, counted.astype(np.float64)))
+        return [
+            mean if count and math.isfinite(mean := total / count) else None
+            for total, count in zip(sums.tolist(), counts.tolist(), strict=True)
+        ]
+
+    return _of_those_that_have(entropys, means)
+
+
+def _scores(columns: Sequence[Tensor | None]) -> tuple[list[float | None], list[list[list[Any]]]]:
+    """Return the sum of each row's scores, and the places and values of those that are not 0."""
+    places: list[list[list[Any]]] = [[] for _ in columns]
+    rows = [number for number, column in enumerate(columns) if column is not None]
+    held = [column for column in columns if column is not None]
+    if not held:
+        return [None] * len(columns), places
+    joined = torch.cat(held)
+    flat = (joined.float() if joined.dtype == torch.bfloat16 else joined).numpy()  # numpy has no bfloat16
+    found = np.flatnonzero(flat)
+    ends = np.cumsum(_lengths(held))
+    row_of = np.searchsorted(ends, found, side="right")
+    for row, place, value in zip(row_of.tolist(), found.tolist(), flat[found].tolist(), strict=True):
+        before = int(ends[row - 1]) if row else 0
+        places[rows[row]].append([place - before, value])
+    sums: list[float | None] = [None] * len(columns)
+    for row, column in zip(rows, held, strict=True):
+        given = places[row]
+        # Several are summed as verl sums them, in the precision of the column.
+        sums[row] = float(given[0][1]) if len(given) == 1 else float(column.sum()) if given else 0.0
+    return sums, places
