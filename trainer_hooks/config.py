@@ -25,6 +25,7 @@ _STORE_KEYS = ("path", "format", "capacity")
 _FLAGS = (
     "enable",
     "exp_is_correct",
+    "prepare_in_background",
     "use_current_policy_entropy",
     "drop_negative_off_policy",
     "clip_off_policy",
@@ -71,6 +72,8 @@ class ExperienceReplayConfig:
     """Which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``; ``None`` = least
     used first, then by ``exp_select_mode``."""
     use_current_policy_entropy: bool = True
+    prepare_in_background: bool = False
+    """Whether a thread reads, scores and chooses the histories while the rollouts are made; the same ones come."""
     replay_difficulty: int | None = None
     """The one number of successes whose tasks are replayed; ``None`` = all."""
     save_filter: SaveFilter = "success"

@@ -22,12 +22,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from trainer_hooks import metrics
+from trainer_hooks.background import ReplayParts
 from trainer_hooks.batch import Batch, BatchRow
 from trainer_hooks.completion import completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
@@ -56,10 +56,13 @@ class ReplayHook(Closing, Generic[Task]):
         n_rollout: rows that every task has in a batch.
         get_task: returns the task of an id; ``None`` if the training data have no such task.
         tokenizer_fingerprint: tokenizer and chat template of the trainer; a pool made with another is refused.
-        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories.
+        current_entropy: mean entropy of trajectories under the current policy, for choosing among histories. With
+            ``prepare_in_background`` it is called by a thread while the rollouts are made.
+        task_text: returns what a task asks for; ``task_sampling: similar`` needs it.
 
     Raises:
-        ConfigurationError: k is not below ``n_rollout``, a wrong ``store``, or a pool of another tokenizer.
+        ConfigurationError: k is not below ``n_rollout``, a wrong ``store``, a pool of another tokenizer, or one with
+            demonstrations that could never come out.
         StoreLockedError: another process writes to the pool's store.
         CorruptStoreError: the pool's store cannot be continued.
     """
@@ -72,12 +75,13 @@ class ReplayHook(Closing, Generic[Task]):
         get_task: Callable[[str], Task | None],
         tokenizer_fingerprint: str = "",
         current_entropy: CurrentEntropy | None = None,
+        task_text: Callable[[Task], str] | None = None,
     ) -> None:
         self.config = config
         self._n_rollout = n_rollout
         rules = config.pool_rules(n_rollout)
         self._store = config.open_store() if config.enable else None
-        self._replay: _Replay[Task] | None = None
+        self._made: ReplayParts[Task] | None = None
         if not config.enable:
             return
         try:
@@ -94,12 +98,15 @@ class ReplayHook(Closing, Generic[Task]):
                 exp_ratio=config.ratio(),
                 replay_start_ratio=config.replay_start_ratio,
                 offpolicy_trajectories_per_task=config.offpolicy_trajectories_per_task,
+                text_of=task_text,
             )
         except BaseException:
             self.close()
             raise
         files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
-        self._replay = _Replay(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
+        self._made = ReplayParts(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
+        if config.prepare_in_background:
+            self._made.begin_background()
         by_entropy = config.exp_select_mode in ("argmin", "argmax")
         if config.use_current_policy_entropy and current_entropy is None and by_entropy:
             logger.warning(
@@ -135,17 +142,21 @@ class ReplayHook(Closing, Generic[Task]):
         return MixedTasks(tuple(experience), tuple(on_policy))
 
     def before_rollout(self, mixed: MixedTasks[Task]) -> list[PlannedTask[Task]]:
-        """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all."""
+        """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all.
+
+        With ``prepare_in_background`` the histories are drawn while the rollouts are made: whatever looks at them, or
+        calls the hook, waits until they are there. The same ones come, unless a stored record turns out to be damaged:
+        then its task has a row less, where it would have made one rollout more.
+        """
         replay = self._replay
         if replay is None:
             return [PlannedTask(task, self._n_rollout, ()) for task in mixed.on_policy]
         with replay.figures.times.measure("before_rollout"):
-            histories = replay.collate.get_histories(mixed.experience)
+            histories = replay.coming(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
-            replay.figures.note_drawn(histories)
         tasks = (*mixed.experience, *mixed.on_policy)
         # A task may stand in the batch twice; only as an experience task does it bring history.
-        found = [tuple(histories.get(task_id_of(task), ())) for task in mixed.experience]
+        found = [histories.get(task_id_of(task), ()) for task in mixed.experience]
         found += [()] * len(mixed.on_policy)
         return [PlannedTask(task, count, held) for task, count, held in zip(tasks, fresh, found, strict=True)]
 
@@ -159,6 +170,8 @@ class ReplayHook(Closing, Generic[Task]):
         Raises:
             ConfigurationError: there are more or fewer rollouts than planned.
         """
+        if self._made is not None:
+            self._made.settle()
         return rows_of_plan(plan, fresh, self.config.group_offpolicy)
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
@@ -373,24 +386,23 @@ class ReplayHook(Closing, Generic[Task]):
         self._replay.collate.check_tasks()
 
     @property
+    def _replay(self) -> ReplayParts[Task] | None:
+        """What there is when replay is switched on; no history is under way any more."""
+        if self._made is not None:
+            self._made.settle()
+        return self._made
+
+    @property
     def manager(self) -> ExperienceManager | None:
         """The pool; ``None`` if switched off."""
         return None if self._replay is None else self._replay.manager
 
     def close(self) -> None:
         """Write what is left and close the pool's store. Closing again does nothing."""
-        if self._replay is not None:
-            self._replay.watch.closed()
-        if self._store is not None:
-            self._store.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Replay(Generic[Task]):
-    """What a hook that is switched on works with."""
-
-    manager: ExperienceManager
-    collate: ExperienceMixCollateFn[Task]
-    figures: ReplayFigures
-    files: PoolFiles
-    watch: ReplayWatch
+        made = self._made
+        try:
+            if made is not None:
+                made.close()
+        finally:
+            if self._store is not None:
+                self._store.close()

@@ -30,7 +30,8 @@ class PlannedTask(Generic[Task]):
 
     task: Task
     fresh_rollouts: int
-    histories: tuple[AgentTrajectory, ...]
+    histories: Sequence[AgentTrajectory]
+    """With ``prepare_in_background`` their number is known at once, and looking at one waits for all."""
 
 
 def rows_of_plan(
@@ -58,9 +59,10 @@ def rows_of_plan(
     replayed: list[bool] = []
     for position, one in enumerate(plan):
         trajectories += [next(rollouts) for _ in range(one.fresh_rollouts)]
-        trajectories += one.histories
-        positions += [position] * (one.fresh_rollouts + len(one.histories))
-        replayed += [False] * one.fresh_rollouts + [True] * len(one.histories)
+        histories = tuple(one.histories)
+        trajectories += histories
+        positions += [position] * (one.fresh_rollouts + len(histories))
+        replayed += [False] * one.fresh_rollouts + [True] * len(histories)
     groups = assign_group_ids(positions, replayed, group_offpolicy)
     return [
         row

@@ -122,7 +122,7 @@ def test_an_unknown_strategy_is_named() -> None:
 @given(
     sizes=st.dictionaries(st.integers(0, 8), st.integers(0, 5), max_size=5),
     n=st.integers(0, 30),
-    strategy=st.sampled_from(TASK_SAMPLING),
+    strategy=st.sampled_from([one for one in TASK_SAMPLING if one != "similar"]),
     seed=st.integers(0, 5),
 )
 def test_draws_are_distinct_valid_complete_and_repeatable(

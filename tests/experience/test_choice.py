@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
 from trajstore.errors import ConfigurationError
-from trajstore.experience import ExperienceManager, PoolRules
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.choice import choose_histories
 from trajstore.experience.entry import PoolEntry
 from trajstore.sampling import FreshestSampler
@@ -177,6 +178,27 @@ def test_a_task_whose_histories_are_used_up_is_no_longer_drawn(make: Make, sampl
     other = pool(sampler=sampler)
     other.load_state_dict(manager.state_dict())
     assert other.get_valid_replay_task_ids() == []
+
+
+def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp_path: Path) -> None:
+    """Whether the run went on, went back to a cut, or crashed: uses do not outlive the entry."""
+    store = BufferStore.open(tmp_path)
+    manager = ExperienceManager(PoolRules(n_rollout=8, sampler={"name": "least_used", "max_uses": 2}), store=store)
+    partly, solved = ([make(tokens=t, outcome=float(t < most)) for t in range(8)] for most in (1, 8))
+    manager.admit(partly)
+    assert [drawn(manager), drawn(manager), drawn(manager)] == [[0], [0], []]
+    manager.admit(solved)
+    cut = manager.state_dict()
+    manager.flush()
+    crashed = ExperienceManager(manager.rules, store=store)
+    manager.admit(partly)
+    resumed = ExperienceManager(manager.rules)
+    resumed.load_state_dict(cut)
+    for other in (resumed, crashed):
+        other.admit(partly)
+    for one in (manager, resumed, crashed):
+        assert [drawn(one), drawn(one), drawn(one)] == [[0], [0], []]
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ DEFAULTS = {
     "experience_rbound": 8,
     "exp_select_mode": "argmin",
     "policy_versions": "any",
+    "prepare_in_background": False,
     "sampler": None,
     "use_current_policy_entropy": True,
     "replay_difficulty": None,

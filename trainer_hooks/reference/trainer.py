@@ -70,6 +70,7 @@ class ReferenceTrainer(Closing):
             get_task=self._tasks.get,
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             current_entropy=self._current_entropy,
+            task_text=lambda task: self.environment.begin(task).first_message,
         )
         self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance))
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)

@@ -41,7 +41,7 @@ class Histories:
     """
 
     def __init__(self, n_rollout: int, *, own_group: bool) -> None:
-        self.expected: dict[str, tuple[AgentTrajectory, ...]] = {}
+        self.expected: dict[str, Sequence[AgentTrajectory]] = {}
         """By ``uid`` of the prompt, until the prompt is sampled or dropped."""
         self.joined: dict[str, AgentTrajectory] = {}
         """Row of a history by key of the row, of the batch sampled last."""
@@ -61,7 +61,7 @@ class Histories:
         if self.expected:
             alive = dataplane.prompts_under_way(TRAINING)
             self.expected = {uid: held for uid, held in self.expected.items() if uid in alive}
-        self.expected.update({uid: tuple(held) for uid, held in histories.items() if held})
+        self.expected.update({uid: held for uid, held in histories.items() if held})
 
     def join_finished(self, uids: Iterable[str], tags: dict[str, dict[str, Any]], metric: str) -> None:
         """Put the histories of finished prompts into the data plane, before their groups are judged.
@@ -144,7 +144,7 @@ class Histories:
 
     def _rows(self, uid: str, key: str, tag: dict[str, Any], partition_id: str, sessions: int) -> list[Row]:
         """Return rows for the histories of a prompt, as many as there is room for beside its sessions."""
-        held = self.expected.get(uid, ())[: max(0, self._n_rollout - sessions)]
+        held = tuple(self.expected.get(uid, ()))[: max(0, self._n_rollout - sessions)]
         if not held:
             return []
         template = dataplane.read_whole_row(key, tag, partition_id)
@@ -165,7 +165,7 @@ class Histories:
             return torch.full((length,), int(guided), dtype=torch.int64)
         return history.response_mask.long()
 
-    def _with_metric(self, held: tuple[AgentTrajectory, ...], metric: str) -> tuple[AgentTrajectory, ...]:
+    def _with_metric(self, held: Sequence[AgentTrajectory], metric: str) -> Sequence[AgentTrajectory]:
         if metric == SCORE_METRIC:
             return held
         has = [one.reward is not None and metric in one.reward.metadata.get("extra", {}) for one in held]

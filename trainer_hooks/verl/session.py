@@ -98,6 +98,7 @@ class ReplaySession:
                     block.experience_replay,
                     n_rollout=block.n_rollout,
                     get_task=lambda task: task if tasks is not None and task in tasks else None,
+                    task_text=None if tasks is None else tasks.text,
                     tokenizer_fingerprint=tokenizer.fingerprint,
                 )
             self.guided = GuidedRollouts(block)

@@ -44,6 +44,12 @@ class TaskTable:
         found: dict[str, Any] = self._dataset[self._positions[task_id]]
         return found
 
+    def text(self, task_id: str) -> str:
+        """Return what a task asks for: the texts of its prompt but the system's."""
+        prompt = self.row(task_id)["raw_prompt"]
+        said = [message.get("content") for message in prompt if message.get("role") != "system"]
+        return " ".join(one for one in said if isinstance(one, str))
+
 
 def _tasks(dataset: Any) -> Iterator[str]:
     frame = getattr(dataset, "dataframe", None)

@@ -14,7 +14,7 @@ import numpy as np
 
 from trajstore.errors import ConfigurationError
 
-TaskSampling = Literal["by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip"]
+TaskSampling = Literal["by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip", "similar"]
 TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
 TASK_SAMPLING_HELP = (
     f"must be one of {', '.join(TASK_SAMPLING)}; what is called uniform or random elsewhere (a difficulty is drawn"
@@ -91,7 +91,8 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
     ``linear_clip``   min(d / n, 1/2)
     ================= ===========================================================
 
-    The last four are the weightings of ExGRPO (arXiv 2510.02245). A weight of zero is never drawn.
+    The last four are the weightings of ExGRPO (arXiv 2510.02245). A weight of zero is never drawn. ``similar`` is no
+    weighting: see :class:`~trajstore.experience.similarity.SimilarTasks`.
 
     Returns:
         float64 ``[len(sizes)]`` that sums to 1, or zeros if no bucket has any weight.
@@ -122,6 +123,10 @@ def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: i
         weight = math.sqrt(share)
     elif strategy == "linear_clip":
         weight = min(share, 0.5)
+    elif strategy == "similar":
+        raise ConfigurationError(
+            "task_sampling: similar compares with the tasks of a batch: ExperienceMixCollateFn does"
+        )
     else:
         raise ConfigurationError(f"task_sampling: {strategy!r}, {TASK_SAMPLING_HELP}")
     return math.log(weight) if size and weight > 0 else -math.inf

@@ -69,7 +69,8 @@ class PoolState:
     skip: dict[str, None] = field(default_factory=dict)
     entries: dict[str, tuple[PoolEntry, ...]] = field(default_factory=dict)
     uses: Uses = field(default_factory=dict)
-    """How often a trajectory was drawn; absent = never. By task and tokens, so that it outlives the id."""
+    """How often a trajectory was drawn; absent = never. By task and tokens, so that it outlives the id; it does not
+    outlive the entry, or a run that went back to a cut would know less than one that went on."""
     waiting: dict[str, None] = field(default_factory=dict)
     """Tasks that gave way to tasks with history. In no record: a crash that has no checkpoint loses the order of the
     training tasks anyway."""
@@ -102,8 +103,19 @@ class PoolState:
             else:
                 self.skip.pop(task, None)
             if change.forget:
-                gone.extend(entry.trajectory_id for entry in self.entries.pop(task, ()))
+                gone.extend(entry.trajectory_id for entry in self.entries.get(task, ()))
+                self.set_entries(task, ())
         return gone
+
+    def set_entries(self, task: str, entries: tuple[PoolEntry, ...]) -> None:
+        """Let these be the entries of a task; uses of those that leave are forgotten. Without any, the task goes."""
+        left = {entry.digest for entry in self.entries.get(task, ())} - {entry.digest for entry in entries}
+        for digest in left:
+            self.uses.pop((task, digest), None)
+        if entries:
+            self.entries[task] = entries
+        else:
+            self.entries.pop(task, None)
 
     def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]]) -> str:
         """Take over stored trajectories by id, and return their tokenizer. Those no longer kept are left out."""
@@ -138,10 +150,7 @@ class PoolState:
     def forget(self, entry: PoolEntry) -> None:
         """Drop one entry; a task without any is no longer listed."""
         left = tuple(other for other in self.entries.get(entry.task_id, ()) if other is not entry)
-        if left:
-            self.entries[entry.task_id] = left
-        else:
-            self.entries.pop(entry.task_id, None)
+        self.set_entries(entry.task_id, left)
 
     def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
         """Return the entries of a task that may come out at this step, oldest first."""
@@ -350,7 +359,8 @@ def _replay(record_id: int, record: AgentTrajectory, head: dict[str, Any], rules
         if isinstance(outcome, Refusal):
             result.garbage.append(record_id)
             return
-        result.state.entries[record.task_id], replaced = outcome
+        entries, replaced = outcome
+        result.state.set_entries(record.task_id, entries)
         if replaced is not None:
             result.garbage.append(replaced.trajectory_id)
         result.fingerprint = result.fingerprint or record.tokenizer_fingerprint
@@ -367,8 +377,8 @@ def _replay(record_id: int, record: AgentTrajectory, head: dict[str, Any], rules
             head["sequence"] - result.sequence,
         )
     changes = {task: TaskChange(difficulty, skip, forget) for task, difficulty, skip, forget in head["tasks"]}
+    result.state.uses.update(uses_from_json(head.get("uses", ())))  # of before the changes, as when it was written
     result.garbage.extend(result.state.apply(changes))
-    result.state.uses.update(uses_from_json(head.get("uses", ())))
     _note_head(record_id, head, result)
 
 

@@ -93,7 +93,7 @@ class PoolLedger:
             return
         record = journal.tasks_record(
             needed,
-            uses={key: self.state.uses[key] for key in self._drawn},
+            uses={key: self.state.uses[key] for key in self._drawn if key in self.state.uses},
             sequence=self._sequence,
             global_steps=self.global_steps,
             generator=self.generator,
@@ -114,7 +114,8 @@ class PoolLedger:
     def add(self, plan: AdmissionPlan) -> None:
         """Store the trajectories of a plan, and carry the plan out."""
         records = [journal.entry_record(one, self.global_steps) for one in plan.accepted.values()]
-        self.state.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
+        for task, entries in plan.with_ids(self._store.add_trajectories(records) if records else []).items():
+            self.state.set_entries(task, entries)
         self._garbage.extend(plan.replaced)
         self._added += len(records)
         self._compact_if_due()
@@ -130,6 +131,7 @@ class PoolLedger:
         """
         records = [journal.entry_record(one, global_steps, staged=True) for one in plan.accepted.values()]
         fresh.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
+        fresh.uses = fresh.live_uses()
         before = {entry.trajectory_id for entry in self.state.all_entries()}
         live = {entry.trajectory_id for entry in fresh.all_entries()}
         try:

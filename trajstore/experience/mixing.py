@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from trajstore.errors import ConfigurationError, listed
+from trajstore.experience.buckets import TaskSampling
 from trajstore.experience.pool import ExperienceManager, task_id_of
+from trajstore.experience.similarity import SimilarTasks
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -60,9 +62,13 @@ class ExperienceMixCollateFn(Generic[Task]):
         exp_ratio: share of experience tasks at the most, in [0, 1]; or a function of training progress.
         replay_start_ratio: training progress in [0, 1] before which nothing is replayed.
         offpolicy_trajectories_per_task: histories per experience task at the most, below ``n_rollout``.
+        text_of: returns what a task asks for; needed by ``task_sampling: similar``, which then draws, for the training
+            tasks in turn, the pool's task most like each, and goes on ``by_task`` where none has a word in common.
 
     Raises:
-        ConfigurationError: an argument is out of range, or the training data have none of the pool's tasks.
+        ConfigurationError: an argument is out of range, ``text_of`` is absent where it is needed, or the training data
+            have none of the pool's tasks.
+        MissingDependencyError: bm25s is not installed, which ``task_sampling: similar`` needs.
     """
 
     def __init__(
@@ -73,15 +79,23 @@ class ExperienceMixCollateFn(Generic[Task]):
         exp_ratio: float | Callable[[float], float] = 0.5,
         replay_start_ratio: float = 0.35,
         offpolicy_trajectories_per_task: int = 1,
+        text_of: Callable[[Task], str] | None = None,
     ) -> None:
         n_rollout = exp_manager.rules.n_rollout
         problems = start_problems(replay_start_ratio) + history_problems(offpolicy_trajectories_per_task, n_rollout)
         problems += [] if callable(exp_ratio) else ratio_problems(exp_ratio)
+        by_similarity = exp_manager.rules.task_sampling == "similar"
+        if by_similarity and text_of is None:
+            problems.append(
+                "task_sampling: similar, but nothing says what a task asks for: the trainer gives no task_text"
+            )
         if problems:
             raise ConfigurationError("; ".join(problems))
+        self._similar = SimilarTasks(get_task, text_of) if by_similarity and text_of is not None else None
+        self._by_similarity = 0
         self.metrics: dict[str, float] = {}
         """What the newest call did: experience tasks, share of them, whether there was nothing to replay, tasks that
-        gave way and tasks that wait, unknown tasks."""
+        gave way and tasks that wait, unknown tasks; with ``task_sampling: similar`` those that came by similarity."""
         self._manager = exp_manager
         self._get_task = get_task
         self._exp_ratio = exp_ratio
@@ -127,7 +141,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         ratio = self._exp_ratio(training_progress) if callable(self._exp_ratio) else self._exp_ratio
         if problems := ratio_problems(ratio):
             raise ConfigurationError("; ".join(problems))
-        experience = self._draw(int(len(training_tasks) * ratio))
+        experience = self._draw(int(len(training_tasks) * ratio), training_tasks)
 
         used = {task_id_of(task) for task in experience}
         skipped = self._manager.skip_uid_set
@@ -157,21 +171,33 @@ class ExperienceMixCollateFn(Generic[Task]):
             histories.setdefault(trajectory.task_id, []).append(trajectory)
         return histories
 
+    def count_histories(self, experience_tasks: Sequence[Task]) -> dict[str, int]:
+        """Return how many histories :meth:`get_histories` will find of each task that has any; nothing is drawn."""
+        return self._manager.count_offpolicy(experience_tasks, self._histories)
+
     def fresh_rollouts(
         self,
         experience_tasks: Sequence[Task],
         on_policy_tasks: Sequence[Task],
-        histories: dict[str, list[AgentTrajectory]],
+        histories: Mapping[str, Sequence[AgentTrajectory]],
     ) -> list[int]:
         """Return how many rollouts each task makes, experience tasks first: ``n_rollout`` less its histories."""
         found = [len(histories.get(task_id_of(task), ())) for task in experience_tasks]
         return [self._n_rollout - k for k in found] + [self._n_rollout] * len(on_policy_tasks)
 
-    def _draw(self, target: int) -> list[Task]:
+    def _draw(self, target: int, training_tasks: Sequence[Task]) -> list[Task]:
         tasks: list[Task] = []
         drawn = set(self._unknown)
+        strategy: TaskSampling | None = None
+        if self._similar is not None:
+            self._similar.follow(self._manager.get_task_ids())
+            near = self._similar.nearest(training_tasks, self._manager.drawable_task_ids(), target)
+            tasks = [task for task in map(self._get_task, near) if task is not None]
+            self._by_similarity = len(tasks)
+            drawn.update(near)
+            strategy = "by_task"
         while len(tasks) < target:
-            ids = self._manager.sample_tasks_from_replaypool(target - len(tasks), exclude=drawn)
+            ids = self._manager.sample_tasks_from_replaypool(target - len(tasks), None, strategy, drawn)
             if not ids:
                 break
             drawn.update(ids)
@@ -208,6 +234,8 @@ class ExperienceMixCollateFn(Generic[Task]):
             "experience_replay/waiting_tasks": float(len(self._manager.waiting_tasks)),
             "experience_replay/unknown_tasks": float(len(self._unknown)),
         }
+        if self._similar is not None:
+            self.metrics["experience_replay/similar_tasks"] = float(self._by_similarity if experience else 0)
 
 
 def _is_number(value: Any) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore.errors import InvalidTrajectoryError
@@ -229,6 +230,12 @@ class ExperienceManager(KeptPool):
         """Return the tasks that are in a bucket, not skipped, and have a trajectory that may come out now."""
         return [task for tasks in self._state.valid_buckets(self.rules, self.global_steps).values() for task in tasks]
 
+    def drawable_task_ids(self) -> list[str]:
+        """Return the tasks that could be drawn now: as above, and in the bucket ``replay_difficulty`` if one is set."""
+        buckets = self._state.valid_buckets(self.rules, self.global_steps)
+        only = self.rules.replay_difficulty
+        return [task for difficulty, tasks in buckets.items() if only in (None, difficulty) for task in tasks]
+
     def why_nothing(self) -> str:
         """Return why no task can be drawn now, in a sentence; empty if one can."""
         return why_nothing(self._state, self.rules, self.global_steps, self.refused)
@@ -300,6 +307,28 @@ class ExperienceManager(KeptPool):
             self._ledger.note_used([found[index][0] for index in order])
             chosen.extend(journal.replayed_copy(found[index][1]) for index in order)
         return chosen
+
+    def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
+        """Return how many histories :meth:`get_offpolicy_batch` will find of each task that has any.
+
+        Nothing is drawn, scored or read; a record that turns out to be damaged makes it fewer.
+        """
+        counts = {}
+        for task in dict.fromkeys(map(task_id_of, tasks)):
+            entries = self._state.eligible(task, self.rules, self.global_steps)
+            uses = self._state.uses_of(entries)
+            found = choose_histories(
+                entries,
+                n,
+                self.rules,
+                uses=uses,
+                entropies=[None] * len(entries),
+                global_steps=self.global_steps,
+                generator=np.random.default_rng(0),
+            )
+            if found:
+                counts[task] = len(found)
+        return counts
 
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
         """Return, per task that has any, all histories that may come out now, oldest first, as marked copies."""

@@ -1,7 +1,7 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
 Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
-``retrieval``, ``summary``, ``json_http``, ``trouble`` → ``maker``, ``experience``, ``record`` → ``allocation``,
+``summary``, ``json_http``, ``trouble`` → ``maker``, ``experience``, ``record`` → ``allocation``,
 ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
@@ -29,11 +29,11 @@ from trajstore.guidance.local import LocalMaker, as_text
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
 from trajstore.guidance.manager import AllocationRules, GuidanceManager
 from trajstore.guidance.record import Guidance, plain_messages, with_guidance
-from trajstore.guidance.retrieval import Hit, RetrievalIndex
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig
 from trajstore.guidance.worth import RetirementRule, Worth, WorthLedger, count_worth
+from trajstore.retrieval import Hit, RetrievalIndex
 
 __all__ = [
     "EXPERIENCE_TEMPLATE",

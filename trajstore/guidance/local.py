@@ -10,8 +10,8 @@ from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnava
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
-from trajstore.guidance.retrieval import RetrievalIndex
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer, by_task
+from trajstore.retrieval import RetrievalIndex
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

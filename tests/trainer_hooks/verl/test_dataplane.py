@@ -318,7 +318,8 @@ def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession)
 
 @pytest.mark.parametrize("correct", [True, False])
 def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, make_session: MakeSession) -> None:
-    session = make_session(exp_is_correct=correct)
+    # Every other run draws in the background.
+    session = make_session(exp_is_correct=correct, prepare_in_background=correct)
     fill(session)
     histories = planned(session)
     session.expect({f"u{index}": histories[task] for index, task in enumerate(TASKS)})
@@ -341,6 +342,16 @@ def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, mak
     assert figures["recording/rollouts"] == 12
     assert figures["experience_replay/replayed_rows"] == 4
     assert figures["experience_replay/rows"] == 16
+
+
+def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> None:
+    pytest.importorskip("bm25s")
+    session = make_session(task_sampling="similar", exp_ratio=0.5, prepare_in_background=True)
+    fill(session)
+    plan = session.plan(["sums:1", "sums:3", "sums:0", "sums:2"], 0.5, 2)
+    assert [one.task for one in plan if one.histories] == ["sums:1", "sums:3"]
+    session.expect({one.task: one.histories for one in plan})
+    assert [one.task_id for held in session._histories.expected.values() for one in held] == ["sums:1", "sums:3"]
 
 
 def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSession) -> None:

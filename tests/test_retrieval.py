@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore.guidance import RetrievalIndex
-from trajstore.guidance.retrieval import words_of
+from trajstore.retrieval import words_of
 
 WORDS = st.sampled_from(["go", "kitchen", "cup", "7", "größe", "任务", "the", "a_b"])
 TEXTS = st.lists(st.lists(WORDS, max_size=6).map(" ".join), max_size=90)
@@ -46,6 +46,25 @@ def test_scores_are_those_of_all_texts(texts: list[str], query: str, k: int, cut
     assert [hit.score for hit in hits] == pytest.approx(wanted[:k], abs=2e-4)
     assert all(hit.score == pytest.approx(scores[hit.key], abs=2e-4) and hit.key not in banned for hit in hits)
     assert len({hit.key for hit in hits}) == len(hits)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(texts=TEXTS, query=st.lists(WORDS, max_size=5).map(" ".join), choice=st.data())
+def test_what_was_removed_was_never_there(texts: list[str], query: str, choice: st.DataObject) -> None:
+    index, plain = RetrievalIndex(), RetrievalIndex()
+    kept: list[int] = []
+    for start in range(0, len(texts), 9):
+        keys = list(range(start, min(start + 9, len(texts))))
+        index.add(keys, [texts[key] for key in keys])
+        kept += keys
+        gone = choice.draw(st.lists(st.sampled_from(kept), unique=True))
+        index.remove(gone, [texts[key] for key in gone])
+        kept = [key for key in kept if key not in gone]
+    plain.add(kept, [texts[key] for key in kept])
+    assert len(index) == len(kept)
+    found, wanted = index.search(query, 200), plain.search(query, 200)
+    assert [hit.score for hit in found] == pytest.approx([hit.score for hit in wanted], abs=2e-4)
+    assert {hit.key for hit in found} == {hit.key for hit in wanted}
 
 
 def test_among_equals_the_newest_comes_first() -> None:
