@@ -15,7 +15,8 @@ Each message names the file or field at fault and says what to do about it. The 
         ├── StoreLockedError                     another writer holds the directory; names the holder
         ├── StoreWriteError (OSError)            a write did not reach the disk; names the file
         │   ├── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
-        │   └── PartlyAddedError                     the first of a long list were added; names their ids
+        │   ├── PartlyAddedError                     the first of a long list were added; names their ids
+        │   └── WriterFencedError (StoreLockedError)     another writer has taken the store over; names it
         ├── PendingFullError                     waiting writes fill their memory (on_full="raise")
         ├── StoreUnreachableError                a store on another machine does not answer
         ├── StoreClosedError                     used after close(), or in a forked child
@@ -123,6 +124,14 @@ class PartlyAddedError(StoreWriteError):
     def __init__(self, message: str, ids: Iterable[int]) -> None:
         super().__init__(message)
         self.ids = list(ids)
+
+
+class WriterFencedError(StoreWriteError, StoreLockedError):
+    """Another writer has taken the store over while this one was cut off; this one can write nothing more.
+
+    What it had acknowledged is in the store. What it holds besides is not, and can be added to the store again, opened
+    anew, once the other writer has closed.
+    """
 
 
 class PendingFullError(StoreError):

@@ -45,6 +45,8 @@ ORDER = (
     "LocalDirectory._mutex",
     "LocalWriterLock._mutex",
     "HeldFolder._mutex",
+    "RemoteReaderLease._mutex",
+    "RemoteWriterLock._mutex",
     "MachineCode._lock",
 )
 """Class and attribute of every lock, the outermost first."""

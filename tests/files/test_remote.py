@@ -7,9 +7,12 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +23,27 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, StoreLockedError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    MissingDependencyError,
+    StoreLockedError,
+    WriterFencedError,
+)
+from trajstore.files.answers import ObjectInfo
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.holder import LOCK_NAME, holder_document
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
+from trajstore.files.remote_leases import RemoteReaderLease
 from trajstore.formats.base import ShardContent
+from trajstore.store.catalog import Catalog
 from trajstore.testing.directory import DirectoryConformance, publish
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import Trajectory
+from trajstore.writing.fencing import fence
 
 
 @pytest.fixture(scope="session")
@@ -356,8 +369,10 @@ def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) ->
             buffer.flush()
         reader = TrajectoryReplayBuffer(sample_window_size=0)
         reader.load_checkpoint(memory_url)
+        for name in open_directory(memory_url).names("readers"):  # as if it had been cut off for too long
+            open_directory(memory_url).remove([name])
         buffer.evict([0])
-        with pytest.raises(CorruptStoreError, match=r"shard_00000000.* may have deleted it since .*refresh\(\)"):
+        with pytest.raises(CorruptStoreError, match=r"shard_\d+.* may have deleted it since .*refresh\(\)"):
             reader.get(0)
         assert reader.refresh()
         assert reader.trajectory_ids.tolist() == [1]
@@ -480,8 +495,6 @@ def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str, monkeypatch: 
 
 
 def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def take(_: int) -> bool:
         try:
             open_directory(s3_url, **s3_options).lock_writer()
@@ -491,3 +504,246 @@ def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> N
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(take, range(16))) == 1
+
+
+# -- writers that others took over from ---------------------------------------------------------------
+
+
+@pytest.fixture
+def s3_url_soon_lost(s3_url: str, s3_options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the URL of a store and options with which its lock is lost soon."""
+    return s3_url, {**s3_options, "lock_ttl": 0.5}
+
+
+def take_over(url: str, options: dict[str, Any]) -> Directory:
+    """Return a directory whose lock was taken from a writer that gives no sign of life."""
+    directory = RemoteDirectory(url, **options)
+
+    def taken() -> bool:
+        try:
+            directory.lock_writer()
+        except StoreLockedError:
+            return False
+        return True
+
+    wait_until(taken)
+    return directory
+
+
+class Frozen:
+    """Stops all requests of one directory, as if its process was stopped, until it is thawed."""
+
+    def __init__(self, directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+        self.reached, self.thawed = threading.Event(), threading.Event()
+        objects, at_last = directory._objects, at
+        for name in ("create", "put", "put_if", "delete", "delete_if", "stamped", "version", "read"):
+            monkeypatch.setattr(objects, name, self._stopping(name, getattr(objects, name), at_last))
+
+    def _stopping(self, request: str, real: Callable[..., Any], at: str) -> Callable[..., Any]:
+        def call(name: str, *arguments: Any) -> Any:
+            if f"{request} {name}".startswith(at):
+                self.reached.set()
+            if self.reached.is_set():
+                assert self.thawed.wait(60)
+            return real(name, *arguments)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("request_", "change"),
+    [
+        ("put_if metadata.json", lambda directory: publish(directory, **{"metadata.json": b"late"})),
+        ("put_if pins/a", lambda directory: publish(directory, pins__a=b"late")),
+        ("version pins/b", lambda directory: publish(directory, pins__b=b"late")),
+        ("delete_if pins/a", lambda directory: directory.remove(["pins/a"])),
+        ("create log/1", lambda directory: directory.append("log/1", b"late")),
+    ],
+)
+def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
+    request_: str,
+    change: Callable[[Directory], None],
+    s3_url_soon_lost: tuple[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, options = s3_url_soon_lost
+    directory = RemoteDirectory(url, **options)
+    lock = directory.lock_writer()
+    publish(directory, **{"metadata.json": b"1"}, pins__a=b"1")
+    frozen = Frozen(directory, monkeypatch, request_)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(change, directory)
+        assert frozen.reached.wait(60)
+        heir = take_over(url, options)
+        publish(heir, **{"metadata.json": b"2"}, pins__a=b"2", pins__b=b"2")
+        heir.append("log/1", b"2")
+        frozen.thawed.set()
+        with pytest.raises(WriterFencedError, match=r"was taken over .* process \d+ on .* write nothing more"):
+            late.result(60)
+    for name in ("metadata.json", "pins/a", "pins/b", "log/1"):
+        assert heir.read(name) == b"2"
+    lock.release()
+    publish(heir, pins__b=b"3")  # the lock is the heir's still
+
+
+def test_heirs_replace_what_came_late(s3_url_soon_lost: tuple[str, dict[str, Any]]) -> None:
+    url, options = s3_url_soon_lost
+    with RemoteDirectory(url, **options).lock_writer():
+        pass
+    heir = take_over(url, options)
+    publish(heir, pins__a=b"1")
+    publish(RemoteDirectory(url, **options), pins__a=b"late")  # knows of no lock, as what is under way does not
+    publish(heir, pins__a=b"2")
+    assert heir.read("pins/a") == b"2"
+
+
+def test_a_released_lock_stays_and_says_so(s3_url: str, s3_options: dict[str, Any]) -> None:
+    directory = open_directory(s3_url, **s3_options)
+    directory.lock_writer().release()
+    assert orjson.loads(directory.read(LOCK_NAME))["released"] is True
+    with directory.lock_writer(), pytest.raises(StoreLockedError):
+        open_directory(s3_url, **s3_options).lock_writer()
+
+
+def test_each_writer_has_shard_numbers_of_its_own(memory_url: str) -> None:
+    for number in range(3):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+            if number != 1:  # also one that commits nothing has taken its numbers
+                buffer.add_trajectories([witness(number)])
+    names = open_directory(memory_url).names("shards")
+    assert names == sorted(f"shards/shard_{block << 32}.pt" for block in (1, 3))
+
+
+def test_fences_outlive_snapshots(memory_url: str) -> None:
+    for number in range(3):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+            buffer.add_trajectories([witness(number)])
+    directory = open_directory(memory_url)
+    fences = Catalog.open(directory).fences
+    assert [f"log/{generation:016d}.log" for generation in fences] == directory.names("log")
+    assert len(fences) == 3
+
+
+def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opened_it(memory_url: str) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
+        for change in (lambda: buffer.add_trajectories([witness(1)]), lambda: buffer.evict([0]), buffer.compact):
+            late = Catalog.open(open_directory(memory_url))
+            fence(late.directory, late)  # knows of no lock
+            buffer.add_trajectories([witness(0)])
+            buffer.flush()
+            late.refresh()
+            fence(late.directory, late)
+            change()
+    reader = TrajectoryReplayBuffer(sample_window_size=0)
+    reader.load_checkpoint(memory_url)
+    assert {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()} == {
+        1: 1,
+        2: 0,
+        3: 0,
+    }
+    reader.close()
+
+
+def test_a_server_that_keeps_no_conditions_is_told_by_name(
+    s3_url: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = ObjectStore._put
+    monkeypatch.setattr(ObjectStore, "_put", lambda self, name, data, **condition: put(self, name, data))
+    with open_directory(s3_url, **s3_options).lock_writer():
+        (said,) = [record.getMessage() for record in caplog.records if "If-Match" in record.getMessage()]
+    assert "is not kept out when it wakes: it can replace their index, metadata, pins and lock" in said
+
+
+# -- leases of readers --------------------------------------------------------------------------------
+
+
+def test_a_reader_keeps_what_it_shows(s3_url: str, s3_options: dict[str, Any]) -> None:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=s3_url, sample_window_size=0, storage_options=s3_options
+    ) as buffer:
+        for key in range(3):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        reader = TrajectoryReplayBuffer(sample_window_size=0, storage_options=s3_options)
+        reader.load_checkpoint(s3_url)
+        buffer.evict([0])
+        assert check_trajectory(reader.get(0)) == 0
+        assert reader.refresh()
+        reader.close()
+        buffer.evict([1])
+        assert len(open_directory(s3_url, **s3_options).names("shards")) == 1
+
+
+def test_what_a_lease_says(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url)
+    assert directory.announce_reader().release() is None
+    assert directory.names() == []  # nobody writes there in place
+    directory.append("log/1", b"")
+    lease = directory.announce_reader(3)
+
+    def seen() -> tuple[int, bool]:
+        (reader,) = directory.readers()
+        return reader.generation, reader.settled
+
+    assert seen() == (3, False)
+    lease.settle(5)
+    assert seen() == (3, False)  # that costs a request, and comes with the next heartbeat
+    assert isinstance(lease, RemoteReaderLease)
+    lease.beat()
+    assert seen() == (5, False)
+    lease.beat()
+    assert seen() == (5, True)
+    lease.look()
+    assert seen() == (5, False)
+    lease.release()
+    lease.release()
+    lease.look()
+    lease.beat()
+    assert directory.readers() == []
+
+
+def test_leases_end_by_the_clock_of_the_store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=3600, lease_ttl=100)
+    directory.append("log/1", b"")
+    lease = directory.announce_reader()
+    infos = ObjectStore.infos
+    passed = 0.0
+
+    def aged(self: ObjectStore, below: str) -> dict[str, ObjectInfo]:
+        found = infos(self, below)
+        return {name: replace(info, modified=(info.modified or 0) - passed) for name, info in found.items()}
+
+    monkeypatch.setattr(ObjectStore, "infos", aged)
+    with directory.lock_writer():  # the last sign of life
+        passed = 99.0
+        assert len(directory.readers(tidy=True)) == 1
+        passed = 102.0
+        assert directory.readers() == []
+        assert len(directory.names("readers")) == 1
+        assert directory.readers(tidy=True) == []
+        assert directory.names("readers") == []
+    lease.release()
+
+
+def test_a_reader_that_may_not_write_says_that_it_is_not_announced(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = RemoteDirectory(memory_url)
+    directory.append("log/1", b"")
+
+    def refused(self: ObjectStore, name: str, data: bytes) -> None:
+        raise PermissionError(13, "not allowed", self.url_of(name))
+
+    monkeypatch.setattr(ObjectStore, "put", refused)
+    directory.announce_reader().release()
+    assert "without an announcement, so its writer may delete shards that this reader shows" in caplog.text
+
+
+def test_a_dropped_lease_ends_its_heartbeats(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url, lease_ttl=0.03)
+    directory.append("log/1", b"")
+    lease = directory.announce_reader()
+    wait_until(lambda: any("reader-lease" in thread.name for thread in threading.enumerate()))
+    del lease
+    gc.collect()
+    wait_until(lambda: not any("reader-lease" in thread.name for thread in threading.enumerate()))

@@ -191,6 +191,15 @@ class Directory(ABC):
             StoreLockedError: the writer's lock is lost.
         """
 
+    def confirm(self) -> None:
+        """As :meth:`check`, but asking whoever knows: an object store for its lock.
+
+        Raises:
+            OSError: it cannot be asked.
+            StoreLockedError: the writer's lock is lost.
+        """
+        self.check()
+
     @abstractmethod
     def publish(self, files: Sequence[EncodedFile]) -> None:
         """Write files so that each appears whole or not at all, and all survive power loss on return.
@@ -244,7 +253,7 @@ class Directory(ABC):
         """
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
-        """Tell the writer that somebody reads, so that evicted files stay; remote directories cannot.
+        """Tell the writer that somebody reads, so that evicted files stay.
 
         Args:
             generation: nothing older will be read; 0 where nobody can tell.

@@ -16,7 +16,8 @@ from trajstore.files.base import READ_LIMIT, Buffer, Directory, EncodedFile, Rea
 from trajstore.files.filemap import FileMap
 from trajstore.files.held import HeldFolder
 from trajstore.files.holder import LOCK_NAME
-from trajstore.files.local_locks import READERS_FOLDER, LocalReaderLease, LocalWriterLock, read_lease
+from trajstore.files.leases import READERS_FOLDER
+from trajstore.files.local_locks import LocalReaderLease, LocalWriterLock, read_lease
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,10 @@ from trajstore.errors import CorruptStoreError, StoreLockedError
 from trajstore.files.base import FULL, Reader, ReaderLease, WriterLock
 from trajstore.files.descriptors import Descriptor
 from trajstore.files.held import HeldFolder
-from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document, process_of
+from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document
+from trajstore.files.leases import LEASE_DIGITS, READERS_FOLDER, lease_head, reader_of
 
 logger = logging.getLogger(__name__)
-
-READERS_FOLDER = "readers"
-
-_DIGITS = 20
-"""Of the generation in a reader's lease."""
 
 
 class LocalWriterLock(WriterLock):
@@ -141,9 +137,8 @@ class LocalWriterLock(WriterLock):
 class LocalReaderLease(ReaderLease):
     """A file that says what is being read, under an flock that ends with the reader.
 
-    Its text: 20 digits, the generation that is shown; a space, or ``+`` while a newer one is looked for; JSON that says
-    who. An empty file is one that is looking for its first generation, and may read any. A forked child reads under its
-    parent's lease, as long as the parent lives and keeps it.
+    Its text is that of ``leases``. An empty file is one that is looking for its first generation, and may read any. A
+    forked child reads under its parent's lease, as long as the parent lives and keeps it.
     """
 
     def __init__(self, root: HeldFolder, generation: int) -> None:
@@ -159,13 +154,13 @@ class LocalReaderLease(ReaderLease):
                 self._file.close()
                 continue
             break
-        self._write(b"%020d+%b" % (generation, orjson.dumps(holder_document())), 0)
+        self._write(lease_head(generation, looking=True) + orjson.dumps(holder_document()), 0)
 
     def look(self) -> None:
-        self._write(b"+", _DIGITS)
+        self._write(b"+", LEASE_DIGITS)
 
     def settle(self, generation: int) -> None:
-        self._write(b"%020d " % generation, 0)
+        self._write(lease_head(generation, looking=False), 0)
 
     def _write(self, text: bytes, offset: int) -> None:
         if self._file.is_open:
@@ -189,15 +184,7 @@ def read_lease(root: HeldFolder, name: str, tidy: bool) -> Reader | None:
         with root.naming(name):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # enough to meet the reader's, which is exclusive
     except BlockingIOError:
-        text = os.pread(descriptor, 4096, 0)
-        known = len(text) >= _DIGITS and text[:_DIGITS].isdigit()
-        return Reader(
-            name=name.rpartition("/")[2],
-            generation=int(text[:_DIGITS]) if known else 0,
-            settled=known and text[_DIGITS : _DIGITS + 1] != b"+",
-            holder=describe_holder(text[_DIGITS + 1 :]),
-            process=process_of(text[_DIGITS + 1 :]),
-        )
+        return reader_of(name, os.pread(descriptor, 4096, 0))
     else:
         if tidy:
             with contextlib.suppress(FileNotFoundError):

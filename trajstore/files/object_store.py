@@ -5,34 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trajstore.errors import ConfigurationError, MissingDependencyError
-
-_VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-)
+from trajstore.files.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """Size in bytes, and a text that changes when the object is replaced (as far as the store tells)."""
-
-    size: int
-    version: str
 
 
 class ObjectStore:
@@ -54,6 +34,10 @@ class ObjectStore:
         self.url = url.rstrip("/") if not url.endswith("://") else url
         self._options = options
         self._opened: tuple[int, Any, str] | None = None
+        self.keeps_create = False
+        """Whether the store was seen to refuse to create an object that is there."""
+        self.keeps_match = False
+        """Whether the store was seen to refuse to replace an object of another version."""
         self._filesystem()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,9 +73,10 @@ class ObjectStore:
         """
         fs, root = self._filesystem()
         with self._naming(name):
-            fs.invalidate_cache()
-            if fs.exists(root + name):
-                return False
+            if not self.keeps_create:
+                fs.invalidate_cache()
+                if fs.exists(root + name):
+                    return False
             try:
                 fs.pipe_file(root + name, data, mode="create")
             except FileExistsError:
@@ -106,11 +91,107 @@ class ObjectStore:
             found = fs.info(root + name)
             if found["type"] != "file":
                 raise FileNotFoundError(errno.ENOENT, f"is a {found['type']}")
-            version = "|".join(str(found[key]) for key in _VERSION_KEYS if found.get(key) is not None)
-            return ObjectInfo(int(found["size"]), version)
+            return info_of(found)
+
+    # -- conditions -------------------------------------------------------------------------------
+
+    @property
+    def takes_conditions(self) -> bool:
+        """Whether requests can carry conditions: on S3. Whether the server keeps them shows :meth:`probe`."""
+        fs, _ = self._filesystem()
+        protocol = fs.protocol if isinstance(fs.protocol, tuple | list) else (fs.protocol,)
+        return "s3" in protocol and hasattr(fs, "call_s3")
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the objects live in this process's memory, and nobody else can write them."""
+        fs, _ = self._filesystem()
+        return bool(fs.protocol == "memory")
+
+    def probe(self, name: str, data: bytes) -> None:
+        """Find out which conditions the server keeps, by asking for what it must refuse.
+
+        Args:
+            name: of an object of the caller's own that is there.
+            data: its content: a server that does not refuse writes it again.
+        """
+        if not self.takes_conditions:
+            return
+        fs, root = self._filesystem()
+        with self._naming(name):
+            self.keeps_create = refuses(lambda: fs.pipe_file(root + name, data, mode="create"))
+            self.keeps_match = refuses(lambda: self._put(name, data, IfMatch=NEVER))
+
+    def stamped(self, name: str) -> Stamped:
+        """Return an object with its version and age, of one moment."""
+        if not self.takes_conditions:
+            return Stamped(self.read(name), "", None)
+        from fsspec.asyn import sync
+
+        fs, root = self._filesystem()
+        bucket, key, _ = fs.split_path(root + name)
+        with self._naming(name):
+            found = fs.call_s3("get_object", Bucket=bucket, Key=key)
+            data = sync(fs.loop, found["Body"].read)  # a body is read in the event loop that fetched it
+            now = unix_time(found["ResponseMetadata"]["HTTPHeaders"].get("date"))
+            age = None if now is None else now - found["LastModified"].timestamp()
+            return Stamped(data, found["ETag"], age)
+
+    def version(self, name: str) -> str | None:
+        """Return an object's version, for :meth:`put_if`; None if it is absent."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            fs.invalidate_cache()
+            try:
+                return str(fs.info(root + name).get("ETag", ""))
+            except FileNotFoundError:
+                return None
+
+    def put_if(self, name: str, data: bytes, version: str | None) -> str:
+        """Write an object if it has this version, or with None if it is absent; return the version that it has now.
+
+        Without :attr:`takes_conditions`, or where the server does not keep them, it is written whatever is there.
+
+        Raises:
+            ConflictError: it has another version, or is gone, or is there.
+        """
+        if not self.takes_conditions:
+            self.put(name, data)
+            return ""
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        with self._naming(name), conflicts():
+            return str(self._put(name, data, **condition)["ETag"])
+
+    def delete_if(self, name: str, version: str) -> None:
+        """Remove an object if it has this version; an absent one is no error.
+
+        Raises:
+            ConflictError: it has another version.
+        """
+        if not self.takes_conditions:
+            self.delete(name)
+            return
+        fs, root = self._filesystem()
+        bucket, key, _ = fs.split_path(root + name)
+        with self._naming(name), suppress(FileNotFoundError), conflicts():
+            fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
+
+    def _put(self, name: str, data: bytes, **condition: str) -> Any:
+        fs, root = self._filesystem()
+        bucket, key, _ = fs.split_path(root + name)
+        return fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
+
+    # -- many objects -----------------------------------------------------------------------------
+
+    def infos(self, below: str) -> dict[str, ObjectInfo]:
+        """Return what the store says of all objects below a folder, by name, sorted, in one listing."""
+        return {name: info_of(found) for name, found in self._find(below).items()}
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Return the sizes of all objects below a folder, by name, sorted."""
+        return {name: int(found["size"]) for name, found in self._find(below).items()}
+
+    def _find(self, below: str) -> dict[str, Any]:
         fs, root = self._filesystem()
         prefix = f"{root}{below}/" if below else root
         with self._naming(below):
@@ -120,7 +201,7 @@ class ObjectStore:
             except FileNotFoundError:  # the bucket is absent
                 return {}
         chosen = sorted(path for path in found if path.startswith(prefix) and not path.endswith("/"))
-        return {path[len(root) :]: int(found[path]["size"]) for path in chosen}
+        return {path[len(root) :]: found[path] for path in chosen}
 
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
         """Return the names of the objects and of the folders right below a folder, each sorted."""
@@ -178,6 +259,8 @@ class ObjectStore:
         url = self.url_of(name)
         try:
             yield
+        except ConflictError as error:
+            raise ConflictError(errno.EBUSY, "somebody else has changed it", url) from error
         except OSError as error:
             number = error.errno or next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, error.strerror or str(error) or os.strerror(number), url) from error

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import threading
-import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -19,18 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import orjson
-
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError
-from trajstore.files.base import Buffer, Directory, EncodedFile, WriterLock, check_name
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.files.answers import ConflictError
+from trajstore.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
 from trajstore.files.filemap import FileMap
-from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document
+from trajstore.files.holder import LOCK_NAME
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.read_cache import ReadCache
+from trajstore.files.remote_leases import RemoteReaderLease, RemoteReaders
+from trajstore.files.remote_lock import RemoteWriterLock
 
 logger = logging.getLogger(__name__)
 
 _CONNECTIONS = 16  # requests of one call that are under way at once
+
+_ATTEMPTS = 10  # to change an object that others change, too
+
+_WRITTEN_ONCE = ("shards/", "log/")
+"""Folders whose names are never given out twice, whoever gives them."""
 
 Item = TypeVar("Item")
 
@@ -41,11 +43,17 @@ class RemoteDirectory(Directory):
     Files to be mapped are copied to a local read cache first. They never change, so a copy that is there is used
     after asking the store for its size and version only.
 
+    A writer that others took over from while it was frozen can overwrite nothing of theirs: log segments are created
+    only if they are absent, shards have numbers of this writer alone, and all else is replaced or removed only if it is
+    as this writer last knew it, while it held the lock. See docs/design/many-machines.md.
+
     Args:
         url: fsspec URL of the directory.
         cache_dir: folder of local copies, kept for later runs. None: a temporary one.
         cache_bytes: bytes of local copies; the least recently used go first.
         lock_ttl: seconds without a sign of life after which others may take the writer's lock.
+        lease_ttl: seconds without a sign of life after which a writer takes a reader for dead. A reader writes its
+            lease again every third of it.
         options: storage options of the fsspec file system (credentials, endpoint, ...).
 
     Raises:
@@ -62,19 +70,25 @@ class RemoteDirectory(Directory):
         cache_dir: str | Path | None = None,
         cache_bytes: int = 4 << 30,
         lock_ttl: float = 60.0,
+        lease_ttl: float = 600.0,
         **options: Any,
     ) -> None:
         if cache_bytes < 0:
             raise ConfigurationError(f"cache_bytes is {cache_bytes}, must be at least 0")
         if not lock_ttl > 0:
             raise ConfigurationError(f"lock_ttl is {lock_ttl}, must be more than 0 seconds")
+        if not lease_ttl > 0:
+            raise ConfigurationError(f"lease_ttl is {lease_ttl}, must be more than 0 seconds")
         self._objects = ObjectStore(url, options)
         self._cache = ReadCache(None if cache_dir is None else Path(cache_dir).absolute(), cache_bytes)
         self._lock_ttl = lock_ttl
+        self._lease_ttl = lease_ttl
         self._lock: RemoteWriterLock | None = None
+        self._versions: dict[str, str | None] = {}  # of what this writer replaces, learned while it held the lock
+        self._readers = RemoteReaders(self._objects)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}  # another process is another writer
+        return {**self.__dict__, "_lock": None, "_versions": {}}  # another process is another writer
 
     @property
     def url(self) -> str:
@@ -89,7 +103,8 @@ class RemoteDirectory(Directory):
     def inner(self, name: str) -> Directory:
         inner = copy(self)
         inner._objects = self._objects.inner(check_name(name))
-        inner._lock = None
+        inner._lock, inner._versions = None, {}
+        inner._readers = RemoteReaders(inner._objects)
         return inner
 
     def read(self, name: str, offset: int = 0) -> bytes:
@@ -121,186 +136,117 @@ class RemoteDirectory(Directory):
         except FileNotFoundError as error:
             raise CorruptStoreError(
                 f"{url}: is missing, but the index names it; a writer that evicts may have deleted it since "
-                "(it does not know who reads an object store): refresh(), or load the directory again"
+                f"(a reader that is cut off for {self._lease_ttl:g} s counts as gone): refresh(), or load it again"
             ) from error
 
     def check(self) -> None:
         self._check_lock()
 
+    def confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
+
     def publish(self, files: Sequence[EncodedFile]) -> None:
         for file in files:
             check_name(file.name)
         self._check_lock()
-        _for_each(lambda file: self._objects.put(file.name, b"".join(map(_flat, file.pieces))), files)
+        _for_each(self._publish, files)
+
+    def _publish(self, file: EncodedFile) -> None:
+        data = b"".join(map(_flat, file.pieces))
+        if self._is_plain(file.name):
+            self._objects.put(file.name, data)
+        else:
+            self._change(file.name, lambda version: self._objects.put_if(file.name, data, version))
+
+    def _is_plain(self, name: str) -> bool:
+        """Return whether a file is changed without conditions: it is no writer's, never replaced, or none are kept."""
+        return self._lock is None or name.startswith(_WRITTEN_ONCE) or not self._objects.keeps_match
+
+    def _change(self, name: str, request: Callable[[str | None], str | None]) -> None:
+        """Make a change that depends on the version of a file, which is None if there is none.
+
+        A version that was learned is of a time at which this writer held the lock: whoever took it over since, and has
+        changed the file, has changed the version. What another writer sent before it lost the lock may come late, and
+        is replaced in turn.
+
+        Raises:
+            WriterFencedError: another writer has the lock.
+        """
+        for _ in range(_ATTEMPTS):
+            if name not in self._versions:
+                version = self._objects.version(name)
+                if self._lock is not None:
+                    self._lock.confirm()
+                self._versions[name] = version
+            try:
+                self._versions[name] = request(self._versions[name])
+                return
+            except ConflictError:
+                self._versions.pop(name, None)
+            except OSError:
+                self._versions.pop(name, None)  # nobody knows whether it was carried out
+                raise
+        raise OSError(errno.EBUSY, "somebody else changes it all the time", self._objects.url_of(name))
 
     def append(self, name: str, data: Buffer) -> None:
         """Publish a log segment. It is written once: there is no second append to it.
 
         Raises:
             FileExistsError: the segment exists; somebody else has committed this generation.
+            WriterFencedError: another writer has the lock.
         """
         check_name(name)
         self._check_lock()
         content = bytes(data)
         # A retried request finds what its first attempt has written: that is success.
         if not self._objects.create(name, content) and self._objects.read(name) != content:
+            if self._lock is not None:
+                self._lock.confirm()
             raise FileExistsError(
                 errno.EEXIST, "another writer has written this log segment", self._objects.url_of(name)
             )
+        if self._lock is not None and self._lock.is_late:
+            self._lock.confirm()  # the segment may be one that the next writer had written and deleted again
 
     def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
         checked = [check_name(name) for name in names]
         self._check_lock()
-        _for_each(self._objects.delete, checked)
+        _for_each(self._remove, checked)
+
+    def _remove(self, name: str) -> None:
+        if self._is_plain(name):
+            self._objects.delete(name)
+        else:
+            self._change(name, lambda version: None if version is None else self._objects.delete_if(name, version))
+
+    # -- who uses it -------------------------------------------------------------------------------
 
     def lock_writer(self) -> WriterLock:
         self._lock = RemoteWriterLock(self._objects, self._lock_ttl)
+        self._versions = {}
         return self._lock
 
     def _check_lock(self) -> None:
         if self._lock is not None:
             self._lock.check()
 
-
-class RemoteWriterLock(WriterLock):
-    """An object that says who writes, with a heartbeat every third of its time to live.
-
-    Taking it is atomic where the store creates objects conditionally (S3, Google, Azure, MinIO); elsewhere two
-    processes that start within one round trip can both believe they hold it, until the next heartbeat tells one of
-    them. A lock is taken over when its heartbeat is older than its time to live (by the clocks of both machines, which
-    must agree better than that), or when its holder was a process of this machine that is gone.
-
-    A holder that is cut off for longer than that must not write, for others may: :meth:`check` raises until it finds
-    its lock untouched, and for good if somebody else has taken it.
-
-    Raises:
-        StoreLockedError: somebody else holds it; names process, host and time.
-    """
-
-    def __init__(self, objects: ObjectStore, ttl: float) -> None:
-        self._objects = objects
-        self._ttl = ttl
-        self._pid = os.getpid()
-        self._document = {
-            **holder_document(),
-            "pid_namespace": _pid_namespace(),
-            "token": uuid.uuid4().hex,
-            "ttl": ttl,
-        }
-        self._taken_by: bytes | None = None
-        self._released = threading.Event()
-        self._renewed = time.monotonic()
-        self._take()
-        self._thread = threading.Thread(target=self._keep, name="trajstore-writer-lock", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Return if the lock is held still, or was released.
-
-        Raises:
-            StoreLockedError: it was lost.
-        """
-        if self._released.is_set():
-            return
-        if self._taken_by is not None:
-            raise self._refusal(self._taken_by, "was taken over: it is being written")
-        if time.monotonic() - self._renewed > self._ttl:
-            raise StoreLockedError(
-                f"{self._objects.url}: the writer's lock could not be renewed for {self._ttl:g} s, so others may have "
-                "taken it; see that the store can be reached"
+    def announce_reader(self, generation: int = 0) -> ReaderLease:
+        files, folders = self.listing()
+        if LOCK_NAME not in files and "log" not in folders:
+            return ReaderLease()  # nobody has ever written here in place (a checkpoint, a foreign directory)
+        try:
+            return RemoteReaderLease(self._objects, generation, self._lease_ttl)
+        except OSError as error:
+            logger.warning(
+                "%s: read without an announcement, so its writer may delete shards that this reader shows: %s",
+                self.url,
+                error,
             )
+            return ReaderLease()
 
-    def release(self) -> None:
-        if self._released.is_set() or os.getpid() != self._pid:
-            return
-        self._released.set()
-        self._thread.join()
-        try:
-            if self._is_ours(self._holder()):
-                self._objects.delete(LOCK_NAME)
-        except OSError as error:  # it expires by itself
-            logger.warning("the writer's lock could not be removed: %s", error)
-
-    def _take(self) -> None:
-        started = time.monotonic()
-        if not self._objects.create(LOCK_NAME, self._text()):
-            holder = self._holder()
-            if not self._is_ours(holder):
-                if holder is not None and not _is_over(holder):
-                    raise self._refusal(holder, "is being written")
-                started = time.monotonic()
-                self._objects.put(LOCK_NAME, self._text())
-                # Others may have found it over, too: the last one to write has it.
-                time.sleep(min(1.0, self._ttl / 4))
-                holder = self._holder()
-                if not self._is_ours(holder):
-                    raise self._refusal(holder or b"", "is being written")
-        self._renewed = started
-
-    def _keep(self) -> None:
-        while not self._released.wait(self._ttl / 3):
-            try:
-                started = time.monotonic()
-                holder = self._holder()
-                if not self._is_ours(holder):
-                    self._taken_by = holder or b""
-                    return
-                self._objects.put(LOCK_NAME, self._text())
-                self._renewed = started
-            except OSError as error:
-                logger.warning("the writer's lock could not be renewed: %s", error)
-
-    def _holder(self) -> bytes | None:
-        """Return the lock's text; None if nobody holds it."""
-        try:
-            return self._objects.read(LOCK_NAME)
-        except FileNotFoundError:
-            return None
-
-    def _text(self) -> bytes:
-        return orjson.dumps({**self._document, "heartbeat": time.time()})
-
-    def _is_ours(self, holder: bytes | None) -> bool:
-        return holder is not None and _parse(holder).get("token") == self._document["token"]
-
-    def _refusal(self, holder: bytes, what: str) -> StoreLockedError:
-        return StoreLockedError(
-            f"{self._objects.url} {what} by {describe_holder(holder)}; close that writer, or open the directory for "
-            f"reading (if no such process runs, wait {self._ttl:g} s or delete {LOCK_NAME})"
-        )
-
-
-def _is_over(holder: bytes) -> bool:
-    """Return whether a lock's holder has given no sign of life for too long, or is known to be gone."""
-    document = _parse(holder)
-    try:
-        if time.time() - float(document["heartbeat"]) > float(document["ttl"]):
-            return True
-        here = holder_document()["host"], _pid_namespace()
-        if here[1] is None or (document["host"], document["pid_namespace"]) != here:
-            return False
-        os.kill(int(document["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (KeyError, TypeError, ValueError, OverflowError, PermissionError):
-        return False  # written by something else, or by another user's process: let people decide
-    return False
-
-
-def _parse(holder: bytes) -> dict[str, Any]:
-    try:
-        document = orjson.loads(holder)
-    except orjson.JSONDecodeError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _pid_namespace() -> int | None:
-    """Return what tells containers of one host apart, whose process ids mean different processes."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return None
+    def readers(self, *, tidy: bool = False) -> list[Reader]:
+        return self._readers.find(tidy=tidy)
 
 
 def _flat(piece: Buffer) -> memoryview:

@@ -165,6 +165,7 @@ class Catalog(Committed):
             self.next_id = natural(value["next_id"], MAX_ID // 2)
             self.next_shard = natural(value["next_shard"], MAX_ID // 2)
             self.store_id = str(value["store_id"])
+            self.fences = [natural(generation, MAX_GENERATION) for generation in value.get("fences", [])]
             entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories")

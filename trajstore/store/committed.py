@@ -32,6 +32,9 @@ from trajstore.store.shard_table import ShardTable
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """What values of the wrong kind or size raise when they are used."""
 
+FENCES_KEPT = 100
+"""So many openings for writing later, a writer that was frozen in the midst of a commit is not told by its name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Added:
@@ -62,6 +65,7 @@ class Committed:
         next_id: the next trajectory id; never goes back.
         next_shard: the next shard number; never goes back.
         store_id: UUID of the directory.
+        fences: generations of the records with which the latest writers of an object store began.
     """
 
     def __init__(self, pins: Pins) -> None:
@@ -74,6 +78,7 @@ class Committed:
         self.next_id = 0
         self.next_shard = 0
         self.store_id = ""
+        self.fences: list[int] = []
         self.snapshot_generation = 0
         self.snapshot_bytes = 0
         self.log_bytes = 0
@@ -144,6 +149,8 @@ class Committed:
         elif operation == "evict":
             change = Evicted(parse_ranges(records[0]["ids"]))
             self.evict(change.ranges)
+            if "fence" in records[0]:
+                self.fence(records[0]["generation"], natural(records[0]["fence"]["next_shard"], MAX_ID // 2))
         elif operation == "rewrite":
             change = self._move_recorded(records[0])
         else:
@@ -214,6 +221,11 @@ class Committed:
         self.index.drop(positions)
         return nbytes
 
+    def fence(self, generation: int, next_shard: int) -> None:
+        """Take in that a writer has begun with this generation, whose shards have numbers from ``next_shard`` on."""
+        self.fences = [*self.fences, generation][-FENCES_KEPT:]
+        self.next_shard = max(self.next_shard, next_shard)
+
     def move(
         self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
     ) -> Moved:
@@ -238,6 +250,12 @@ class Committed:
             columns = part.take(positions)
             columns["weights"] = index.weights.extend(part.weights, columns["weights"].tolist())
             index.append(columns)
+        lacking = int((ranges[:, 1] - ranges[:, 0] + 1).sum()) - len(index)
+        if lacking > 0 and not self.left_out:
+            raise CorruptStoreError(
+                f"the pin {name!r} names {lacking} trajectories that are gone: a writer that had lost the store to "
+                "another one made it; let go of it with unpin"
+            )
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))
         return index
@@ -253,6 +271,7 @@ class Committed:
                 "next_id": self.next_id,
                 "next_shard": self.next_shard,
                 "store_id": self.store_id,
+                **({"fences": self.fences} if self.fences else {}),
                 "shards": shards.to_json(),
                 "live": self.index.to_json(shard=rows[self.index["shard"]]),
                 "pinned": self.pinned.to_json(shard=rows[self.pinned["shard"]]),

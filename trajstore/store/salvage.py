@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trajstore.columns.limits import MAX_GENERATION, MAX_ID
@@ -111,7 +111,7 @@ class SalvagedCatalog(Catalog):
             segments = log_segments(self.directory)
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names("shards"):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
-            if not segments or segments[0][0] != 1:
+            if not self._has_first_commits(segments):
                 self._check_not_overwritten()
                 reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {error}"
                 raise CorruptStoreError(
@@ -122,6 +122,16 @@ class SalvagedCatalog(Catalog):
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
             self._warn(f"{error}: worked out again from the log, which has every commit")
         self._schemas = list(self.shards.schemas)
+
+    def _has_first_commits(self, segments: Sequence[tuple[int, str]]) -> bool:
+        """Return whether a log begins with the first commit and goes on; fences stay when what is between them goes."""
+        if not segments or segments[0][0] != 1:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            records = [record for record, _ in decode_each(self.directory.read(segments[0][1])) if record is not None]
+            only_fence = len(records) == 1 and "fence" in records[0]
+            return not only_fence or len(segments) == 1 or segments[1][0] == 2
+        return False
 
     def _check_not_overwritten(self) -> None:
         """Say so, where RLinf wrote the two files that are in place of trajstore's."""

@@ -16,15 +16,16 @@ import numpy as np
 
 from trajstore import locks
 from trajstore.columns.schema import Extent
-from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
+from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError, WriterFencedError
 from trajstore.files.base import FULL, Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import LOG_FOLDER, ranges_of, segment_name
+from trajstore.store.log_records import LOG_FOLDER, ranges_of, segment_generation, segment_name
 from trajstore.store.saved_points import pin_name
 from trajstore.store.sealed import LAYOUT_VERSION
-from trajstore.writing.commits import CommitListener, NewShard, add_lines, evict_line, rewrite_line
+from trajstore.writing.commits import AddLines, CommitListener, NewShard, add_lines, evict_line, rewrite_line
+from trajstore.writing.fencing import fence, step_over
 from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
 from trajstore.writing.snapshots import Snapshots
 
@@ -79,12 +80,17 @@ class CommitLog:
             catalog = Catalog.create(directory)
             self.garbage = Garbage(directory, catalog)
             self._write_snapshot(catalog)
+            if not directory.can_append:
+                fence(directory, catalog)
             return catalog
         catalog = Catalog.open(directory)
         directory.create(STORE_FOLDERS)
+        if not directory.can_append:
+            fence(directory, catalog)  # before anything is judged to be left over
         self.garbage = Garbage(directory, catalog)
         older = catalog.metadata()["layout_version"] < LAYOUT_VERSION
         if older or catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+            # Behind a fence always: what an earlier writer knows of the index must not be true any more.
             # Start on a clean segment: a torn last record is left behind with its segment.
             segments = directory.names(LOG_FOLDER)
             try:
@@ -98,7 +104,7 @@ class CommitLog:
                 logger.warning("%s; the log that is there is continued", error)
                 self._continue(catalog)
             else:
-                directory.remove(segments)
+                directory.remove([name for name in segments if segment_generation(name) not in catalog.fences])
         else:
             self._snapshots.renewed = catalog.generation
         return catalog
@@ -152,9 +158,15 @@ class CommitLog:
             return
         self._check_in_step()
         catalog = self.catalog
-        lines = add_lines(catalog, commits)
-        catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
-        self._append(lines.data)
+        made: list[AddLines] = []
+
+        def make() -> bytes:
+            made[:] = [add_lines(catalog, commits)]
+            catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in made[0].entries]))
+            return made[0].data
+
+        self._append(make)
+        (lines,) = made
         with self._durable():
             for shards, entries in zip(commits, lines.entries, strict=True):
                 catalog.add([(shard.number, shard.manifest) for shard in shards], entries)
@@ -201,13 +213,28 @@ class CommitLog:
             self._begin_segment()
         self.unsettled = False
 
-    def _append(self, data: bytes) -> None:
-        try:
-            self.directory.append(self._segment, data)
-        except OSError as error:
-            self.unsettled = True
-            remedy = "free space and" if error.errno in FULL else "then"
-            raise StoreWriteError(f"{error}: the commit log could not be written; {remedy} flush() again") from error
+    def _append(self, make: Callable[[], bytes]) -> None:
+        """Append lines to the log.
+
+        Args:
+            make: returns them, for the generation that is the next one when it is called.
+        """
+        while True:
+            data = make()
+            try:
+                self.directory.append(self._segment, data)
+                break
+            except WriterFencedError:
+                raise
+            except OSError as error:
+                if isinstance(error, FileExistsError) and step_over(self.directory, self.catalog):
+                    self._segment = segment_name(self.catalog.generation + 1)
+                    continue
+                self.unsettled = True
+                remedy = "free space and" if error.errno in FULL else "then"
+                raise StoreWriteError(
+                    f"{error}: the commit log could not be written; {remedy} flush() again"
+                ) from error
         self.catalog.log_bytes += len(data)
         if not self.directory.can_append:
             self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
@@ -230,7 +257,7 @@ class CommitLog:
         self._check_in_step()
         catalog = self.catalog
         ranges = ranges_of(sorted(ids))
-        self._append(evict_line(catalog, ranges))
+        self._append(lambda: evict_line(catalog, ranges))
         with self._durable():
             self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
             catalog.generation += 1
@@ -253,7 +280,7 @@ class CommitLog:
         with self.changing():
             self._check_in_step()
             catalog = self.catalog
-            self._append(rewrite_line(catalog, number, manifest, ids, extents))
+            self._append(lambda: rewrite_line(catalog, number, manifest, ids, extents))
             with self._durable():
                 moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
                 catalog.generation += 1
@@ -358,7 +385,7 @@ class CommitLog:
         self._check_in_step()
         self._snapshots.write(catalog)
         self._collect_garbage(catalog)
-        remove_segments(self.directory, catalog.generation if keep_after is None else keep_after)
+        remove_segments(self.directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 
     @property
     def renewal_due(self) -> bool:

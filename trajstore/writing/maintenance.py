@@ -72,7 +72,8 @@ class Garbage:
         known = {name for _, names, _ in catalog.shards.file_sizes(rows) for name in names}
         unknown = [name for name in self._directory.names(SHARDS_FOLDER) if name not in known]
         earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
-        names = [name for name in unknown if name not in set(earlier)]  # no commit ever named them
+        # No commit ever named those of later numbers; in an object store they are of a writer that has taken over.
+        names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
         names += [name for name in self._directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
         if names:
             logger.info("removing %d files that an interrupted writer left in %s", len(names), self._directory.url)
@@ -133,12 +134,12 @@ class Garbage:
         )
 
 
-def remove_segments(directory: Directory, up_to: int) -> None:
-    """Delete the log segments whose first record is of this generation or an earlier one."""
+def remove_segments(directory: Directory, up_to: int, fences: Sequence[int]) -> None:
+    """Delete the log segments whose first record is of this generation or an earlier one, and that are no fences."""
     old = [
         name
         for name in directory.names(LOG_FOLDER)
-        if (first := segment_generation(name)) is not None and first <= up_to
+        if (first := segment_generation(name)) is not None and first <= up_to and first not in fences
     ]
     _remove(directory, old)
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from trajstore import locks
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    WriterFencedError,
+)
 from trajstore.files.base import EncodedFile
 from trajstore.store.rollback import RollbackPlan, plan_rollback, with_live
 from trajstore.store.saved_points import (
@@ -53,6 +60,8 @@ class Points:
         self._one = locks.lock("Points._one")
         """Held by one change at a time: what a point has written and not yet named must not pass for left over."""
         with log.lock:
+            if not log.directory.can_append:
+                self._claim()
             self._end_interrupted()
 
     # -- pins of the user's -----------------------------------------------------------------------
@@ -68,7 +77,7 @@ class Points:
         if is_reserved(name):
             raise ConfigurationError(f"pin {name!r}: names like this are those of saved points; choose another")
         catalog = self._log.catalog
-        with self._one, self._log.changing():
+        with self._one, self._changing():
             self._publish(pin_file(name, catalog.index["trajectory_id"], catalog.generation, **state), "was pinned")
             catalog.load_pins()
             return catalog.generation
@@ -81,14 +90,34 @@ class Points:
         Raises:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        with self._one, self._log.changing():
+        with self._one, self._changing():
             self._rename_void()  # first: without what a rollback set aside, nothing says which points are void
             heads = self._log.catalog.pins.heads.values()
             self._release([head for head in heads if name in (head.name, head.aside)])
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the log's lock for a change; what does not fit together may be of a writer that took the store over.
+
+        Raises:
+            WriterFencedError: it is.
+        """
+        with self._log.changing():
+            try:
+                yield
+            except (StoreNotFoundError, CorruptStoreError):
+                self._directory.confirm()
+                raise
+
     def _publish(self, file: EncodedFile, what: str) -> None:
+        self._publish_all([file], what)
+
+    def _publish_all(self, files: Sequence[EncodedFile], what: str) -> None:
         try:
-            self._directory.publish([file])
+            self._directory.publish(files)
+            self._directory.confirm()  # a new name may be written by who has lost the store; nobody is told that it is
+        except WriterFencedError:
+            raise
         except OSError as error:
             raise StoreWriteError(f"{error}: nothing {what}") from error
 
@@ -113,7 +142,7 @@ class Points:
 
     def _save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
         catalog, name = self._log.catalog, point_name(step)
-        with self._log.changing():
+        with self._changing():
             self._rename_void()  # first: a void point of this step must not be written over
             self._check_order(step)
             state, said = capture()
@@ -124,13 +153,13 @@ class Points:
             if state:
                 file, told["state"] = state_file(name, uuid.uuid4().hex, [encode_state(state)])
                 self._publish(file, "was saved")
-            with self._log.changing():
+            with self._changing():
                 self._publish(pin_file(name, ids, generation, **told), "was saved")
         finally:
             with self._log.lock:
                 catalog.pins.arrived(name)
                 catalog.load_pins()
-        with self._log.changing():
+        with self._changing():
             saved = SavedPoint.of(catalog.pins.point(step, catalog.generation))
             self._release(() if keep is None else catalog.pins.points(catalog.generation)[:-keep])
         return saved
@@ -177,7 +206,7 @@ class Points:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         catalog = self._log.catalog
-        with self._one, self._log.changing():
+        with self._one, self._changing():
             plan = plan_rollback(catalog, step)
             state, said = catalog.pins.state_of(plan.point), catalog.pins.state(plan.point.name)
             if plan.is_empty:
@@ -202,7 +231,7 @@ class Points:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         catalog = self._log.catalog
-        with self._one, self._log.changing():
+        with self._one, self._changing():
             asides = {head.name: head for head in catalog.pins.heads.values() if head.back_to is not None}
             if name not in asides:
                 there = ", ".join(asides) or "none"
@@ -233,6 +262,14 @@ class Points:
                 )
             return
         self._rename({head.name: point_name(head.step or 0) for head in theirs})
+
+    def _claim(self) -> None:
+        """Write the pins of an object store again: what an earlier writer knows of them must not be true any more."""
+        catalog = self._log.catalog
+        names = catalog.pins.names
+        if names:
+            said = {"fence": catalog.fences[-1]}
+            self._publish_all([renamed_pin({**catalog.pins.state(name), **said}, name) for name in names], "claimed")
 
     # -- what a crash leaves ----------------------------------------------------------------------
 
@@ -273,6 +310,8 @@ class Points:
         try:
             self._directory.publish([renamed_pin(pins.state(old), new) for old, new in names.items()])
             self._directory.remove([pin_name(old) for old in names], durable=True)
+        except WriterFencedError:
+            raise
         except OSError as error:
             raise StoreWriteError(
                 f"{error}: saved points of later steps could not be renamed; they are void all the same"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from trajstore.errors import StoreWriteError
+from trajstore.errors import StoreWriteError, WriterFencedError
 from trajstore.files.base import Directory
 from trajstore.store.catalog import Catalog
 from trajstore.writing.commits import CommitListener
@@ -45,6 +45,8 @@ class Snapshots:
             self._directory.publish([index])
             metadata = catalog.metadata_file(trajectory_format=self._format_name, **self._listener.metadata())
             self._directory.publish([metadata])
+        except WriterFencedError:
+            raise
         except OSError as error:
             raise StoreWriteError(f"{error}: the index could not be written; the log still has everything") from error
         catalog.snapshot_generation = self.renewed = catalog.generation

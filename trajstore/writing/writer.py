@@ -16,7 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from trajstore import locks
-from trajstore.errors import StoreLockedError, StoreWriteError, TrajstoreError, UnwritableTrajectoryError
+from trajstore.errors import (
+    CorruptStoreError,
+    StoreLockedError,
+    StoreWriteError,
+    TrajstoreError,
+    UnwritableTrajectoryError,
+    WriterFencedError,
+)
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.interrupts import uninterrupted
@@ -114,6 +121,8 @@ class StoreWriter:
             raise TimeoutError(f"{self.directory.url}: not everything was written within {timeout} s")
         try:
             self.directory.check()
+        except WriterFencedError:
+            raise
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
         if self.log.unsettled or self._listener.to_evict():
@@ -144,6 +153,11 @@ class StoreWriter:
         try:
             while self.rewriter.step(everything=True):
                 pass
+        except WriterFencedError:
+            raise
+        except CorruptStoreError:
+            self.directory.confirm()  # files may be gone because another writer has taken the store over
+            raise
         except OSError as error:
             raise StoreWriteError(f"{error}: a shard could not be rewritten; nothing was moved") from error
 
@@ -313,7 +327,8 @@ class StoreWriter:
             self._callbacks.close()
         lost = self.queue.pending_ids
         if lost:
-            raise StoreWriteError(
+            kind = WriterFencedError if isinstance(failure, WriterFencedError) else StoreWriteError
+            raise kind(
                 f"{failure}; the store was closed, and {len(lost)} trajectories from id {min(lost)} on are lost"
             ) from failure
         if failure is not None:

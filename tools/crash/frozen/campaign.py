@@ -1,0 +1,268 @@
+"""Freeze a writer at a request, let others take the store over, wake it, and look: the parent's side."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import orjson
+
+from tools.crash.forked import forking
+from tools.crash.frozen.sleeper import Freeze, open_store, sleep_and_go_on
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreLockedError, TrajstoreError
+from trajstore.files.holder import LOCK_NAME
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import WitnessError, check_trajectory, witness
+
+_PATIENCE = 120.0
+"""Seconds; who has not come to an end then never will."""
+
+_LAST_REQUEST = 120
+
+_RENEWED = (LOCK_NAME, "metadata.json")
+"""What a living writer writes again by itself."""
+
+
+@dataclass
+class Result:
+    """What a campaign found.
+
+    Attributes:
+        freezes: writers that were frozen, lost the store, and were woken.
+        fenced: of these, writers that were told so.
+        points: requests at which they were frozen, and how often.
+        promised: trajectories that were acknowledged and compared, all stores together.
+        problems: what was wrong.
+        seconds: how long it took.
+    """
+
+    freezes: int = 0
+    fenced: int = 0
+    points: dict[str, int] = field(default_factory=dict)
+    promised: int = 0
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, Any]]:
+    """Start a server that keeps conditional PUT; yield the storage options that lead to it."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    known = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    with mock.patch.dict(os.environ, known):  # for commands, which take no options
+        try:
+            yield {"key": "test", "secret": "test", "endpoint_url": endpoint}
+        finally:
+            server.stop()
+
+
+def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Result], None] | None = None) -> Result:
+    """Freeze a writer ``freezes`` times, each on a store of its own; return what was found.
+
+    Args:
+        folder: an empty folder for journals.
+        freezes: how many writers lose their store.
+        seed: of moments and actions.
+        progress: told after each.
+    """
+    result, begin, number = Result(), time.monotonic(), 0
+    with s3_server() as options:
+        while result.freezes < freezes:
+            _Round(folder, options, f"{seed}/{number}", result).run()
+            number += 1
+            result.seconds = time.monotonic() - begin
+            if progress is not None:
+                progress(result)
+    return result
+
+
+class _Round:
+    """One store, the writer that is frozen, and those that take over."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], seed: str, result: Result) -> None:
+        import s3fs
+
+        self.chance = random.Random(seed)
+        self.seed, self.options, self.result = seed, options, result
+        self.journal = folder / f"journal_{seed.replace('/', '_')}"
+        self.filesystem = s3fs.S3FileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+        self.bucket = f"bucket-{uuid.uuid4()}"
+        self.filesystem.mkdir(self.bucket)
+        self.url = f"s3://{self.bucket}/run"
+        self.keys: dict[int, int] = {}
+        self.evicted: set[int] = set()
+        self.where = ""
+
+    def run(self) -> None:
+        if self.chance.random() < 0.5:  # else the one that is frozen makes the store
+            self.write(closing=True)
+        freeze = Freeze(
+            int(_LAST_REQUEST * self.chance.random() ** 2),
+            self.chance.choice(("before", "after")),
+            self.chance.choice(("stands", "runs")),
+        )
+        arguments = (self.url, self.options, str(self.journal), self.seed, freeze, 40)
+        child = forking().Process(target=sleep_and_go_on, args=arguments, daemon=True)
+        child.start()
+        try:
+            if self.wait_frozen(child):
+                self.take_over(child, freeze)
+        finally:
+            child.kill()
+            child.join()
+
+    def wait_frozen(self, child: BaseProcess) -> bool:
+        """Return whether a writer was frozen; it may also have come to its end before."""
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
+            if not child.is_alive() or self.notes("ended"):
+                return False
+            if self.notes("freezing") and _state(child) == "T":
+                return True
+            time.sleep(0.005)
+        self.problem("the writer neither froze nor ended")
+        return False
+
+    def take_over(self, child: BaseProcess, freeze: Freeze) -> None:
+        (point,) = self.notes("freezing")
+        self.where = f"{freeze}, at {point['request']} of {point['name']}"
+        kind = point["name"].partition("/")[0]
+        name = f"{freeze.side} {point['request']} {kind}"
+        self.result.points[name] = self.result.points.get(name, 0) + 1
+        for _ in range(self.chance.randrange(2)):
+            self.write(closing=True)
+        heir = self.write(closing=self.chance.random() < 0.5)
+        before = self.picture(heir is not None)
+        os.kill(child.pid or 0, signal.SIGCONT)
+        child.join(_PATIENCE)
+        if child.is_alive():
+            self.problem("the writer did not come to its end when it was awake")
+        after = self.picture(heir is not None)
+        self.compare(before, after, heir)
+        self.judge_error()
+        if heir is not None:
+            self.go_on(heir, closing=True)
+        self.look()
+        self.result.freezes += 1
+
+    def write(self, *, closing: bool) -> TrajectoryReplayBuffer | None:
+        """Open the store as soon as it is free, use it, and return it unless it was closed."""
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                buffer = open_store(self.url, self.options)
+                break
+            except StoreLockedError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+        return self.go_on(buffer, closing=closing)
+
+    def go_on(self, buffer: TrajectoryReplayBuffer, *, closing: bool) -> TrajectoryReplayBuffer | None:
+        for _ in range(self.chance.randint(1, 5)):
+            new = [self.chance.randrange(1 << 30, 1 << 39) for _ in range(self.chance.randint(1, 3))]
+            self.keys |= dict(zip(buffer.add_trajectories([witness(key) for key in new]), new, strict=True))
+            buffer.flush()
+            what = self.chance.choice(("", "evict", "pin", "point"))
+            if what == "evict":
+                ids = self.chance.sample(buffer.trajectory_ids.tolist(), 1)
+                self.evicted.update(ids)
+                buffer.evict(ids)
+            elif what == "pin":
+                buffer.pin(f"pin-{self.chance.randrange(2)}")
+            elif what == "point":
+                buffer.save_point(max([point.step for point in buffer.saved_points], default=0) + 1)
+        if not closing:
+            return buffer
+        buffer.close()
+        return None
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    def notes(self, event: str) -> list[dict[str, Any]]:
+        """Return what the frozen writer noted of a kind."""
+        if not self.journal.exists():
+            return []
+        lines = [orjson.loads(line) for line in self.journal.read_bytes().split(b"\n")[:-1]]
+        return [line for line in lines if line["event"] == event]
+
+    def picture(self, living: bool) -> dict[str, str]:
+        """Return the version of every object, without those that a living writer renews."""
+        found = self.filesystem.find(f"{self.bucket}/run", detail=True)
+        names = {path.partition("/run/")[2]: item["ETag"] for path, item in found.items()}
+        return {name: version for name, version in names.items() if not (living and name in _RENEWED)}
+
+    def compare(self, before: dict[str, str], after: dict[str, str], heir: TrajectoryReplayBuffer | None) -> None:
+        for name, version in before.items():
+            if name not in after:
+                self.problem(f"{name} was removed")
+            elif after[name] != version:
+                self.problem(f"{name} was overwritten")
+        for name in after.keys() - before.keys():
+            if not name.startswith(("shards/", "log/", "pins/")):  # one that it was sending, under a new name
+                self.problem(f"{name} appeared")
+
+    def judge_error(self) -> None:
+        errors = self.notes("error")
+        if len(errors) != 1:
+            closed = "closed" if self.notes("closed") else "not closed"
+            self.problem(f"{len(errors)} errors in place of one ({closed})")
+            return
+        (error,) = errors
+        if error["kind"] == "StoreLockedError" and not self.notes("opened"):
+            return  # it had not got the store yet
+        self.result.fenced += error["kind"] == "WriterFencedError"
+        if error["kind"] != "WriterFencedError" or "was taken over" not in error["text"]:
+            self.problem(f"{error['kind']}: {error['text']}")
+
+    def look(self) -> None:
+        """Everything that any writer was promised must be there, and nothing be damaged."""
+        promised = dict(self.keys)
+        for entry in self.notes("flushed"):
+            promised |= {int(number): key for number, key in entry["keys"].items()}
+        evicted = self.evicted | {number for entry in self.notes("evicting") for number in entry["ids"]}
+        try:
+            report = verify(self.url)
+            for problem in report.problems:
+                self.problem(f"verify: {problem}")
+            with TrajectoryReplayBuffer(sample_window_size=0, storage_options=self.options) as reader:
+                reader.load_checkpoint(self.url)
+                present = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
+        except (TrajstoreError, WitnessError, OSError) as error:
+            self.problem(f"{type(error).__name__}: {error}")
+            return
+        for number, key in promised.items():
+            if number in present and present[number] != key:
+                self.problem(f"trajectory {number} is another one")
+            elif number not in present and number not in evicted:
+                self.problem(f"trajectory {number} was acknowledged and is lost")
+        self.result.promised += len(promised)
+
+    def problem(self, text: str) -> None:
+        self.result.problems.append(f"round {self.seed} ({self.where}): {text}")
+
+
+def _state(child: BaseProcess) -> str:
+    """Return in which state the system has a process; ``T`` is stopped."""
+    try:
+        return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
