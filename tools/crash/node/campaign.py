@@ -1,0 +1,180 @@
+"""Kills a process that writes a mirrored store, removes its disk, restores the store from the mirror, and looks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.crash.node.child import work
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import TrajstoreError
+from trajstore.inspection.verify import verify
+from trajstore.mirroring.restoring import restore
+from trajstore.testing.witness import WitnessError, check_trajectory
+
+_KEYS = 1 << 20  # of one round
+_LONGEST_START = 120.0  # seconds
+
+
+@dataclass
+class Result:
+    """What a campaign found."""
+
+    problems: list[str] = field(default_factory=list)
+    rounds: int = 0
+    restores_killed: int = 0
+    compared: int = 0
+    below_watermark: int = 0
+    lost_above: int = 0
+
+
+@dataclass
+class _Known:
+    """What the journals say: keys by id, ids that may be gone, the watermark."""
+
+    keys: dict[int, int] = field(default_factory=dict)
+    offered: set[int] = field(default_factory=set)
+    may_be_gone: set[int] = field(default_factory=set)
+    watermark: int = -1
+
+    def read(self, journal: Path) -> None:
+        """Take in what a round has noted."""
+        self.watermark = -1
+        shown: set[int] = set()
+        for line in journal.read_text().splitlines():
+            try:
+                said = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line, cut by the kill
+            self.offered.update(said.get("keys", ()))
+            self.keys.update((number, key) for number, key in said.get("added", ()))
+            self.may_be_gone.update(said.get("evicting", ()))
+            if "live" in said:  # a rollback has returned; before it, these are there as well
+                self.may_be_gone -= shown & set(said["live"])
+            elif "rolling_back" in said:
+                shown = set(said["ids"]) - self.may_be_gone
+                self.may_be_gone |= shown
+            self.watermark = max(self.watermark, said.get("watermark", -1))
+
+
+@contextmanager
+def s3() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the URL of a bucket in an S3 server on the loopback interface, and its storage options."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        options = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
+        bucket = f"bucket-{uuid.uuid4()}"
+        s3fs.S3FileSystem(**options).mkdir(bucket)
+        yield f"s3://{bucket}", options
+    finally:
+        server.stop()
+
+
+def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int, seed: int) -> Result:
+    """Lose a node ``rounds`` times.
+
+    Args:
+        folder: for stores and journals; empty.
+        mirrors: path or URL below which the mirror lies.
+        storage_options: of the mirror.
+        rounds: how often.
+        seed: of what is done when.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.crash.warm"])
+    rng, result, known = random.Random(seed), Result(), _Known()
+    store, mirror, before = folder / "disk" / "store", f"{mirrors}/store", set[int]()
+    for number in range(rounds):
+        journal = folder / f"journal_{number}"
+        journal.touch()
+        given = (str(store), mirror, storage_options, str(journal), seed * 1000 + number, number * _KEYS)
+        child = context.Process(target=work, args=given)
+        child.start()
+        _wait_for_ready(child, journal)
+        child.join(0.05 + 2.0 * rng.random() ** 2)
+        if child.exitcode is not None:
+            result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
+        child.kill()
+        child.join()
+        known.read(journal)
+        shutil.rmtree(folder / "disk")
+        result.rounds += 1
+        if known.watermark < 0 and not before:
+            mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
+            continue
+        if rng.random() < 0.3:
+            result.restores_killed += _killed_restore(context, mirror, storage_options, store, rng)
+        try:
+            restore(mirror, store, storage_options=storage_options)
+            before = _look(store, known, before, result, number)
+        except (TrajstoreError, WitnessError) as error:
+            result.problems.append(f"round {number}: {type(error).__name__}: {error}")
+            break
+    return result
+
+
+def _wait_for_ready(child: Any, journal: Path) -> None:
+    until = time.monotonic() + _LONGEST_START
+    while not journal.stat().st_size and child.exitcode is None and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+def _killed_restore(context: Any, mirror: str, options: dict[str, Any], store: Path, rng: random.Random) -> bool:
+    """Kill a restore at a random moment; return whether it had not ended."""
+    child = context.Process(target=_restore, args=(mirror, str(store), options))
+    child.start()
+    child.join(0.02 + 0.4 * rng.random())
+    alive = child.exitcode is None
+    if alive and child.pid is not None:
+        os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    if not alive:  # it was quicker: the store is whole, and a second restore would be refused
+        shutil.rmtree(store)
+    return alive
+
+
+def _restore(mirror: str, store: str, options: dict[str, Any]) -> None:
+    restore(mirror, store, storage_options=options)
+
+
+def _look(store: Path, known: _Known, before: set[int], result: Result, number: int) -> set[int]:
+    """Compare a restored store with what is known; return its ids."""
+    found = verify(store)
+    result.problems += [f"round {number}: verify: {problem.file}: {problem.message}" for problem in found.problems]
+    result.problems += [f"round {number}: verify: {note}" for note in found.notes]
+    with TrajectoryReplayBuffer.open(store) as reader:
+        there = {one: check_trajectory(reader.get(one)) for one in reader.trajectory_ids.tolist()}
+    for one, key in there.items():
+        if known.keys.get(one, key) != key or key not in known.offered:
+            result.problems.append(f"round {number}: id {one} has key {key}, not {known.keys.get(one)}")
+    if len(set(there.values())) < len(there):
+        result.problems.append(f"round {number}: a trajectory is there twice")
+    promised = {one for one in known.keys if one <= known.watermark} | before
+    absent = sorted(promised - there.keys() - known.may_be_gone)
+    if absent:
+        result.problems.append(f"round {number}: ids {absent[:10]} were on the mirror ({known.watermark}) and are lost")
+    known.may_be_gone -= there.keys()  # this is the store now
+    result.compared += len(there)
+    result.below_watermark += len(promised & there.keys())
+    result.lost_above += len([one for one in known.keys if one > known.watermark and one not in there])
+    for one in [one for one in known.keys if one not in there]:
+        del known.keys[one]
+    return set(there)
