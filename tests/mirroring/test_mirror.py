@@ -234,6 +234,21 @@ def test_a_reader_of_the_mirror_follows_and_keeps_what_it_shows(tmp_path: Path) 
         wait_until(lambda: len(list((tmp_path / "mirror" / "shards").iterdir())) == 1)
 
 
+def test_a_point_that_is_saved_again_is_mirrored_again(tmp_path: Path) -> None:
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        add(buffer, range(3))
+        buffer.save_point(1)
+        level(buffer)
+        buffer.sample(2)
+        buffer.save_point(1)  # of the same trajectories; but the generator has moved on
+        level(buffer)
+        expected = buffer.sample(2)["curr_obs"]["tag"].tolist()
+    restore(tmp_path / "mirror", tmp_path / "new")
+    with make(tmp_path / "new", None) as buffer:
+        buffer.rollback(1)
+        assert buffer.sample(2)["curr_obs"]["tag"].tolist() == expected
+
+
 def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> None:
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
         add(buffer, range(3))

@@ -24,7 +24,7 @@ from trajstore.files.opening import open_directory
 from trajstore.interrupts import Parking
 from trajstore.mirroring.options import MIRRORED_NAME, Mirror, MirrorState
 from trajstore.mirroring.replica import Replica
-from trajstore.mirroring.source import Line, Picture, Tail, fingerprint
+from trajstore.mirroring.source import Line, Picture, Tail
 from trajstore.writing.commit_log import CommitLog
 
 logger = logging.getLogger(__name__)
@@ -91,10 +91,7 @@ class StoreMirror:
         catalog, replica = self._log.catalog, self._replica
         if not self._opened or replica.generation != catalog.generation or replica.whole_due:
             return False
-        heads = catalog.pins.heads
-        return heads.keys() == replica.pins.keys() and all(
-            replica.pins[name] == fingerprint(head) for name, head in heads.items()
-        )
+        return {name: head.crc32 for name, head in catalog.pins.heads.items()} == replica.pins
 
     def wait(self, newest_id: int, timeout: float | None) -> bool:
         """Wait until every trajectory up to an id is on the mirror; return whether it is, False after ``timeout``."""
@@ -237,7 +234,7 @@ class StoreMirror:
             catalog = self._log.catalog
             needed = catalog.needed_shards()
             heads = catalog.pins.heads
-            points = any(name not in heads or heads[name] is not head for name, head in picture.pins.items())
+            points = any(name not in heads or heads[name].crc32 != head.crc32 for name, head in picture.pins.items())
             return points or not needed[list(rows)].all()
 
     def _published(self, newest_id: int) -> None:

@@ -19,7 +19,7 @@ from trajstore.files.holder import holder_document
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.mirroring.options import LEDGER_NAME
-from trajstore.mirroring.source import Fingerprint, Line, Picture, fingerprint
+from trajstore.mirroring.source import Line, Picture
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, manifest_to_json, segment_generation, segment_name
@@ -55,7 +55,8 @@ class Replica:
         """What the mirror shows; -1 while nothing is known, or there is nothing."""
         self.newest_id = -1
         """Highest id that was given out by that generation."""
-        self.pins: dict[str, Fingerprint] = {}
+        self.pins: dict[str, int] = {}
+        """Checksum of each pin that is there."""
         self.whole_due = True
         """Whether the index must be written whole: the log cannot be continued, or has grown long."""
         self._source = source
@@ -96,7 +97,7 @@ class Replica:
             self.generation, self._snapshot_generation = there.generation, there.snapshot_generation
             self.newest_id = there.next_id - 1
             self._snapshot_bytes, self._log_bytes = there.snapshot_bytes, there.log_bytes
-            self.pins = {name: fingerprint(head) for name, head in there.pins.heads.items()}
+            self.pins = {name: head.crc32 for name, head in there.pins.heads.items()}
             self._segments = len(self.target.names(LOG_FOLDER))
             self.whole_due = bool(there.segment_torn)
         else:
@@ -303,7 +304,7 @@ class Replica:
     def _publish_pins(self, picture: Picture, names: Iterable[str]) -> None:
         for name in names:
             self.target.publish([EncodedFile(pin_name(name), [picture.pin_files[name]])])
-            self.pins[name] = fingerprint(picture.pins[name])
+            self.pins[name] = picture.pins[name].crc32
 
     def tidy(self, picture: Picture, catalog: Catalog) -> None:
         """Remove what the mirror does not need any more: pins, then their states, then shards that no reader shows."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,16 +98,6 @@ def _line(record: Mapping[str, Any], generation: int, data: bytes, segment: str,
     return Line(generation, data, shards, operation == "evict", newest, segment, end)
 
 
-Fingerprint = tuple[Any, ...]
-"""Differs when a pin is another one than before."""
-
-
-def fingerprint(head: PinHead) -> Fingerprint:
-    """Return what tells whether a pin of a name is still the same."""
-    state = None if head.state is None else (head.state.name, head.state.size, head.state.crc32)
-    return head.generation, head.step, state, head.back_to, zlib.crc32(np.ascontiguousarray(head.ids).tobytes())
-
-
 @dataclass(frozen=True, slots=True)
 class Picture:
     """What a store is at one generation.
@@ -130,19 +119,19 @@ class Picture:
     whole: tuple[EncodedFile, EncodedFile] | None
 
     @staticmethod
-    def of(catalog: Catalog, mirrored: Mapping[str, Fingerprint], metadata: Mapping[str, Any] | None) -> Picture:
+    def of(catalog: Catalog, mirrored: Mapping[str, int], metadata: Mapping[str, Any] | None) -> Picture:
         """Return the picture of a catalog; the caller holds its lock.
 
         Args:
             catalog: the writer's.
-            mirrored: the pins that the mirror has.
+            mirrored: the pins that the mirror has, with the checksum of each.
             metadata: what ``metadata.json`` says besides, if both files are wanted.
 
         Raises:
             OSError: a pin cannot be read.
         """
         pins = dict(catalog.pins.heads)
-        changed = [name for name, head in pins.items() if mirrored.get(name) != fingerprint(head)]
+        changed = [name for name, head in pins.items() if mirrored.get(name) != head.crc32]
         return Picture(
             catalog.generation,
             catalog.next_id - 1,
@@ -151,8 +140,3 @@ class Picture:
             {name: catalog.directory.read(pin_name(name)) for name in changed},
             None if metadata is None else (catalog.snapshot_file(), catalog.metadata_file(**metadata)),
         )
-
-
-def numbers_of(catalog: Catalog, rows: Sequence[int]) -> list[int]:
-    """Return the numbers of shards, which name them for ever, from rows of the shard table."""
-    return [catalog.shards.number(row) for row in rows]

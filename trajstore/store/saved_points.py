@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ class PinHead:
         step: of a saved point; None for other pins.
         state: of a saved point that has one.
         back_to: step to which the rollback went that set this aside; None for other pins.
+        ranks: of a saved point of a run, how many ranks save it together; None for one of a store by itself.
+        crc32: of all bytes of its file.
     """
 
     name: str
@@ -65,6 +67,8 @@ class PinHead:
     step: int | None = None
     state: StateFile | None = None
     back_to: int | None = None
+    ranks: int | None = None
+    crc32: int = 0
 
     @property
     def count(self) -> int:
@@ -92,18 +96,20 @@ class SavedPoint:
         generation: of the store.
         trajectories: how many it names.
         state_bytes: of its state's file; 0 without one.
+        ranks: how many ranks of a run save it together; None for one of a store by itself.
     """
 
     step: int
     generation: int
     trajectories: int
     state_bytes: int
+    ranks: int | None = None
 
     @staticmethod
     def of(head: PinHead) -> SavedPoint:
         """Return what users see of a pin that is a saved point."""
         size = 0 if head.state is None else head.state.size
-        return SavedPoint(head.step or 0, head.generation, head.count, size)
+        return SavedPoint(head.step or 0, head.generation, head.count, size, head.ranks)
 
 
 class Pins:
@@ -126,15 +132,16 @@ class Pins:
             if not file.endswith(".json"):
                 continue
             try:
-                value = self._read(file)
+                data = self._directory.read(file)
             except FileNotFoundError:
                 continue
-            found[_name_in(file)] = _head_of(value, _name_in(file), f"{self._directory.url}/{file}")
+            head = _head_of(self._parsed(file, data), _name_in(file), f"{self._directory.url}/{file}")
+            found[head.name] = replace(head, crc32=zlib.crc32(data))
         self._heads = found
 
-    def _read(self, file: str) -> dict[str, Any]:
+    def _parsed(self, file: str, data: bytes) -> dict[str, Any]:
         source = f"{self._directory.url}/{file}"
-        value = unseal("pin", self._directory.read(file), source)
+        value = unseal("pin", data, source)
         if not isinstance(value, dict) or "ids" not in value:
             raise CorruptStoreError(f"{source}: does not name any trajectories; restore it from a copy")
         if value.get("name", _name_in(file)) != _name_in(file):  # pins of early versions do not say it
@@ -185,7 +192,7 @@ class Pins:
             StoreNotFoundError: there is no such pin.
         """
         try:
-            return self._read(pin_name(name))
+            return self._parsed(pin_name(name), self._directory.read(pin_name(name)))
         except FileNotFoundError as error:
             raise StoreNotFoundError(f"{self._directory.url}: no pin is called {name!r}") from error
 
@@ -272,6 +279,7 @@ def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
     try:
         step = None if value.get("step") is None else natural(value["step"])
         back_to = None if value.get("back_to") is None else natural(value["back_to"])
+        ranks = None if value.get("ranks") is None else natural(value["ranks"])
         generation = natural(value.get("generation", 0), MAX_GENERATION)
         state = None
         if value.get("state") is not None:
@@ -281,7 +289,7 @@ def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
             state = StateFile(file, natural(size), natural(crc, 0xFFFFFFFF))
         if step is None and back_to is None:
             return PinHead(name, ids, generation)
-        return PinHead(name, ids, generation, step, state, back_to)
+        return PinHead(name, ids, generation, step, state, back_to, ranks)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
 
