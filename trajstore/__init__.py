@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trajstore import errors
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.buffer.retention import Retention
+    from trajstore.buffer.runs import RunPoint, roll_back_run, run_points, save_run_point
     from trajstore.buffer.saved_points import saved_points, saved_state
     from trajstore.builder import EmbodiedRolloutResult
     from trajstore.mirroring.options import Mirror, MirrorState
@@ -29,11 +30,15 @@ __all__ = [
     "MirrorState",
     "Retention",
     "Reward",
+    "RunPoint",
     "SavedPoint",
     "Trajectory",
     "TrajectoryReplayBuffer",
     "WriterOptions",
     "errors",
+    "roll_back_run",
+    "run_points",
+    "save_run_point",
     "saved_points",
     "saved_state",
 ]
@@ -46,10 +51,14 @@ _MODULES = {
     "MirrorState": "mirroring.options",
     "Retention": "buffer.retention",
     "Reward": "trajectory",
+    "RunPoint": "buffer.runs",
     "SavedPoint": "store.saved_points",
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "buffer.replay_buffer",
     "WriterOptions": "writing.options",
+    "roll_back_run": "buffer.runs",
+    "run_points": "buffer.runs",
+    "save_run_point": "buffer.runs",
     "saved_points": "buffer.saved_points",
     "saved_state": "buffer.saved_points",
 }

@@ -61,8 +61,10 @@ class PointsOfBuffer:
             )
         return self.backing.writer
 
-    def save(self, step: int, state: Mapping[str, Any] | None, keep: int | None) -> SavedPoint:
-        """See :meth:`TrajectoryReplayBuffer.save_point`."""
+    def save(
+        self, step: int, state: Mapping[str, Any] | None, keep: int | None, ranks: int | None = None
+    ) -> SavedPoint:
+        """See :meth:`TrajectoryReplayBuffer.save_point`; ``ranks``: how many ranks of a run save it together."""
         step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
         check_kind("state", state, Mapping, "a dict")
         writer = self._own("save_point")
@@ -71,7 +73,8 @@ class PointsOfBuffer:
         def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             # First the parts, then the generator that they draw from: parts bring their own state of it.
             parts = asked(state or {})
-            return parts, CheckpointState.rng_json(self.draws.seed, self.draws.rng_state)
+            said = CheckpointState.rng_json(self.draws.seed, self.draws.rng_state)
+            return parts, said if ranks is None else {**said, "ranks": ranks}
 
         return uninterrupted(partial(writer.points.save, step, capture, keep))
 

@@ -105,6 +105,10 @@ def _write_points(report: dict[str, Any], out: Output) -> None:
             for p in points
         ]
         out.table([("step", "trajectories", "generation", "state"), *rows], right=(0, 1, 2, 3))
+    if points := report.get("run_points"):
+        out.heading("saved points of the run")
+        rows = [(f"{p['step']:,}", f"{p['trajectories']:,}", f"{p['ranks']:,}", _whole(p["lacking"])) for p in points]
+        out.table([("step", "trajectories", "ranks", "complete"), *rows], right=(0, 1, 2))
     if asides := report.get("aside"):
         out.heading("set aside by rollbacks")
         lines = [("name", "back to step", "trajectories", "bytes", "saved points")]
@@ -113,6 +117,11 @@ def _write_points(report: dict[str, Any], out: Output) -> None:
             lines.append((a["name"], back_to, count, nbytes, ", ".join(map(str, a["steps"]))))
         out.table(lines, right=(1, 2, 3))
         out.line("  trajstore rollback PATH --take-back NAME shows them again")
+
+
+def _whole(lacking: list[int]) -> str:
+    names = ", ".join(f"rank_{rank}" for rank in lacking)
+    return f"no, {names} lack{'s' if len(lacking) == 1 else ''} it" if lacking else "yes"
 
 
 def _write_parts(report: dict[str, Any], out: Output) -> None:

@@ -18,7 +18,7 @@ from trajstore.errors import StoreError
 from trajstore.files.base import Directory
 from trajstore.inspection.measure import measure as measure_trajectories
 from trajstore.inspection.mirrors import mirror_report
-from trajstore.inspection.points import points_report
+from trajstore.inspection.points import points_report, run_points_report
 from trajstore.inspection.statistics import (
     id_gaps,
     merge_agents,
@@ -61,8 +61,9 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         from which all ranks draw; ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``,
         ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
         of agent trajectories, ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not
-        known is None or absent, never 0. A folder has ``parts``, a report each, and what they add up to; a part of
-        the kind ``"unreadable"`` has only its files counted.
+        known is None or absent, never 0. A folder has ``parts``, a report each, what they add up to, and
+        ``run_points`` (saved points by step, with the ranks that lack each); a part of the kind ``"unreadable"`` has
+        only its files counted.
 
     Raises:
         StoreNotFoundError: nothing there.
@@ -116,6 +117,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "episodes": merge_episodes([part.get("episodes") for part in parts]),
         "agents": merge_agents([part.get("agents") for part in parts]),
         "policy": merge_policies([part.get("policy") for part in parts]),
+        "run_points": run_points_report(parts),
         "integrity": {"problems": problems},
         "parts": parts,
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import ConfigurationError
-from trajstore.reading.places import Place, find_place
+from trajstore.buffer.runs import incomplete_sentence, unite_points
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
+from trajstore.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.rollback import plan_rollback
 from trajstore.store.saved_points import SavedPoint, aside_name
@@ -67,7 +70,7 @@ def roll_back(path: str | Path, step: int, *, aside: bool = True, dry_run: bool 
     """
     place = find_place(path)
     stores = _stores(place)
-    plans = [_planned(one, step, aside) for one in stores]  # first: a run goes back as a whole or not at all
+    plans = [_planned(one, step, aside, len(stores)) for one in stores]  # first: a run goes back whole or not at all
     if not dry_run:
         for one in stores:
             with held_points(one.directory) as points:
@@ -110,9 +113,13 @@ def _stores(place: Place) -> list[Place]:
     return stores
 
 
-def _planned(place: Place, step: int, aside: bool) -> RolledBack:
+def _planned(place: Place, step: int, aside: bool, stores: int) -> RolledBack:
     catalog = Catalog.open(place.directory)
     plan = plan_rollback(catalog, step)
+    if (plan.point.ranks or 0) > stores > 1:
+        raise StoreNotFoundError(
+            f"{place.url}: the point of step {step} was saved by {plan.point.ranks} ranks, and {stores} are here"
+        )
     leaves = bool(len(plan.leaving) or plan.void)
     return RolledBack(
         place.url,
@@ -124,6 +131,30 @@ def _planned(place: Place, step: int, aside: bool) -> RolledBack:
         tuple(head.step or 0 for head in plan.void),
         aside_name(catalog.generation + 1) if aside and leaves else None,
     )
+
+
+def run_points_report(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what ``inspect`` says of the saved points of a run: of each step, which ranks lack it."""
+    points = {}
+    for part in parts:
+        name = part["path"].rstrip("/").rsplit("/", 1)[-1]
+        if is_of_rank(name) and part["kind"] == "store":
+            points[int(name.removeprefix("rank_"))] = [SavedPoint(**point) for point in part["saved_points"]]
+    return [
+        {"step": point.step, "ranks": point.ranks, "lacking": list(point.lacking), "trajectories": point.trajectories}
+        for point in unite_points(points)
+    ]
+
+
+def incomplete_points(place: Place) -> list[str]:
+    """Return a sentence on each saved point that some ranks of a run have and others do not."""
+    points = {}
+    for part in place.parts:
+        if part.kind == "store" and is_of_rank(part.name):
+            with suppress(StoreError, OSError):  # told already
+                catalog = Catalog.open(part.directory)
+                points[rank_of(part.directory)] = list(map(SavedPoint.of, catalog.pins.points(catalog.generation)))
+    return [incomplete_sentence(point) for point in unite_points(points) if not point.is_complete]
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:
@@ -147,7 +178,7 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
         )
     return {
         "saved_points": [
-            {name: getattr(point, name) for name in ("step", "generation", "trajectories", "state_bytes")}
+            {name: getattr(point, name) for name in ("step", "generation", "trajectories", "state_bytes", "ranks")}
             for point in map(SavedPoint.of, pins.points(generation))
         ],
         "aside": reports,

@@ -23,6 +23,7 @@ from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.inspection.foreign import iterate_rlinf
+from trajstore.inspection.points import incomplete_points
 from trajstore.reading.places import Place, find_place, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.shard_access import ShardAccess, fetch_file
@@ -132,6 +133,7 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
         for part, found in zip(place.parts, result.parts, strict=True):
             name = "" if part.url == place.url else part.name + "/"
             result.problems += [replace(problem, file=f"{name}{problem.file}") for problem in found.problems]
+        result.notes += incomplete_points(place)
         result.trajectories, result.files, result.nbytes = (
             sum(getattr(part, name) for part in result.parts) for name in ("trajectories", "files", "nbytes")
         )

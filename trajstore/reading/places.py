@@ -139,6 +139,11 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     return Ranks(tuple(found), tuple(lacking) if found else ())
 
 
+def rank_of(directory: Directory) -> int:
+    """Return the number of the rank whose store lies in a folder ``rank_<r>``."""
+    return int(directory.url.rstrip("/").rpartition("rank_")[2])
+
+
 def is_of_rank(place_name: str) -> bool:
     """Return whether a directory is called like that of one rank, which has a store of its own."""
     return _RANK.fullmatch(place_name) is not None

@@ -1,0 +1,150 @@
+"""One saved point at one step over all ranks of a run: complete when every rank has it, gone back to as one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trajstore import (
+    SavedPoint,
+    TrajectoryReplayBuffer,
+    roll_back_run,
+    run_points,
+    save_run_point,
+)
+from trajstore.buffer.runs import RunPoint, unite_points
+from trajstore.cli import main
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.points import roll_back
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import check_trajectory, witness
+
+RANKS = 3
+
+
+def join(folder: Path, name: str, rank: int) -> None:
+    """Become a rank of a group of processes."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(folder / name), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+
+
+def open_rank(run: Path, rank: int) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(seed=rank, auto_save=True, auto_save_path=run / f"rank_{rank}", sample_window_size=0)
+
+
+def record(run: Path, rank: int, told: Any) -> None:
+    """Record four steps; rank 1 is killed in the third, before it saves."""
+    join(run.parent, "first", rank)
+    buffer = open_rank(run, rank)
+    for step in range(1, 5):
+        buffer.add_trajectories([witness(100 * step + 10 * rank + k) for k in range(rank + 1)])
+        if step == 3 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            save_run_point(buffer, step, {"step": step, "rank": rank}, keep=2)
+        except StoreWriteError as error:
+            told.put((rank, step, str(error)))
+            return
+
+
+def go_on(run: Path, rank: int, told: Any) -> None:
+    """Go back to the newest point that every rank has, and save two more."""
+    join(run.parent, "second", rank)
+    with open_rank(run, rank) as buffer:
+        step, state = roll_back_run(buffer)
+        keys = sorted(check_trajectory(buffer.get(one)) for one in buffer.trajectory_ids.tolist())
+        told.put((rank, step, state, keys))
+        for step in (3, 4):
+            buffer.add_trajectories([witness(1000 * step + rank)])
+            save_run_point(buffer, step, {"step": step}, keep=2)
+
+
+def start(target: Any, run: Path) -> tuple[list[Any], Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed", "trajstore.buffer.runs", __name__]
+    )  # six imports of torch less
+    told = context.Queue()
+    children = [context.Process(target=target, args=(run, rank, told)) for rank in range(RANKS)]
+    for child in children:
+        child.start()
+    return children, told
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    children, told = start(record, run)
+    errors = {rank: (step, text) for rank, step, text in (told.get(timeout=300) for _ in range(RANKS - 1))}
+    for child in children:
+        child.join()
+    assert errors.keys() == {0, 2}
+    assert all(step == 3 and "a rank does not answer" in text for step, text in errors.values())
+    assert run_points(run) == [
+        RunPoint(1, RANKS, (), 6),
+        RunPoint(2, RANKS, (), 12),
+        RunPoint(3, RANKS, (1,), 3 + 9),
+    ]
+    sentence = "the saved point of step 3 is incomplete: of 3 ranks, it is not in rank_1"
+    found = verify(run)
+    assert found.sound
+    assert found.notes == [sentence]
+    assert inspect(run)["run_points"][2]["lacking"] == [1]
+    assert main(["inspect", str(run)]) == 0
+    assert "no, rank_1 lacks it" in capsys.readouterr().out
+    with pytest.raises(StoreNotFoundError, match="no saved point of step 3; there are: 1, 2"):
+        roll_back(run, 3)
+    with pytest.raises(StoreNotFoundError, match="step-3"):
+        TrajectoryReplayBuffer.open(run, pin="step-3")
+    with TrajectoryReplayBuffer.open(run, pin="step-2") as reader:
+        assert len(reader) == 12
+
+    children, told = start(go_on, run)
+    answers = {rank: rest for rank, *rest in (told.get(timeout=300) for _ in range(RANKS))}
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+    for rank, (step, state, keys) in answers.items():
+        assert (step, state) == (2, {"step": 2, "rank": rank})
+        assert keys == sorted(100 * step + 10 * rank + k for step in (1, 2) for k in range(rank + 1))
+    assert run_points(run) == [RunPoint(3, RANKS, (), 15), RunPoint(4, RANKS, (), 18)]
+    assert verify(run).sound
+    done = roll_back(run, 3)
+    assert done.trajectories == 15
+    with TrajectoryReplayBuffer.open(run) as everything:
+        assert len(everything) == 15
+
+
+def test_points_of_ranks_that_do_not_say_how_many_they_are() -> None:
+    point = SavedPoint(5, 1, 2, 0)
+    assert unite_points({0: [point], 1: [point], 2: []}) == [RunPoint(5, 3, (2,), 4)]
+    assert unite_points({0: [SavedPoint(5, 1, 2, 0, ranks=3)], 1: [point]}) == [RunPoint(5, 3, (2,), 4)]
+    assert unite_points({}) == []
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    with open_rank(tmp_path, 0) as buffer:
+        with pytest.raises(ConfigurationError, match="init first"):
+            save_run_point(buffer, 1)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+        with pytest.raises(ConfigurationError, match="rank 1 of 2 writes to a folder rank_1"):
+            save_run_point(buffer, 1)
+    with pytest.raises(StoreError, match="no store of its own"):
+        roll_back_run(TrajectoryReplayBuffer())
+    with pytest.raises(StoreNotFoundError):
+        run_points(tmp_path / "nowhere")
