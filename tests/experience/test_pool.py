@@ -327,6 +327,13 @@ def test_a_success_is_what_reaches_the_threshold_that_was_given(make: Make, thre
     assert manager.difficulty2task_dict == {2: ["a"]}
 
 
+def test_more_than_the_threshold_is_a_success_too(make: Make) -> None:
+    manager = pool()
+    kept = step(manager, rollouts(make, "a", [2.0, 1.0, 0.9, -1.0]))
+    assert numbers(kept) == [0, 1]
+    assert manager.difficulty2task_dict == {2: ["a"]}
+
+
 def test_partial_rewards_are_failures_and_are_not_replayed(make: Make) -> None:
     manager = pool()
     step(manager, rollouts(make, "a", [0.1, 0.1, 1.0, 0.0]) + rollouts(make, "b", [0.1, 0.9, 0.0, 0.0]))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer_hooks.verl.rows import plain
 from trajstore.inspection.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 
@@ -99,7 +100,7 @@ class Scribe:
                 continue
             decoded = self._decoder.batch_decode([turns[place][2] for place in places], skip_special_tokens=kind)
             for place, text in zip(places, decoded, strict=True):
-                texts[place] = str(text)
+                texts[place] = plain(str(text))
         for (one, written, _), text in zip(turns, texts, strict=True):
             role, author = ("assistant", "llm") if written else ("environment", "env")
             one.messages.append({"role": role, "content": text, "author": author})

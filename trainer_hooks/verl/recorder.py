@@ -133,6 +133,10 @@ class RolloutRecorder:
         """
         try:
             self._background.close()
+        except KeyboardInterrupt:
+            if left := self._taken - self._handed_on:
+                logger.error("interrupted: %d rollouts had no text yet, and are not recorded", left)
+            raise
         finally:
             try:
                 self.buffer.close()
@@ -165,9 +169,8 @@ class RolloutRecorder:
         try:
             self.buffer.add_trajectories(some)
             return []
-        except StoreClosedError as error:
+        except StoreClosedError as error:  # closing was interrupted, which told of them
             self.lost += len(some)
-            logger.error("%d rollouts are not recorded: %s", len(some), error)
             return [error]
         except (StoreError, InvalidTrajectoryError) as error:
             # An add tells of writes that failed before it, once; the store goes on trying those by itself. And one

@@ -49,8 +49,8 @@ _KNOWN_EXTRA = frozenset(
 NOT_GUIDED = "not_guided"
 """Key of ``metadata``: why a rollout was not shown the experience that there was for it."""
 
-_PLAIN = frozenset((str, int, bool, type(None)))
-"""Types whose values are the same in JSON."""
+_LEAST, _MOST = -(2**63), 2**64 - 1
+"""Integers that the store has."""
 
 _OF_ONE_OUTPUT = ("token_scores",)
 """Keys of ``metadata`` that each output of a session has for itself."""
@@ -361,20 +361,26 @@ def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: numbers of numpy and torch as Python's, what is no JSON as its text."""
-    if type(value) in _PLAIN:  # first, as most are such
+    """Return a value as the store has it: numbers of numpy and torch as Python's, what it has no equal of as its text.
+
+    Those are objects, numbers that are not finite, and integers beyond 64 bits. Half of a surrogate pair, which no
+    file can hold, is told by its escape. What is told of a rollout is for reading, and must not cost the rollout.
+    """
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray | Tensor) and value.ndim == 0):
-        value = value.item()
-    elif isinstance(value, np.ndarray | Tensor):
+    if isinstance(value, np.ndarray | Tensor) and value.ndim:
         return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    if isinstance(value, np.generic | np.ndarray | Tensor):
+        value = value.item()
+    storable = isinstance(value, int) and _LEAST <= value <= _MOST
+    storable = storable or (isinstance(value, float) and math.isfinite(value))
+    return value if storable else plain(str(value))
 
 
 def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.builders import VOCABULARY, fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.cuts import read_cut
@@ -873,3 +873,43 @@ def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: 
         assert one.input_ids is not None
         assert other.input_ids is not None
         assert torch.equal(one.input_ids, other.input_ids)
+
+
+class SmallVocabulary(Words):
+    """Fails for tokens that a model with a padded vocabulary may sample."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        if any(token >= VOCABULARY for one in ids for token in one):
+            raise OverflowError("out of range")
+        return super().batch_decode(ids, skip_special_tokens)
+
+
+def test_a_task_that_nobody_here_wrote(make_session: MakeSession, tmp_path: Path) -> None:
+    """Rewards between -1 and 1, some NaN; responses without a token of the model's; tokens that the tokenizer lacks."""
+    session = make_session(store={"path": str(tmp_path / "pool")}, decoder=SmallVocabulary())
+    scores = [1.0, -1.0, float("nan"), 1.0]
+    for step in range(1, 4):
+        session.plan(TASKS, 0.5, step)
+        rows = []
+        for index in range(len(TASKS)):
+            for number, score in enumerate(scores):
+                uid = f"s{step}i{index}"
+                rows.append(fresh_row(uid, number, response=2 + number, score=score, index=index, seed=10 * step))
+                if number == 3 and index < 2:
+                    for name in ("response_mask", "loss_mask"):
+                        rows[-1].columns[name][:] = 0
+        rows[0].columns["raw_prompt"] = [{"role": "user", "content": "half a pair: \ud800"}]
+        rows[1].columns["extra_fields"]["odd"] = 2**70
+        rows[4].columns["responses"][1] = VOCABULARY + 7
+        rows[4].columns["input_ids"][-1] = VOCABULARY + 7
+        rate(joined := session.join(put(rows)))
+        figures = session.scored(joined, step)
+    session.save(tmp_path / "global_step_3", 3)
+    figures |= session.scored(batch_of([]), 3)
+    assert figures["recording/lost"] == 0
+    assert figures["recording/without_text"] == 3
+    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as recorded:
+        found = [recorded.get(number) for number in recorded.trajectory_ids.tolist()]
+    assert len(found) == 3 * len(TASKS) * N
+    outcomes = Counter(one.reward.outcome for one in found if isinstance(one, AgentTrajectory) and one.reward)
+    assert outcomes[None] >= 3 * len(TASKS)

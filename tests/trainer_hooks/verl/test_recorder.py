@@ -171,3 +171,21 @@ recording.record([AgentTrajectory(input_ids=ids, response_start=2, response_mask
     found = on_disk(tmp_path)
     assert len(found) == 200
     assert {len(one.messages) for one in found} == {1}
+
+
+def test_who_interrupts_closing_is_told_what_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    recording = recorder(tmp_path, gate=gate)
+    recording.record(made("a", 100))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording._background, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recording.close()
+    assert "interrupted: 100 rollouts had no text yet, and are not recorded" in caplog.text
+    gate.set()
+    assert on_disk(tmp_path) == []

@@ -419,6 +419,9 @@ def test_plain() -> None:
         "inf": np.float64("inf"),
         "none": None,
         "object": Path("a"),
+        "long": 2**70,
+        "unsigned": 2**64 - 1,
+        "half \ud800": "\udc80 é",
     }
     result = plain(value)
     assert result == {
@@ -432,9 +435,14 @@ def test_plain() -> None:
         "inf": "inf",
         "none": None,
         "object": "a",
+        "long": str(2**70),
+        "unsigned": 2**64 - 1,
+        "half \\ud800": "\\udc80 é",
     }
     assert type(result["flag"]) is bool
     assert type(result["whole"]) is int
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([AgentTrajectory(input_ids=torch.tensor([1]), metadata=result)])
 
 
 @pytest.mark.parametrize("value", [np.array([1.0, np.nan]), torch.tensor([[float("inf")]])])
