@@ -34,14 +34,10 @@ def shared_fixtures() -> Path:
     return SHARED
 
 
-LOCKS_CHECKED = ("buffer", "feeding", "files", "mirroring", "sampling", "saved_points", "stateful", "writing")
-"""Folders of the tests in which the order of locks is checked: where threads meet in one process."""
-
-
 @pytest.fixture(autouse=True)
 def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test in which locks are taken out of order; exceptions at any moment forbid it, see ``locks.checked``."""
-    if request.path.parent.name not in LOCKS_CHECKED or "interrupts" in request.keywords:
+    """Fail a test in which locks are taken out of order, unless the marker ``locks_unchecked`` says why it cannot."""
+    if request.node.get_closest_marker("locks_unchecked") is not None:
         yield
         return
     with locks.checked() as breaches:

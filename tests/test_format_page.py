@@ -15,22 +15,22 @@ import torch
 from tests import format_reader
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
 
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
     """Compare what the reader of the page finds with a trajectory as it was added."""
-    record = record_of(trajectory)
+    flat = flatten(trajectory)
     found = format_reader.read_columns(store, entry)
-    assert list(found) == [column.name for column in record.schema.columns]
-    for number, column in enumerate(record.schema.columns):
-        assert found[column.name].data == bytes(record.column_bytes(number)), column.name
+    assert list(found) == [column.name for column in flat.schema.columns]
+    for number, column in enumerate(flat.schema.columns):
+        assert found[column.name].data == bytes(flat.column_bytes(number)), column.name
         assert (found[column.name].dtype, found[column.name].axis) == (column.dtype, column.axis)
-    assert entry.versions == record.versions
-    assert entry.max_episode_length == record.max_episode_length
-    assert entry.weights == record.model_weights_id
+    assert entry.versions == flat.versions
+    assert entry.max_episode_length == flat.max_episode_length
+    assert entry.weights == flat.model_weights_id
     format_reader.check_shard(store.path, entry.shard)
 
 

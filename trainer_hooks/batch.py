@@ -225,9 +225,9 @@ def _span(number: int, trajectory: AgentTrajectory) -> tuple[int, int]:
     """Return the numbers of prompt tokens and of all tokens of a row."""
     start = trajectory.response_start
     if trajectory.input_ids is None or trajectory.loss_mask is None or start is None:
-        missing = [name for name in ("input_ids", "loss_mask", "response_start") if getattr(trajectory, name) is None]
+        lacking = [name for name in ("input_ids", "loss_mask", "response_start") if getattr(trajectory, name) is None]
         raise InvalidTrajectoryError(
-            f"row {number}, task {trajectory.task_id!r}: lacks {', '.join(missing)}; tokenize its messages first"
+            f"row {number}, task {trajectory.task_id!r}: lacks {', '.join(lacking)}; tokenize its messages first"
         )
     length = trajectory.input_ids.numel()
     if not 0 <= start <= length:

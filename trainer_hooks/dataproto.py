@@ -62,7 +62,7 @@ def batch_of(data: DataProto) -> Batch:
     Tensors are shared. A row's lengths reach from its first to its last token with attention.
 
     Raises:
-        ConfigurationError: a key that the hook reads is missing.
+        ConfigurationError: a key that the hook reads is absent.
     """
     _require("data.batch", data.batch.keys(), _HOOK_KEYS)
     _require("data.non_tensor_batch", data.non_tensor_batch, _HOOK_NON_TENSOR_KEYS)
@@ -89,7 +89,7 @@ def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
         hook: its configuration decides (``enable``, ``exp_is_correct``); it takes its figures.
 
     Raises:
-        ConfigurationError: a key is missing, or the log-probs have been replaced before.
+        ConfigurationError: a key is absent, or the log-probs have been replaced before.
     """
     _require("data.batch", data.batch.keys(), ("old_log_probs",))
     if CURRENT_OLD_LOG_PROBS in data.batch.keys():  # noqa: SIM118  # a TensorDict has no "in"
@@ -109,7 +109,7 @@ def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) 
         meta_info: that of the ``DataProto``, with what :func:`replace_old_log_probs` put there.
 
     Raises:
-        ConfigurationError: a key is missing.
+        ConfigurationError: a key is absent.
     """
     _require("tensors", tensors.keys(), ("old_log_probs", "advantages", "response_mask", "exp_mask"))
     _require("meta_info", meta_info, (LOSS_OPTIONS,))
@@ -133,7 +133,7 @@ def step_done(data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHoo
         hook: the hook that planned them.
 
     Raises:
-        ConfigurationError: a key is missing.
+        ConfigurationError: a key is absent.
         InvalidTrajectoryError: a rollout is not in the data, or is there twice (padding that was not taken off).
         StoreWriteError: the pool's store could not write.
     """
@@ -153,6 +153,6 @@ _REMEDIES = {
 def _require(where: str, present: Iterable[str], names: Sequence[str]) -> None:
     """Raise ConfigurationError unless all names are there."""
     held = set(present)
-    if missing := [name for name in names if name not in held]:
-        remedy = _REMEDIES.get(missing[0], "to_dataproto puts it there: don't pop it, and select it too")
-        raise ConfigurationError(f"{where}: lacks {', '.join(missing)}; {remedy}")
+    if lacking := [name for name in names if name not in held]:
+        remedy = _REMEDIES.get(lacking[0], "to_dataproto puts it there: don't pop it, and select it too")
+        raise ConfigurationError(f"{where}: lacks {', '.join(lacking)}; {remedy}")

@@ -5,7 +5,7 @@ One step, beside the calls of ``ReplayHook``::
     plan = replay.before_rollout(...)                     # tasks, and how many rollouts each makes
     configs = guidance.before_rollout(plan)               # one TrajExpConfig for each of these rollouts, in order
     messages = guidance.context(messages, configs[i])     # what the model reads
-    fresh[i] = guidance.finished(trajectory, configs[i])  # the messages to train on, a record of what was shown
+    fresh[i] = guidance.finished(trajectory, configs[i])  # the messages to train on, what was shown
     ...
     metrics |= guidance.step_done(fresh, step)            # worth counted, rollouts on their way to be summarized
 
@@ -119,7 +119,7 @@ class GuidanceHook(Closing):
         return self._worker.manage_training_context(messages, config)[1]
 
     def finished(self, trajectory: AgentTrajectory, config: TrajExpConfig) -> AgentTrajectory:
-        """Return the rollout with its record of what it was shown, and with the messages that it is trained on.
+        """Return the rollout, which says what it was shown, and with the messages that it is trained on.
 
         A discarded rollout loses its sampled log-probs: they are those of another prompt. Its token ids are for
         the caller to make of the messages that are left.
@@ -183,9 +183,9 @@ class GuidanceHook(Closing):
         if self._updates is None or not self.config.init_experience_before_training:
             return True
         self._updates.submit(rollouts)
-        return self.settle(timeout)
+        return self.wait(timeout)
 
-    def settle(self, timeout: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Wait until rollouts handed over have become experience; for runs that are to be repeated exactly."""
         return self._updates is None or self._updates.wait(timeout)
 

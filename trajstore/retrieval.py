@@ -97,7 +97,7 @@ class RetrievalIndex:
                 self._frequencies[word] -= 1
         self._count -= len(keys)
         self._removed = self._removed.union(keys)
-        if len(self._removed) > self._count:  # most of what lies there is gone: one merge of all clears it
+        if len(self._removed) > self._count:  # most of what lies there was removed: one merge of all clears it
             held = [segment for level in self._levels for segment in level]
             self._levels = self._placed(_merged(held, self._removed)) if held else ()
             self._removed = frozenset()
@@ -138,8 +138,8 @@ class RetrievalIndex:
         counts = ends[places + 1] - ends[places]
         order = _runs(ends[places], counts)
         # The segment's own weight of each word is in its scores: out with it.
-        own = np.array([_idf(count, len(keys)) for count in counts.tolist()])
-        weights = (data[order] / np.repeat(own, counts)).astype(np.float32)
+        rarity = np.array([_idf(count, len(keys)) for count in counts.tolist()])
+        weights = (data[order] / np.repeat(rarity, counts)).astype(np.float32)
         starts = np.concatenate([[0], counts.cumsum()])
         return _Segment(keys, numbers, starts, rows[order].astype(np.int32), weights)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.buffer.backing import StoreBacking
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.store.index import TrajectoryIndex, columns_of, starts_of
 from trajstore.testing.witness import check_trajectory, witness
@@ -26,9 +26,9 @@ def step(steps: int, version: int | None) -> Trajectory:
 def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number, (steps, version) in enumerate(sizes):
-        record = record_of(step(steps, version))
-        columns = columns_of([record], [number], bytes(16), index.weights, 0)
-        index.append(columns | starts_of([record.extent], record.schema.kind))
+        flat = flatten(step(steps, version))
+        columns = columns_of([flat], [number], bytes(16), index.weights, 0)
+        index.append(columns | starts_of([flat.extent], flat.schema.kind))
     return index
 
 

@@ -47,7 +47,7 @@ def test_report_of_a_store(tmp_path: Path, trajectory_format: str) -> None:
     assert set(columns) >= {"rewards", "dones", "versions", "curr_obs.states"}
     assert report["steps"]["min"] == report["steps"]["max"] == STEPS
     assert report["batch"]["mean"] == ENVIRONMENTS
-    assert report["ids"] == {"first": 0, "last": 4, "missing": 0, "gaps": []}
+    assert report["ids"] == {"first": 0, "last": 4, "absent": 0, "gaps": []}
     assert report["policy"]["versions"] == {"min": 10, "max": 14}
     assert report["policy"]["ages"] == {"min": 0, "mean": 2.0, "max": 4}
     assert report["rewards"]["mean"] == 1.0

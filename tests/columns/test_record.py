@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.trajectory import get_model_weights_id
 
 
@@ -33,7 +33,7 @@ def test_tensors_that_are_not_plain_memory(view: str) -> None:
         "negated": lambda: torch.complex(plain, -plain).conj().imag,
         "parameter": lambda: torch.nn.Parameter(plain.clone()),
     }[view]()
-    (stored,) = record_of(Trajectory(rewards=made)).tensors
+    (stored,) = flatten(Trajectory(rewards=made)).tensors
     assert stored.is_contiguous()
     assert not stored.requires_grad
     assert not stored.is_conj()
@@ -44,7 +44,7 @@ def test_tensors_that_are_not_plain_memory(view: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8])
 def test_versions_of_any_real_dtype(dtype: torch.dtype) -> None:
     rollout = Trajectory(rewards=torch.ones(3, 1, 1), versions=torch.tensor([4, 2, 3]).reshape(3, 1, 1).to(dtype))
-    assert record_of(rollout).versions == (2, 4)
+    assert flatten(rollout).versions == (2, 4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1j])

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.inspection.verify import verify
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
@@ -178,9 +178,9 @@ class Point:
 def test_metadata_that_json_has_no_equal_of_is_refused_by_its_path(refused: Refuse, value: Any) -> None:
     refused(AgentTrajectory(metadata={"fine": 1, "deep": [{"bad": value}]}), r"^field metadata.deep\[0\].bad")
     with pytest.raises(errors.InvalidTrajectoryError, match=r"^field messages\[1\]\.content"):
-        record_of(AgentTrajectory(messages=[{"role": "user"}, {"content": value}]))
+        flatten(AgentTrajectory(messages=[{"role": "user"}, {"content": value}]))
     with pytest.raises(errors.InvalidTrajectoryError, match=r"^field reward\.metadata\.judge"):
-        record_of(AgentTrajectory(reward=Reward(metadata={"judge": value})))
+        flatten(AgentTrajectory(reward=Reward(metadata={"judge": value})))
 
 
 def test_metadata_nested_too_deeply(refused: Refuse) -> None:
@@ -280,7 +280,7 @@ def test_numpy_arrays_that_cannot_be_written_to_are_taken_without_a_warning() ->
     array.flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        record_of(Trajectory(rewards=array))  # type: ignore[arg-type]
+        flatten(Trajectory(rewards=array))  # type: ignore[arg-type]
 
 
 # -- what earlier versions stored --------------------------------------------------------------------

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, TrajectoryReplayBuffer
-from trajstore.buffer.intake import records_of
-from trajstore.columns.conversion import record_of
+from trajstore.buffer.intake import flatten_all
+from trajstore.columns.conversion import flatten
 from trajstore.distributed.census import Census
 from trajstore.distributed.known import Known
 from trajstore.distributed.parcel import pack, split, unpack
@@ -50,32 +50,32 @@ def equal(one: Any, other: Any) -> bool:
 
 def test_what_is_packed_comes_out_equal() -> None:
     given = [witness(3), agent(0), agent(1), witness(4)]
-    parcel = pack(records_of(given))
+    parcel = pack(flatten_all(given))
     parcel.data.flags.writeable = False  # as out of Ray's object store
-    records = [record_of(one) for one in given]
-    for record, found in zip(records, unpack(parcel), strict=True):
-        assert found.schema is record.schema
-        assert (found.extent, found.num_samples, found.versions) == (record.extent, record.num_samples, record.versions)
+    flats = [flatten(one) for one in given]
+    for flat, found in zip(flats, unpack(parcel), strict=True):
+        assert found.schema is flat.schema
+        assert (found.extent, found.num_samples, found.versions) == (flat.extent, flat.num_samples, flat.versions)
         assert (found.model_weights_id, found.max_episode_length) == (
-            record.model_weights_id,
-            record.max_episode_length,
+            flat.model_weights_id,
+            flat.max_episode_length,
         )
-        for column in range(len(record.tensors)):
-            assert bytes(found.column_bytes(column)) == bytes(record.column_bytes(column))
+        for column in range(len(flat.tensors)):
+            assert bytes(found.column_bytes(column)) == bytes(flat.column_bytes(column))
 
 
 def test_a_list_is_cut_by_bytes() -> None:
-    records = records_of([witness(key) for key in range(6)])
-    sizes = [record.nbytes for record in records]
-    parts = list(split(records, max(sizes)))
-    assert [record for part in parts for record in part] == records
-    assert all(len(part) == 1 or sum(record.nbytes for record in part) <= max(sizes) for part in parts)
-    assert len(list(split(records, sum(sizes)))) == 1
+    flats = flatten_all([witness(key) for key in range(6)])
+    sizes = [flat.nbytes for flat in flats]
+    parts = list(split(flats, max(sizes)))
+    assert [flat for part in parts for flat in part] == flats
+    assert all(len(part) == 1 or sum(flat.nbytes for flat in part) <= max(sizes) for part in parts)
+    assert len(list(split(flats, sum(sizes)))) == 1
 
 
 def test_a_parcel_of_another_version_is_refused() -> None:
-    parcel = pack(records_of([witness(0)]))
-    for head in (b"{}", b"nonsense", parcel.head.replace(b'"records"', b'"other"')):
+    parcel = pack(flatten_all([witness(0)]))
+    for head in (b"{}", b"nonsense", parcel.head.replace(b'"trajectories"', b'"other"')):
         with pytest.raises(ConfigurationError, match="same trajstore"):
             unpack(type(parcel)(parcel.key, head, parcel.data))
     with pytest.raises(ConfigurationError, match="bytes arrived"):
@@ -84,7 +84,7 @@ def test_a_parcel_of_another_version_is_refused() -> None:
 
 def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     one = server(tmp_path, 7)
-    parcel = pack(records_of([witness(key) for key in range(5)]))
+    parcel = pack(flatten_all([witness(key) for key in range(5)]))
     results: list[list[int]] = []
     threads = [threading.Thread(target=lambda: results.append(one.add(parcel, 5))) for _ in range(4)]
     for thread in threads:
@@ -97,19 +97,19 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     again = server(tmp_path, 7, "second")  # the process was killed, and the caller never got its answer
     assert again.add(parcel, 5) == results[0]
     assert again.stats()["num_trajectories"] == 5
-    assert again.add(pack(records_of([witness(9)])), 1) == [7 + MOST_STORES * 5]
+    assert again.add(pack(flatten_all([witness(9)])), 1) == [7 + MOST_STORES * 5]
     again.close()
 
 
 def test_what_was_not_committed_when_the_process_ended_is_asked_for_again(tmp_path: Path) -> None:
-    parcel = pack(records_of([witness(0)]))
+    parcel = pack(flatten_all([witness(0)]))
     one = server(tmp_path)
     assert one.committed(parcel.key, 1, 0.0) is None
     one.close()
 
 
 def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
-    parcel = pack(records_of([witness(key) for key in range(4)]))
+    parcel = pack(flatten_all([witness(key) for key in range(4)]))
     one = server(tmp_path)
     ids = one.add(parcel, 4)
     one.flush()
@@ -154,8 +154,8 @@ def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -
     with pytest.raises(EmptyBufferError):
         census.samples(1, torch.Generator())
     for key in range(8):
-        one.add(pack(records_of([witness(key)])), 1)
-        two.add(pack(records_of([witness(100 + key)])), 1)
+        one.add(pack(flatten_all([witness(key)])), 1)
+        two.add(pack(flatten_all([witness(100 + key)])), 1)
         look((0, one), (1, two))
         here = {rank: store.trajectories for rank, store in ((0, one), (1, two))}
         for number in census.ids.tolist():
@@ -174,7 +174,7 @@ def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -
     drawn = census.samples(4000, torch.Generator().manual_seed(0))
     assert set(drawn.ids.tolist()) == set(census.ids.tolist())
     for number in census.ids.tolist():  # each sample of each trajectory
-        size = record_of((one if number % MOST_STORES == 0 else two).trajectories([number])[0]).num_samples
+        size = flatten((one if number % MOST_STORES == 0 else two).trajectories([number])[0]).num_samples
         assert set(drawn.samples[drawn.ids == number].tolist()) <= set(range(size))
     assert census.leave_out(1) == 8
     assert not (census.samples(100, torch.Generator()).ids % MOST_STORES).any()
@@ -190,7 +190,7 @@ def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -
 
 def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
     one = server(tmp_path)
-    one.add(pack(records_of([witness(key) for key in range(4)])), 4)
+    one.add(pack(flatten_all([witness(key) for key in range(4)])), 4)
     one.flush()
     census = Census()
     census.take(0, one.news("", -1, False))
@@ -211,7 +211,7 @@ def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
 
 def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
     one = server(tmp_path)
-    one.add(pack(records_of([agent(number) for number in range(4)])), 4)
+    one.add(pack(flatten_all([agent(number) for number in range(4)])), 4)
     assert one.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
     assert one.news("", -1, False).changes[0].tasks is None
     one.close()

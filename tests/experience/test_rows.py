@@ -49,7 +49,7 @@ def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=5))
 def test_rows_come_back_as_they_were(shapes: list[tuple[int, int]]) -> None:
     rows = [row(prompt, response, seed) for seed, (prompt, response) in enumerate(shapes)]
-    packed = pack_rows(rows, own=("score",))
+    packed = pack_rows(rows, per_row=("score",))
     back = rows_of(packed)
     assert row_count(packed) == len(back) == len(rows)
     assert response_length(packed) == sum(response for _, response in shapes)

@@ -287,20 +287,20 @@ def test_importance_weights_come_with_the_batch() -> None:
 
 def test_a_trajectory_that_is_evicted_under_way_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = memory([rollout(key, 5, 2) for key in range(9)])
-    gone: list[int] = []
+    evicted: list[int] = []
     genuine = buffer.token_rows
 
     def evict_first(ids: Any, columns: Any = None) -> Any:
-        if not gone:
-            gone.append(int(ids[0]))
-            buffer.evict(gone)
+        if not evicted:
+            evicted.append(int(ids[0]))
+            buffer.evict(evicted)
         return genuine(ids, columns)
 
     monkeypatch.setattr(buffer, "token_rows", evict_first)
     with TokenLoader(buffer, 15, sampler=EpochSampler(unit="trajectory", epochs=1), batch_size=2) as loader:
         seen = [number for batch in loader for pack in batch for number in pack["trajectory_ids"].tolist()]
         assert loader.figures()["batches_redrawn"] == 1
-    assert sorted(seen) == sorted(set(range(9)) - set(gone))
+    assert sorted(seen) == sorted(set(range(9)) - set(evicted))
 
 
 def test_the_transition_loader_ends_with_its_epochs_and_loses_no_row_to_an_eviction(
@@ -308,19 +308,19 @@ def test_the_transition_loader_ends_with_its_epochs_and_loses_no_row_to_an_evict
 ) -> None:
     buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
     buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), float(key))) for key in range(7)])
-    gone: list[int] = []
+    evicted: list[int] = []
     genuine = buffer.read
 
     def evict_first(rows: Any, **options: Any) -> dict[str, Any]:
-        if not gone:
-            gone.append(int(rows.ids[0]))
-            buffer.evict(gone)
+        if not evicted:
+            evicted.append(int(rows.ids[0]))
+            buffer.evict(evicted)
         return genuine(rows, **options)
 
     monkeypatch.setattr(buffer, "read", evict_first)
     with ReplayLoader(buffer, 4, sampler=EpochSampler(epochs=1), prefetch=1) as loader:
         seen = [value for batch in loader for value in batch["rewards"].reshape(-1).tolist()]
-    left = [float(key) for key in range(7) if key not in gone for _ in range(2)]
+    left = [float(key) for key in range(7) if key not in evicted for _ in range(2)]
     assert sorted(seen) == left
 
 

@@ -184,13 +184,11 @@ def test_child_processes_connect_anew(method: Any, s3_url: str, s3_options: dict
 
 def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")
-    from trajstore.columns.conversion import record_of
+    from trajstore.columns.conversion import flatten
     from trajstore.formats.zarr import ZarrFormat
 
     rewards = torch.arange(24.0).reshape(4, 2, 3)
-    encoded = ZarrFormat(codec="zstd").encode(
-        "shard_00000001", ShardContent.of([record_of(Trajectory(rewards=rewards))])
-    )
+    encoded = ZarrFormat(codec="zstd").encode("shard_00000001", ShardContent.of([flatten(Trajectory(rewards=rewards))]))
     open_directory(s3_url, **s3_options).publish(encoded.files)
     group = zarr.open_group(f"{s3_url}/shards/shard_00000001.zarr", mode="r", storage_options=s3_options)
     assert group["rewards"][:].tolist() == rewards.reshape(8, 3).tolist()

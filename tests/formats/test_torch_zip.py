@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.record import raw_bytes
+from trajstore.columns.flat import raw_bytes
 from trajstore.columns.schema import dtypes
 from trajstore.errors import ConfigurationError, CorruptStoreError, UnsafeContentError
-from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, damaged_records, locate, write_torch_zip
+from trajstore.formats.torch_zip import ALIGNMENT, TensorPlace, TensorSlot, damaged_members, locate, write_torch_zip
 from trajstore.testing.formats import random_tensor, same_bytes
 
 
@@ -121,16 +121,16 @@ def test_files_that_torch_wrote_without_checksums_are_located() -> None:
     tensor = torch.arange(9)
     data = saved({"a": tensor}, checksums=False)
     assert torch.equal(at(data, locate(data)["a"]), tensor)
-    assert damaged_records(data) == []
+    assert damaged_members(data) == []
 
 
-def test_damaged_records_are_told_by_name() -> None:
+def test_damaged_members_are_told_by_name() -> None:
     tensor = torch.arange(9) + 0x1234567
     data = bytearray(saved({"a": tensor}))
-    assert damaged_records(data) == []
+    assert damaged_members(data) == []
     data[data.index(tensor.numpy().tobytes()) + 5] ^= 4
-    assert damaged_records(data) == ["archive/data/0"]
-    assert damaged_records(b"no archive") == []
+    assert damaged_members(data) == ["archive/data/0"]
+    assert damaged_members(b"no archive") == []
 
 
 def test_code_in_a_file_of_torch_is_refused_and_not_run(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.columns.fields import Axis
-from trajstore.columns.record import Record, raw_bytes
+from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.schema import Schema
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
 from trajstore.files.base import Buffer
@@ -46,19 +46,19 @@ class TestConformance(FormatConformance):
         return FORMATS[request.param]
 
 
-def step(rewards: torch.Tensor) -> Record:
-    return record_of(Trajectory(rewards=rewards))
+def step(rewards: torch.Tensor) -> FlatTrajectory:
+    return flatten(Trajectory(rewards=rewards))
 
 
 @pytest.mark.parametrize("config", FORMATS)
 @pytest.mark.parametrize("case", sorted(SHARDS))
 def test_any_zarr_reader_finds_everything_on_disk(tmp_path: Path, config: str, case: str) -> None:
-    records = SHARDS[case]()
-    shard = store_shard(FORMATS[config], records)
-    LocalDirectory(tmp_path).publish(FORMATS[config].encode(SHARD, ShardContent.of(records)).files)
+    flats = SHARDS[case]()
+    shard = store_shard(FORMATS[config], flats)
+    LocalDirectory(tmp_path).publish(FORMATS[config].encode(SHARD, ShardContent.of(flats)).files)
     group = zarr.open_group(tmp_path / ROOT, mode="r", zarr_format=3)
     assert Schema.from_json(group.attrs["schema"]) == shard.manifest.schema
-    assert group.attrs["trajectories"] == [[e.steps, e.batch, e.extra, e.document] for e in (r.extent for r in records)]
+    assert group.attrs["trajectories"] == [[e.steps, e.batch, e.extra, e.document] for e in (r.extent for r in flats)]
     arrays = {array.attrs["name"]: array for _, array in group.arrays()}
     assert len(arrays) == len(shard.manifest.schema.columns)
     for column, spec in enumerate(shard.manifest.schema.columns):
@@ -87,10 +87,10 @@ def test_raw_columns_are_written_as_zarr_writes_them(case: str) -> None:
 
 
 def test_raw_columns_are_mapped_and_others_are_not() -> None:
-    records = SHARDS["step"]()
-    assert None not in store_shard(ZarrFormat(), records).manifest.places
+    flats = SHARDS["step"]()
+    assert None not in store_shard(ZarrFormat(), flats).manifest.places
     for config in ("raw chunks", "zstd", "blosc, sharded"):
-        manifest = store_shard(FORMATS[config], records).manifest
+        manifest = store_shard(FORMATS[config], flats).manifest
         widths = zip(manifest.places, manifest.rows, manifest.schema.row_nbytes, strict=True)
         large = [place for place, rows, width in widths if rows * width > 20]
         assert large == [None] * len(large)
@@ -152,7 +152,7 @@ def with_file(shard: StoredShard, name: str, content: bytes) -> StoredShard:
         replace(file, size=len(content), crc32=zlib.crc32(content)) if file.name == name else file
         for file in shard.manifest.files
     )
-    return StoredShard(shard.records, replace(shard.manifest, files=files), {**shard.files, name: content})
+    return StoredShard(shard.flats, replace(shard.manifest, files=files), {**shard.files, name: content})
 
 
 def edited(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:
@@ -274,7 +274,7 @@ def test_without_zarr_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
     shard = store_shard(ZarrFormat(), [step(torch.zeros(2, 1, 1))])
     monkeypatch.setitem(sys.modules, "zarr", None)
     for call in (
-        lambda: ZarrFormat().encode(SHARD, ShardContent.of(shard.records)),
+        lambda: ZarrFormat().encode(SHARD, ShardContent.of(shard.flats)),
         lambda: ZarrFormat().open(shard.fetch, shard.manifest),
     ):
         with pytest.raises(MissingDependencyError, match=r"trajstore\[zarr\]"):

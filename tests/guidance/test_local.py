@@ -171,7 +171,7 @@ def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothin
     maker = LocalMaker(store)
     for number in acknowledged:
         maker.summarize([rollout(f"task {number}", f"reply {number}")])  # as a run that repeats its steps does
-    kept = [Experience.of_record(store.get(number)) for number in store.ids()]
+    kept = [Experience.of_trajectory(store.get(number)) for number in store.ids()]
     digests = [one.digest for one in kept if one is not None]
     assert len(digests) == len(kept)
     assert len(digests) == len(set(digests)), "none twice"

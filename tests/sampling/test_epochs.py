@@ -51,13 +51,13 @@ def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_ov
     sampler, generator = EpochSampler(unit="trajectory", epochs=2), torch.Generator().manual_seed(0)
     sampler.added(told(dict.fromkeys(range(10), 3)))
     first = [number for number, _ in _rows(sampler, 4, generator)]
-    gone = next(number for number in range(10) if number not in first)
-    sampler.evicted([gone])
+    evicted = next(number for number in range(10) if number not in first)
+    sampler.evicted([evicted])
     sampler.added(told({10: 3}))
     rest = [number for number, _ in _rows(sampler, 5, generator)]
-    assert sorted(first + rest) == [number for number in range(10) if number != gone]
+    assert sorted(first + rest) == [number for number in range(10) if number != evicted]
     second = [number for number, _ in _rows(sampler, 100, generator)]
-    assert sorted(second) == sorted({*range(11)} - {gone})
+    assert sorted(second) == sorted({*range(11)} - {evicted})
     assert sampler.figures()["passed_over_rows"] == 1
     with pytest.raises(EmptyBufferError, match="all 2 epochs"):
         sampler.draw(1, generator)

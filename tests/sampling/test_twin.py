@@ -65,9 +65,9 @@ class WeightedTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(gone)
-        for number in gone:
+        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(evicted)
+        for number in evicted:
             del self.rows[number]
 
     @precondition(lambda self: self.rows)
@@ -162,9 +162,9 @@ class FreshestTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(gone)
-        for number in gone:
+        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(evicted)
+        for number in evicted:
             del self.rows[number]
 
     @precondition(lambda self: self.rows)
@@ -200,9 +200,9 @@ class LeastUsedTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(gone)
-        for number in gone:
+        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(evicted)
+        for number in evicted:
             del self.rows[number]
 
     @precondition(lambda self: self.rows)

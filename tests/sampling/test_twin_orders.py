@@ -33,9 +33,9 @@ class EpochTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.sizes)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.sizes)), unique=True))
-        self.sampler.evicted(gone)
-        for number in gone:
+        evicted = data.draw(st.lists(st.sampled_from(sorted(self.sizes)), unique=True))
+        self.sampler.evicted(evicted)
+        for number in evicted:
             del self.sizes[number]
         self.left = {row for row in self.left if row[0] in self.sizes}
 
@@ -85,9 +85,9 @@ class GroupTwin(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(gone)
-        for number in gone:
+        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
+        self.sampler.evicted(evicted)
+        for number in evicted:
             del self.rows[number]
 
     @precondition(lambda self: self.rows)

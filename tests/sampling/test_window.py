@@ -66,10 +66,10 @@ def test_it_is_the_end_of_the_list_of_what_can_be_read(data: st.DataObject, size
     dropped = data.draw(st.integers(0, len(sizes) - 1))
     index = index_of(sizes, dropped)
     low = data.draw(st.integers(dropped, len(sizes)))
-    gone = range(low, data.draw(st.integers(low, len(sizes))))
-    readable = [at for at in range(dropped, len(sizes)) if at not in gone]
+    gap = range(low, data.draw(st.integers(low, len(sizes))))
+    readable = [at for at in range(dropped, len(sizes)) if at not in gap]
     wanted = readable[-size:] if size else readable
-    window = Window.newest(index, size, gone)
+    window = Window.newest(index, size, gap)
     assert [at for at in range(window.first, window.end) if at not in window.gap] == wanted
     assert window.samples == sum(sizes[at] for at in wanted)
     assert window.before == sum(sizes[at] for at in wanted if at < window.gap.start)

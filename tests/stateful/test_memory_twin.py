@@ -50,10 +50,10 @@ class MemoryTwin(RuleBasedStateMachine):
         self.twin |= dict(zip(ids, keys, strict=True))
         self.held += ids
         in_memory = [number for number in self.held if number not in self.loaded]
-        gone = in_memory[: -self.kept] if self.kept else []
+        gap = in_memory[: -self.kept] if self.kept else []
         if self.limit is not None:
             self.twin = dict(list(self.twin.items())[-self.limit :])
-        self.held = [number for number in self.held if number in self.twin and number not in gone]
+        self.held = [number for number in self.held if number in self.twin and number not in gap]
 
     @precondition(lambda self: self.twin)
     @rule(data=st.data(), newest=st.booleans())

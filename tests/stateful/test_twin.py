@@ -53,7 +53,7 @@ class Twin(RuleBasedStateMachine):
         )
         self.buffer.load_state_dict({"seed": 9, "rng_state": self.generator.get_state()})
 
-    def settle(self) -> None:
+    def finish_adding(self) -> None:
         """Flush, so that retention has acted, and let the twin do the same."""
         self.buffer.flush()
         if self.retention.max_trajectories is not None:
@@ -67,11 +67,11 @@ class Twin(RuleBasedStateMachine):
         assert ids == list(range(self.next_id, self.next_id + count))
         self.next_id += count
         self.twin |= dict(zip(ids, keys, strict=True))
-        self.settle()
+        self.finish_adding()
 
     @rule()
     def flush(self) -> None:
-        self.settle()
+        self.finish_adding()
 
     @rule()
     def clear_cache(self) -> None:

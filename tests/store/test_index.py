@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.store.index import COLUMNS, TrajectoryIndex, columns_of, starts_of
 from trajstore.store.packing import StringTable, pack, unpack
@@ -76,9 +76,9 @@ def test_what_is_no_index(value: Any) -> None:
 def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
-        record = record_of(witness(number))
-        columns = columns_of([record], [number], number.to_bytes(16, "big"), index.weights, 0)
-        index.append(columns | starts_of([record.extent], record.schema.kind))
+        flat = flatten(witness(number))
+        columns = columns_of([flat], [number], number.to_bytes(16, "big"), index.weights, 0)
+        index.append(columns | starts_of([flat.extent], flat.schema.kind))
     return index
 
 
@@ -86,19 +86,19 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
 @given(ids=st.lists(st.integers(0, 500), unique=True, max_size=15), data=st.data())
 def test_index_agrees_with_a_list(ids: list[int], data: st.DataObject) -> None:
     index = index_of(ids)
-    gone = data.draw(st.sets(st.integers(0, max(len(ids) - 1, 0)), max_size=len(ids)))
-    index.drop(index.first + np.array(sorted(gone & set(range(len(ids)))), np.intp))
-    left = [number for at, number in enumerate(ids) if at not in gone]
+    evicted = data.draw(st.sets(st.integers(0, max(len(ids) - 1, 0)), max_size=len(ids)))
+    index.drop(index.first + np.array(sorted(evicted & set(range(len(ids)))), np.intp))
+    left = [number for at, number in enumerate(ids) if at not in evicted]
     for again in (index, TrajectoryIndex.from_json(orjson.loads(orjson.dumps(index.to_json())), 1)):
         assert again["trajectory_id"].tolist() == left
-        sizes = [record_of(witness(number)).num_samples for number in left]
+        sizes = [flatten(witness(number)).num_samples for number in left]
         assert again.total_samples == sum(sizes)
         for at, number in enumerate(left):
             entry = again.entry(again.position_of(number))
             assert again.position_of(number) == again.first + at
             assert (entry.trajectory_id, entry.num_samples) == (number, sizes[at])
-            assert entry.extent == record_of(witness(number)).extent
-            assert entry.model_weights_id == record_of(witness(number)).model_weights_id
+            assert entry.extent == flatten(witness(number)).extent
+            assert entry.model_weights_id == flatten(witness(number)).model_weights_id
             assert int(entry.uuid.replace("-", ""), 16) == number
         assert again.find(501) is None
         with pytest.raises(TrajectoryUnavailableError, match="501"):

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import ColumnSpec, Schema
 from trajstore.errors import CorruptStoreError, UnsafeContentError
@@ -198,10 +198,10 @@ def test_entries_become_columns_with_places_by_axis() -> None:
 
 
 def test_what_is_told_of_records_is_what_is_read() -> None:
-    records = [record_of(witness(key)) for key in (3, 1)]
-    told = orjson.loads(orjson.dumps(entries_to_json(records, [5, 6], bytes(32))))
+    flats = [flatten(witness(key)) for key in (3, 1)]
+    told = orjson.loads(orjson.dumps(entries_to_json(flats, [5, 6], bytes(32))))
     assert told["ids"] == [[5, 6]]
-    assert told["extents"][0] == [records[0].extent.steps, records[0].extent.batch, *told["extents"][0][2:]]
+    assert told["extents"][0] == [flats[0].extent.steps, flats[0].extent.batch, *told["extents"][0][2:]]
     assert told["uuids"] == "00" * 32
 
 

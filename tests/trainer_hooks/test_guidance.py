@@ -113,7 +113,7 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
             assert [one.add_exp for one in configs] == [True] * 3
             assert [Guidance.of(one) for one in fresh] == [None] * 3, "nothing is known yet, so nothing was put in"
             hook.step_done(fresh, step)
-        assert hook.settle(60)
+        assert hook.wait(60)
         fresh, configs = rolled_out(hook, 3)
         assert [one.train_mode for one in configs] == ["discard"] * 3
         for one, exp in zip(fresh, configs, strict=True):

@@ -48,7 +48,7 @@ STEPS = [
     "trajstore.reading.contents.Contents.add",
     "trajstore.reading.contents.Contents._trim",
     "trajstore.writing.queue.WriteQueue.submit",
-    "trajstore.buffer.intake.own",
+    "trajstore.buffer.intake.copied",
     "trajstore.reading.contents.columns_of",
 ]
 

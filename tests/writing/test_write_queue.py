@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.columns.memory import Arena
-from trajstore.columns.owned import OwnedRecord, own
+from trajstore.columns.owned import OwnedTrajectory, copied
 from trajstore.errors import PendingFullError, StoreClosedError, StoreWriteError
 from trajstore.trajectory import Trajectory
 from trajstore.writing.groups import Batch, Group, random_uuids
@@ -20,15 +20,15 @@ from trajstore.writing.options import WriterOptions
 from trajstore.writing.queue import WriteQueue
 
 
-def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedRecord:
-    return own([record_of(Trajectory(rewards=torch.zeros(steps, 1, 1, dtype=dtype)))], Arena(0))[0]
+def owned(steps: int, dtype: torch.dtype = torch.float32) -> OwnedTrajectory:
+    return copied([flatten(Trajectory(rewards=torch.zeros(steps, 1, 1, dtype=dtype)))], Arena(0))[0]
 
 
 def queue(**options: object) -> WriteQueue:
     return WriteQueue("store", WriterOptions(commit_interval=0.0, **options), 0, 0, lambda: None)  # type: ignore[arg-type]
 
 
-def add(target: WriteQueue, items: list[OwnedRecord]) -> list[int]:
+def add(target: WriteQueue, items: list[OwnedTrajectory]) -> list[int]:
     batch = reserve(target, sum(item.nbytes for item in items))
     ids, uuids = target.take_ids(len(items))
     target.submit(batch, items, ids, uuids)
@@ -70,7 +70,7 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
     assert len(set(uuids)) == len(uuids) == len(ids)
     for number, group in enumerate(groups):
         assert (group.ticket, group.last) == (number, group.ids[-1])
-        schemas = [{id(item.record.schema) for item in part.owned} for part in group.parts]
+        schemas = [{id(item.flat.schema) for item in part.owned} for part in group.parts]
         assert sum(map(len, schemas)) == len(group.parts) == len(set.union(*schemas))
         assert all(part.ids == sorted(part.ids) for part in group.parts)
         assert group.nbytes == sum(part.nbytes for part in group.parts)

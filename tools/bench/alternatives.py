@@ -23,7 +23,7 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import ratio, seconds
 from tools.bench.workloads import agent_trajectory, nbytes, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 
 LIST = 16
 
@@ -155,10 +155,10 @@ def _adds(options: Options) -> Figure:
         for some in lists:
             with database:
                 for one in some:
-                    record = record_of(one)
-                    columns = range(len(record.schema.columns))
-                    data = b"".join([record.column_bytes(column) for column in columns])
-                    names = orjson.dumps([column.name for column in record.schema.columns]).decode()
+                    flat = flatten(one)
+                    columns = range(len(flat.schema.columns))
+                    data = b"".join([flat.column_bytes(column) for column in columns])
+                    names = orjson.dumps([column.name for column in flat.schema.columns]).decode()
                     database.execute(
                         "INSERT INTO trajectories (task, names, data) VALUES (?, ?, ?)", (one.task_id, names, data)
                     )

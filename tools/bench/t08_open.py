@@ -24,7 +24,7 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import small_trajectory
 from trajstore import TrajectoryReplayBuffer
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import ShardContent, ShardManifest
@@ -87,9 +87,9 @@ def _write_store(folder: Path, total: int, packed: int) -> None:
     directory.create()
     (folder / "shards").mkdir()
     catalog = Catalog.create(directory)
-    record = record_of(small_trajectory(torch.Generator().manual_seed(0), 0))
-    records = [record] * packed
-    content = ShardContent.of(records)
+    flat = flatten(small_trajectory(torch.Generator().manual_seed(0), 0))
+    flats = [flat] * packed
+    content = ShardContent.of(flats)
     encoded = get_format("pt").encode(shard_name(0), content)
     manifest = manifest_of(encoded, "pt", shard_name(0), content)
     shards = -(-total // packed)
@@ -98,8 +98,8 @@ def _write_store(folder: Path, total: int, packed: int) -> None:
         catalog.shards.add(number, _renamed(manifest, name))
         with open(folder / "shards" / f"{name}.pt", "wb") as file:
             file.truncate(manifest.files[0].size)  # nothing is stored of it
-    columns = columns_of(records, range(packed), random_uuids(packed), catalog.index.weights, 0)
-    columns |= starts_of([record.extent for record in records], "agent")
+    columns = columns_of(flats, range(packed), random_uuids(packed), catalog.index.weights, 0)
+    columns |= starts_of([flat.extent for flat in flats], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}
     repeated["trajectory_id"] = np.arange(total)
     repeated["shard"] = (np.arange(total) // packed).astype(np.int32)

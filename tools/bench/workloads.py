@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tools.bench.report import Options
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
 from trajstore.columns.fields import Axis
 from trajstore.trajectory import AgentTrajectory, Trajectory
 
@@ -126,15 +126,15 @@ def _text(generator: torch.Generator, tokens: int) -> str:
 
 def nbytes(trajectories: Sequence[Trajectory | AgentTrajectory]) -> int:
     """Return the bytes of all columns."""
-    return sum(record_of(trajectory).nbytes for trajectory in trajectories)
+    return sum(flatten(trajectory).nbytes for trajectory in trajectories)
 
 
 def raw_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """Return one contiguous tensor ``[samples, ...]`` per column, by dotted name, without bootstrap rows (E = 1)."""
     pieces: dict[str, list[Tensor]] = {}
     for trajectory in trajectories:
-        record = record_of(trajectory)
-        for column, tensor in zip(record.schema.columns, record.tensors, strict=True):
+        flat = flatten(trajectory)
+        for column, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
             if column.axis is Axis.FIRST_EXTRA:
                 tensor = tensor[1:]
             elif column.axis is Axis.LAST_EXTRA:

@@ -37,7 +37,7 @@ class Promises:
     Attributes:
         flushed: id and key of every trajectory that was there when a ``flush`` returned.
         evicted: ids whose eviction was begun; they may be there or not.
-        gone: of these, the ids whose eviction has returned; they never come back.
+        surely_evicted: of these, the ids whose eviction has returned; they never come back.
         pins: ids and keys that each pin holds; None while it is uncertain whether the pin is there.
         unpinned: names of pins that were let go of; they never come back.
         checkpoint: ids and keys of the last checkpoint of which ``save_checkpoint`` returned; None before the first.
@@ -48,7 +48,7 @@ class Promises:
 
     flushed: dict[int, int] = field(default_factory=dict)
     evicted: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
+    surely_evicted: set[int] = field(default_factory=set)
     pins: dict[str, dict[int, int] | None] = field(default_factory=dict)
     unpinned: set[str] = field(default_factory=set)
     checkpoint: dict[int, int] | None = None
@@ -63,7 +63,7 @@ class Promises:
         elif event == "evicting":
             self.evicted |= set(values["ids"])
         elif event == "evicted":
-            self.gone |= set(values["ids"])
+            self.surely_evicted |= set(values["ids"])
         elif event == "pinned":
             self.pins[values["name"]] = _keys(values)
         elif event in ("pinning", "unpinning"):
@@ -88,11 +88,11 @@ class Promises:
         return len(newer) >= KEEP
 
     def forget(self, present: Mapping[int, int]) -> None:
-        """Forget what is rightly gone, so that checking does not grow with the campaign."""
+        """Forget what was rightly evicted, so that checking does not grow with the campaign."""
         self.flushed = {number: key for number, key in self.flushed.items() if number in present}
         oldest = min(present, default=0)
         self.evicted = {number for number in self.evicted if number > oldest}
-        self.gone = {number for number in self.gone if number > oldest}
+        self.surely_evicted = {number for number in self.surely_evicted if number > oldest}
 
 
 def read_journal(path: Path, promises: Promises) -> Promises:

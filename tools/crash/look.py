@@ -17,7 +17,7 @@ Tell = Callable[[str], None]
 def look(folder: Path, promises: Promises, problem: Tell) -> dict[int, int] | None:
     """Check store, pins and checkpoint; return id and key of every trajectory of the store, None if there is no store.
 
-    What was uncertain when the process died is settled in ``promises`` as it was found.
+    What was uncertain when the process died is put into ``promises`` as it was found.
 
     Args:
         folder: of ``store`` and ``checkpoint``.
@@ -37,7 +37,7 @@ def look(folder: Path, promises: Promises, problem: Tell) -> dict[int, int] | No
                 problem(f"trajectory {trajectory_id} has the key {present[trajectory_id]}, {key} was flushed")
         elif not promises.gone_rightly(trajectory_id, present):
             problem(f"trajectory {trajectory_id} was flushed and is lost")
-    for trajectory_id in sorted(promises.gone & present.keys()):
+    for trajectory_id in sorted(promises.surely_evicted & present.keys()):
         problem(f"trajectory {trajectory_id} was evicted and is there again")
     for name, kept in list(promises.pins.items()):
         if kept is None:

@@ -34,7 +34,7 @@ from trajstore.trajectory import AgentTrajectory
 
 _STATE_VERSION = 1
 _STATE_KEYS = ("tokenizer_fingerprint", "model", "optimizer", "tokens", "order", "waiting", "curve", "replay")
-_SETTLE = 60.0
+_PATIENCE = 60.0
 """Seconds that a step waits for its summaries at the most."""
 
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -145,7 +145,7 @@ class ReferenceTrainer(Closing):
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
         self.metrics = self.hook.step_done(batch, fresh, current, entropys)
         self.metrics |= self.guidance.step_done(fresh, step)
-        self.guidance.settle(_SETTLE)  # so that two runs are equal; no other trainer has to
+        self.guidance.wait(_PATIENCE)  # so that two runs are equal; no other trainer has to
 
         success, by_level = self.evaluate() if step % self.config.evaluate_every == 0 else (None, {})
         point = CurvePoint(
@@ -195,8 +195,8 @@ class ReferenceTrainer(Closing):
         """
         if state.get("version") != _STATE_VERSION:
             raise CorruptStoreError(f"trainer state: version {state.get('version')!r}, must be {_STATE_VERSION}")
-        if missing := [key for key in _STATE_KEYS if key not in state]:
-            raise CorruptStoreError(f"trainer state: lacks {', '.join(missing)}")
+        if lacking := [key for key in _STATE_KEYS if key not in state]:
+            raise CorruptStoreError(f"trainer state: lacks {', '.join(lacking)}")
         if state["tokenizer_fingerprint"] != self.tokenizer.fingerprint:
             raise ConfigurationError("trainer state: made with another tokenizer; resume with the same environment")
         try:

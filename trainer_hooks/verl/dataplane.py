@@ -37,10 +37,10 @@ def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] 
     names = [*needed, *welcome]
     data = tq.kv_batch_get(keys=list(batch.keys), partition_id=batch.partition_id, select_fields=names)
     present = set(data.keys())
-    missing = [name for name in needed if name not in present]
-    if missing:
+    lacking = [name for name in needed if name not in present]
+    if lacking:
         raise ConfigurationError(
-            f"the data plane has no column {', '.join(missing)} for these {len(batch.keys)} rows: one of them was"
+            f"the data plane has no column {', '.join(lacking)} for these {len(batch.keys)} rows: one of them was"
             " written without, and the plane then drops it for all. Every writer of rows must write it"
         )
     columns = {name: _values(data, name) for name in names if name in present}

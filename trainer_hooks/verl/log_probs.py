@@ -41,8 +41,8 @@ def replace_log_probs(
     demonstrations = [row for row in rows if is_demonstration(histories[row.key])]
     if demonstrations and "rollout_log_probs" in demonstrations[0].columns:
         # No engine sampled them: with the actor's own, verl's rollout correction weighs them 1.
-        own = [row.columns["old_log_probs"] for row in demonstrations]
-        dataplane.write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", own)
+        actors = [row.columns["old_log_probs"] for row in demonstrations]
+        dataplane.write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", actors)
 
 
 def forget_log_probs(rows: Sequence[Row], partition_id: str) -> None:

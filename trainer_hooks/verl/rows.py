@@ -26,7 +26,7 @@ from trajstore.experience import mean_entropy
 from trajstore.experience.compact import with_usual_columns
 from trajstore.experience.entry import is_demonstration
 from trajstore.experience.rows import pack_rows, row_count
-from trajstore.guidance.record import GUIDANCE
+from trajstore.guidance.metadata import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
 
 FIRST_REPLAYED_SESSION = 1000
@@ -150,7 +150,7 @@ def _session(outputs: Sequence[AgentTrajectory]) -> AgentTrajectory:
     """
     first, last = outputs[0], outputs[-1]
     first.metadata = last.metadata | {name: first.metadata[name] for name in (*_OF_ONE_OUTPUT, "min_global_steps")}
-    one = pack_rows(outputs, own=_OF_ONE_OUTPUT)
+    one = pack_rows(outputs, per_row=_OF_ONE_OUTPUT)
     one.reward = last.reward
     if one.entropys is not None and one.response_mask is not None:
         one.entropy = mean_entropy(one.entropys, one.response_mask)
@@ -335,13 +335,15 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
 def _extra_fields(template: Mapping[str, Any], trajectory: AgentTrajectory, oldest: int, newest: int) -> dict[str, Any]:
     """Return the extra fields of a replayed row: the trajectory's own. Names that it has none for are ``None``."""
-    own = {**trajectory.metadata.get("extra_fields", {})}
-    own |= {name: trajectory.metadata.get(name, []) for name in ("turn_scores", "tool_rewards") if name in template}
+    of_rollout = {**trajectory.metadata.get("extra_fields", {})}
+    of_rollout |= {
+        name: trajectory.metadata.get(name, []) for name in ("turn_scores", "tool_rewards") if name in template
+    }
     if "raw_prompt" in template:  # of the task, which is the template's too
-        own["raw_prompt"] = template["raw_prompt"]
+        of_rollout["raw_prompt"] = template["raw_prompt"]
     return {
         **dict.fromkeys(template),
-        **own,
+        **of_rollout,
         "min_global_steps": oldest,
         "max_global_steps": newest,
         "reward_extra_info": (trajectory.reward.metadata if trajectory.reward else {}).get("extra", {}),

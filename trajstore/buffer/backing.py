@@ -14,12 +14,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 from trajstore.buffer.column_watch import ColumnWatch
-from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, records_of
+from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, flatten_all
 from trajstore.buffer.listener import ViewListener, WeakListener, close_quietly
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.rlinf_guard import check_not_rlinf
 from trajstore.buffer.view import View
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import StoreError
 from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
@@ -40,7 +40,7 @@ class Backing(ABC):
     """Takes in what is added and deletes what is evicted. Its methods do what those of the buffer promise.
 
     Attributes:
-        intake: how records get into the view.
+        intake: how trajectories get into the view.
         keeps: whether what is added is somewhere else than in memory.
         store_id: UUID of the store; None without one.
     """
@@ -55,12 +55,12 @@ class Backing(ABC):
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
-        return self.add_records(records_of(trajectories), None)
+        return self.add_flattened(flatten_all(trajectories), None)
 
-    def add_records(self, records: Sequence[Record], uuids: bytes | None) -> list[int]:
+    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories that were checked, under their UUIDs (16 bytes each) or random ones; return their ids."""
-        self._watch.look(records)
-        return self.intake.add(records, uuids) if records else []
+        self._watch.look(flats)
+        return self.intake.add(flats, uuids) if flats else []
 
     def share_ids(self, rank: int, ranks: int) -> None:
         """Give out only ids that are ``rank`` modulo ``ranks`` from now on."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from trajstore.buffer.rlinf_checkpoint import write_rlinf
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.portions import portions
-from trajstore.columns.record import Record
 from trajstore.columns.schema import Schema
 from trajstore.errors import (
     ConfigurationError,
@@ -36,6 +36,8 @@ from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
 
 Layout = Literal["trajstore", "rlinf"]
+Loose = list[tuple[int, FlatTrajectory]]
+"""Trajectories that have no shard to link, each with its position in the picture."""
 
 _SHARD_BYTES = 16 << 20
 
@@ -136,17 +138,19 @@ def _write_store(
     for source, names in files.items():
         target.bring(source.directory, names)
 
-    def write(task: tuple[int, list[tuple[int, Record]]]) -> tuple[ShardManifest, list[tuple[int, Record]]]:
+    def write(
+        task: tuple[int, list[tuple[int, FlatTrajectory]]],
+    ) -> tuple[ShardManifest, list[tuple[int, FlatTrajectory]]]:
         number, group = task
         name = shard_name(number)
-        content = ShardContent.of([record for _, record in group])
+        content = ShardContent.of([flat for _, flat in group])
         encoded = trajectory_format.encode(name, content)
         target.publish(encoded.files)
         return manifest_of(encoded, trajectory_format.name, name, content), group
 
     for manifest, group in in_order(write, enumerate(_loose_groups(picture, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
-        _set_starts(picture.index, [at for at, _ in group], [record for _, record in group])
+        _set_starts(picture.index, [at for at, _ in group], [flat for _, flat in group])
         rows[[at for at, _ in group]] = row
     columns = picture.index.take(np.arange(picture.index.first, picture.index.end))
     columns["shard"] = rows
@@ -163,14 +167,14 @@ def _write_store(
         target.publish([file])
 
 
-def _set_starts(index: TrajectoryIndex, entries: Sequence[int], records: Sequence[Record]) -> None:
+def _set_starts(index: TrajectoryIndex, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
     """Set where trajectories begin within the shard that was made of them."""
-    starts = starts_of([record.extent for record in records], records[0].schema.kind)
+    starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
     for name, values in starts.items():
         index.arrays[name][np.array(entries)] = values
-    for at, record in zip(entries, records, strict=True):
-        index.arrays["extra"][at] = record.extent.extra
-        index.arrays["document"][at] = record.extent.document
+    for at, flat in zip(entries, flats, strict=True):
+        index.arrays["extra"][at] = flat.extent.extra
+        index.arrays["document"][at] = flat.extent.document
 
 
 def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
@@ -178,20 +182,20 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def _loose_groups(picture: Picture, loose: Sequence[int]) -> Iterator[list[tuple[int, Record]]]:
+def _loose_groups(picture: Picture, loose: Sequence[int]) -> Iterator[Loose]:
     """Yield trajectories that have no shard to link: of as many as a shard holds, those of each schema together."""
-    records = ((at, _record_at(picture, at)) for at in loose)
-    for portion, _ in portions(records, _SHARD_BYTES, lambda item: item[1].nbytes):
-        groups: dict[Schema, list[tuple[int, Record]]] = {}
-        for at, record in portion:
-            groups.setdefault(record.schema, []).append((at, record))
+    flats = ((at, _flat_at(picture, at)) for at in loose)
+    for portion, _ in portions(flats, _SHARD_BYTES, lambda item: item[1].nbytes):
+        groups: dict[Schema, Loose] = {}
+        for at, flat in portion:
+            groups.setdefault(flat.schema, []).append((at, flat))
         yield from groups.values()
 
 
-def _record_at(picture: Picture, at: int) -> Record:
+def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
     """Return a trajectory as columns, from memory or decoded from its shard."""
-    if at in picture.records:
-        return picture.records[at]
+    if at in picture.flats:
+        return picture.flats[at]
     shard = picture.shards[at]
     if shard is None:
         raise StoreWriteError(f"trajectory {at} of the checkpoint is neither in memory nor on disk")
@@ -204,7 +208,7 @@ def _record_at(picture: Picture, at: int) -> Record:
     for number, column in enumerate(manifest.schema.columns):
         start = int(picture.index.arrays[START_OF[column.axis]][at])
         tensors.append(reader.rows(number, start, start + extent.rows(column.axis)))
-    return Record(
+    return FlatTrajectory(
         manifest.schema,
         extent,
         tuple(tensors),
@@ -218,5 +222,5 @@ def _record_at(picture: Picture, at: int) -> Record:
 def _write_rlinf(
     target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat
 ) -> None:
-    records = ((picture.index.entry(at), _record_at(picture, at)) for at in range(len(picture.index)))
-    write_rlinf(target, records, state.trajectory_counter, state.seed, trajectory_format.name)
+    flats = ((picture.index.entry(at), _flat_at(picture, at)) for at in range(len(picture.index)))
+    write_rlinf(target, flats, state.trajectory_counter, state.seed, trajectory_format.name)

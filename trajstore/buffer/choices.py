@@ -18,7 +18,7 @@ from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
-from trajstore.reading.residency import GONE
+from trajstore.reading.residency import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
@@ -56,7 +56,7 @@ class Following:
         self._index: weakref.ref[TrajectoryIndex] | None = None
         self._revision = -1
         self._first = self._end = 0
-        self._gone = range(0)
+        self._gap = range(0)
 
     def sync(self, contents: Contents) -> None:
         """Tell the sampler what has changed since the last time."""
@@ -64,16 +64,16 @@ class Following:
         ids = index.arrays["trajectory_id"]
         first = max(index.first, contents.start)
         if self._index is None or self._index() is not index or self._revision != index.revision:
-            positions = _without(np.arange(first, index.end), contents.gone)
+            positions = _without(np.arange(first, index.end), contents.gap)
             known = self._sampler.ids
             self._sampler.evicted(np.setdiff1d(known, ids[positions]))
             self._add(contents, positions[~np.isin(ids[positions], known)])
-        elif (first, index.end, contents.gone) != (self._first, self._end, self._gone):
-            lost = _without(np.arange(contents.gone.start, min(contents.gone.stop, self._end)), self._gone)
+        elif (first, index.end, contents.gap) != (self._first, self._end, self._gap):
+            lost = _without(np.arange(contents.gap.start, min(contents.gap.stop, self._end)), self._gap)
             self._sampler.evicted(np.concatenate([ids[self._first : min(first, self._end)], ids[lost]]))
-            self._add(contents, _without(np.arange(max(self._end, first), index.end), contents.gone))
+            self._add(contents, _without(np.arange(max(self._end, first), index.end), contents.gap))
         self._index, self._revision = weakref.ref(index), index.revision
-        self._first, self._end, self._gone = first, index.end, contents.gone
+        self._first, self._end, self._gap = first, index.end, contents.gap
 
     def _add(self, contents: Contents, positions: npt.NDArray[np.intp]) -> None:
         if not len(positions):
@@ -84,8 +84,8 @@ class Following:
         self._sampler.added(Additions(ids, samples, versions, tasks))
 
 
-def _without(positions: npt.NDArray[np.intp], gone: range) -> npt.NDArray[np.intp]:
-    return positions[(positions < gone.start) | (positions >= gone.stop)] if gone else positions
+def _without(positions: npt.NDArray[np.intp], gap: range) -> npt.NDArray[np.intp]:
+    return positions[(positions < gap.start) | (positions >= gap.stop)] if gap else positions
 
 
 class Choices:
@@ -110,7 +110,7 @@ class Choices:
         return self._view.locked(lambda contents: self._draw(contents, count, window_size, sampler))
 
     def _draw(self, contents: Contents, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
-        window = Window.newest(contents.index, window_size, contents.gone, contents.start)
+        window = Window.newest(contents.index, window_size, contents.gap, contents.start)
         ids = contents.index.arrays["trajectory_id"]
         if sampler is None:
             ends = contents.index.ends
@@ -151,11 +151,11 @@ class Choices:
         return contents.prepare(samples, first, index.end, columns)
 
     def readable(self, ids: IntArray) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be read: neither evicted nor gone out of memory."""
+        """Return whether each of these trajectories can be read: neither evicted nor unavailable."""
 
         def look(contents: Contents) -> npt.NDArray[np.bool_]:
             positions = contents.index.find_many(ids)
-            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.arrays["shard"][positions] != GONE)
+            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.arrays["shard"][positions] != UNAVAILABLE)
             return found
 
         return self._view.locked(look)

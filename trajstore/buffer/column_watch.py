@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from trajstore.columns.fields import Axis
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.schema import Schema
 
 logger = logging.getLogger(__name__)
@@ -24,10 +24,10 @@ class ColumnWatch:
         if schema.kind == "step":
             self._last = schema
 
-    def look(self, records: Sequence[Record]) -> None:
+    def look(self, flats: Sequence[FlatTrajectory]) -> None:
         """Compare what is about to be added."""
-        for record in records:
-            schema = record.schema
+        for flat in flats:
+            schema = flat.schema
             if schema is not self._last and schema.kind == "step":
                 if self._last is not None:
                     self._compare(self._last, schema)

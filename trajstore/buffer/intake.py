@@ -1,4 +1,4 @@
-"""How records get into a view: copied, numbered, shown, and queued for the store if the buffer has one."""
+"""How trajectories get into a view: copied, numbered, shown, and queued for the store if the buffer has one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from trajstore import locks
 from trajstore.buffer.view import View
-from trajstore.columns.conversion import record_of
+from trajstore.columns.conversion import flatten
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.memory import Arena
-from trajstore.columns.owned import needed, own
+from trajstore.columns.owned import copied, needed
 from trajstore.columns.portions import portions
-from trajstore.columns.record import Record
 from trajstore.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
 from trajstore.interrupts import uninterrupted
@@ -27,7 +27,7 @@ from trajstore.writing.queue import WriteQueue
 logger = logging.getLogger(__name__)
 
 
-def records_of(trajectories: Iterable[AnyTrajectory]) -> list[Record]:
+def flatten_all(trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
     """Return trajectories as columns, all checked; those with nothing in them are passed over with a warning.
 
     Raises:
@@ -38,11 +38,11 @@ def records_of(trajectories: Iterable[AnyTrajectory]) -> list[Record]:
             f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
             "write add_trajectories([trajectory])"
         )
-    records = []
+    flats = []
     empty = []
     for place, trajectory in enumerate(trajectories):
         try:
-            records.append(record_of(trajectory))
+            flats.append(flatten(trajectory))
         except NothingToStoreError:
             empty.append(place)
     if empty:
@@ -50,16 +50,16 @@ def records_of(trajectories: Iterable[AnyTrajectory]) -> list[Record]:
             "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
             "the others have ids",
             listed(str(place) for place in empty),
-            len(empty) + len(records),
+            len(empty) + len(flats),
         )
-    return records
+    return flats
 
 
 class Intake(ABC):
-    """Adds records to a view. Safe to call from several threads.
+    """Adds trajectories to a view. Safe to call from several threads.
 
     Attributes:
-        lock: held while records are shown; contents are not to be replaced then.
+        lock: held while additions are shown; contents are not to be replaced then.
         counter: one more than the newest id.
     """
 
@@ -69,11 +69,11 @@ class Intake(ABC):
         self._view = view
 
     @abstractmethod
-    def add(self, records: Sequence[Record], uuids: bytes | None = None) -> list[int]:
-        """Add records, one or more, and return their ids. Their tensors are copied before this returns.
+    def add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None = None) -> list[int]:
+        """Add trajectories, one or more, and return their ids. Their tensors are copied before this returns.
 
         Args:
-            records: what to add.
+            flats: what to add.
             uuids: 16 bytes for each; None = random ones.
         """
 
@@ -89,7 +89,7 @@ class Intake(ABC):
 
 
 class MemoryIntake(Intake):
-    """Keeps records in memory, as many as the view's cache holds and its retention allows."""
+    """Keeps trajectories in memory, as many as the view's cache holds and its retention allows."""
 
     def __init__(self, view: View) -> None:
         super().__init__(view)
@@ -97,8 +97,8 @@ class MemoryIntake(Intake):
         self._next_id = 0
         self._stride = 1
 
-    def add(self, records: Sequence[Record], uuids: bytes | None = None) -> list[int]:
-        owned = own(records, self._arena)
+    def add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None = None) -> list[int]:
+        owned = copied(flats, self._arena)
         with self.lock:
             ids = [self._next_id + i * self._stride for i in range(len(owned))]
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never an id given twice
@@ -113,7 +113,7 @@ class MemoryIntake(Intake):
 
 
 class StoreIntake(Intake):
-    """Keeps records in memory until the writer has them on disk.
+    """Keeps trajectories in memory until the writer has them on disk.
 
     Args:
         view: where they are shown.
@@ -129,8 +129,8 @@ class StoreIntake(Intake):
         self._shard_bytes = options.shard_bytes
         self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
 
-    def add(self, records: Sequence[Record], uuids: bytes | None = None) -> list[int]:
-        """Add records; waits for room in the queue, or raises, as its options say.
+    def add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None = None) -> list[int]:
+        """Add trajectories; waits for room in the queue, or raises, as its options say.
 
         A list that needs more memory than a shard is added in pieces. Whatever is raised, a piece has been added
         whole or not at all.
@@ -142,7 +142,7 @@ class StoreIntake(Intake):
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         ids: list[int] = []
-        pieces = list(portions(records, self._shard_bytes, needed))
+        pieces = list(portions(flats, self._shard_bytes, needed))
         total: int | None = sum([nbytes for _, nbytes in pieces])
         for piece, nbytes in pieces:
             given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
@@ -152,19 +152,21 @@ class StoreIntake(Intake):
                 if not ids:
                     raise
                 raise PartlyAddedError(
-                    f"{error or repr(error)}; the first {len(ids)} of {len(records)} trajectories were added before, "
+                    f"{error or repr(error)}; the first {len(ids)} of {len(flats)} trajectories were added before, "
                     "this error's ids are theirs; add the others again",
                     ids,
                 ) from error
             total = None
         return ids
 
-    def _submit(self, records: Sequence[Record], batch: Batch, total: int | None, given: bytes | None) -> list[int]:
+    def _submit(
+        self, flats: Sequence[FlatTrajectory], batch: Batch, total: int | None, given: bytes | None
+    ) -> list[int]:
         queue = self._queue
         ids: list[int] = []
         try:
             queue.reserve(batch, total)
-            owned = own(records, self._arena)
+            owned = copied(flats, self._arena)
             with self.lock:
                 ids, uuids = queue.take_ids(len(owned))
                 uuids = given or uuids

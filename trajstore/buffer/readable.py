@@ -86,7 +86,7 @@ class ReadableBuffer:
             return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
 
         def draw(contents: Contents) -> Prepared:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
+            window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
             drawn = self._draws.samples(window, num_chunks)
             return contents.prepare(drawn, window.first, window.end, columns)
 
@@ -107,7 +107,7 @@ class ReadableBuffer:
             return self._choices.trajectories(count, self.sample_window_size, sampler)
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
-            window = Window.newest(contents.index, self.sample_window_size, contents.gone, contents.start)
+            window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
         return self._view.locked(draw)
@@ -134,7 +134,7 @@ class ReadableBuffer:
         return self._choices.read(drawn, columns, out)
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be read: neither evicted nor gone out of memory."""
+        """Return whether each of these trajectories can be read: neither evicted nor unavailable."""
         return self._choices.readable(trajectory_ids)
 
     def token_rows(self, trajectory_ids: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> TokenRows:

@@ -14,7 +14,7 @@ from trajstore.buffer.restorable import RestorableBuffer
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
 from trajstore.closing import Closing
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
@@ -181,20 +181,20 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         """
         return self._backing.add(trajectories)
 
-    def add_records(self, records: Sequence[Record], uuids: bytes) -> list[int]:
+    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
         """Add what another process has checked and taken apart into columns; return the ids.
 
         Args:
-            records: see :func:`trajstore.columns.conversion.record_of`; copied before this returns.
+            flats: see :func:`trajstore.columns.conversion.flatten`; copied before this returns.
             uuids: UUID of each, 16 bytes; where directories are united, of those with the same UUID one counts.
 
         Raises:
             StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by :meth:`add_trajectories`.
-            ConfigurationError: there are not as many UUIDs as records.
+            ConfigurationError: there are not as many UUIDs as trajectories.
         """
-        if len(uuids) != 16 * len(records):
-            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(records)} records")
-        return self._backing.add_records(records, uuids)
+        if len(uuids) != 16 * len(flats):
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
+        return self._backing.add_flattened(flats, uuids)
 
     def share_ids(self, rank: int, ranks: int) -> None:
         """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
@@ -302,7 +302,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
                 f"{self.auto_save_path}: a buffer that writes stays in its process, as a store has one writer; in the "
                 f"other process make a buffer, load_checkpoint({self.auto_save_path!r}), and refresh() to follow"
             )
-        if self._view.locked(lambda contents: bool(contents.picture().records)):
+        if self._view.locked(lambda contents: bool(contents.picture().flats)):
             raise StoreError(
                 "this buffer has trajectories that are in the memory of this process only; call save_checkpoint, and "
                 "load_checkpoint in the other process"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.portions import portions
-from trajstore.columns.record import Record
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.parallel import in_order
 from trajstore.store.index import TrajectoryEntry
@@ -24,7 +24,7 @@ _GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
 
 def write_rlinf(
     target: Directory,
-    trajectories: Iterable[tuple[TrajectoryEntry, Record]],
+    trajectories: Iterable[tuple[TrajectoryEntry, FlatTrajectory]],
     trajectory_counter: int,
     seed: int | None,
     trajectory_format: str,
@@ -36,8 +36,8 @@ def write_rlinf(
     """
     suffix = "pkl" if trajectory_format == "pkl" else "pt"
 
-    def write(group: list[tuple[TrajectoryEntry, Record]]) -> list[RLinfEntry]:
-        encoded = [encode_trajectory(record, known.trajectory_id, suffix) for known, record in group]
+    def write(group: list[tuple[TrajectoryEntry, FlatTrajectory]]) -> list[RLinfEntry]:
+        encoded = [encode_trajectory(flat, known.trajectory_id, suffix) for known, flat in group]
         target.publish([file for _, file in encoded])  # the folder is synced once for all of them
         return [entry for entry, _ in encoded]
 

@@ -226,13 +226,13 @@ def _mask(buffer: TrajectoryReplayBuffer, first: Drawn, length: int, ends: Ends)
 def _whole(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
     """Draw starts until enough of them have ``length`` steps after them: uniform among these, as draws are."""
     kept: list[_Spans] = []
-    missing = count
+    still_wanted = count
     in_vain = 0
-    while missing:
+    while still_wanted:
         spans = _spans(buffer, count, length, sampler, ends)
-        good = np.flatnonzero(spans.mask.all(axis=1))[:missing]
+        good = np.flatnonzero(spans.mask.all(axis=1))[:still_wanted]
         kept.append(_Spans(_rows_of(spans.first, good), spans.rows[good], spans.mask[good]))
-        missing -= len(good)
+        still_wanted -= len(good)
         in_vain = 0 if len(good) else in_vain + len(spans.first)
         if in_vain >= max(_IN_VAIN, count):
             raise EmptyBufferError(

@@ -277,11 +277,11 @@ class View:
         self.locked(drop)
 
     def expire(self, newest: int) -> list[int]:
-        """Return what retention wants gone, oldest first; of a store's buffer, what was loaded is only forgotten.
+        """Return what retention wants evicted, oldest first; of a store's buffer, what was loaded is only forgotten.
 
         Args:
             newest: id of the newest trajectory that counts. With a store it is the newest committed one: a crash
-                must not take those after it and find the older ones gone already.
+                must not take those after it and find the older ones evicted already.
         """
         if self.retention == Retention():
             return []

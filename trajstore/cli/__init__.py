@@ -4,7 +4,7 @@ Each command is one thin file over a function that can be imported and called wi
 import what they need when they run, so that ``trajstore --help`` loads neither torch nor numpy.
 
 Exit codes: 0 = done, 1 = damage was found, 2 = it could not be done (a wrong call, a path
-without a store, a full disk, a missing package), 130 = interrupted.
+without a store, a full disk, a package that is not installed), 130 = interrupted.
 """
 
 from __future__ import annotations

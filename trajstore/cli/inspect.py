@@ -278,7 +278,7 @@ def _ids(ids: dict[str, Any] | None) -> str:
     if ids is None:
         return ""
     text = f"{ids['first']:,} to {ids['last']:,}"
-    return text + (f", {ids['missing']:,} missing" if ids["missing"] else ", none missing")
+    return text + (f", {ids['absent']:,} absent" if ids["absent"] else ", none absent")
 
 
 def _problems(count: int) -> str:
@@ -305,7 +305,7 @@ COMMAND = Command(
     name="inspect",
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
-        "Show totals, columns, rewards, episodes, policy versions, missing ids and integrity at a glance. "
+        "Show totals, columns, rewards, episodes, policy versions, absent ids and integrity at a glance. "
         "Reads RLinf's directories and experience pools too. Writes nothing."
     ),
     configure=_configure,

@@ -53,7 +53,8 @@ def reference() -> str:
         "| --- | --- |",
         "| 0 | done; `verify`: sound |",
         f"| {DAMAGED} | something is damaged |",
-        f"| {FAILED} | it could not be done: no store there, a value out of range, a missing package, a full disk |",
+        f"| {FAILED} | it could not be done: no store there, a value out of range, a package that is not installed, "
+        "a full disk |",
         f"| {INTERRUPTED} | interrupted (Ctrl-C) |",
     ]
     return "\n".join(lines) + "\n"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from trajstore.columns.fields import Axis
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import MAX_STEPS, plain_name, shown, version_number, whole_number
-from trajstore.columns.record import Record
 from trajstore.columns.schema import Extent, intern_schema
 from trajstore.columns.values import NewColumn, as_tensor, document_column
 from trajstore.errors import InvalidTrajectoryError
@@ -26,8 +26,8 @@ _DOCUMENT_FIELDS = tuple(
 _TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
 
 
-def record_of_agent(trajectory: AgentTrajectory) -> Record:
-    """Return an agent trajectory as columns; see :func:`trajstore.columns.conversion.record_of`.
+def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
+    """Return an agent trajectory as columns; see :func:`trajstore.columns.conversion.flatten`.
 
     Raises:
         InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored.
@@ -51,7 +51,7 @@ def record_of_agent(trajectory: AgentTrajectory) -> Record:
             )
     size = document_column(document, columns, tensors)
     version = document.get("policy_version")
-    return Record(
+    return FlatTrajectory(
         intern_schema("agent", columns),
         Extent(tokens or 0, 1, response or 0, size),
         tuple(tensors),

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from trajstore.columns.agents import agent_trajectory, record_of_agent
+from trajstore.columns.agents import agent_trajectory, flatten_agent
 from trajstore.columns.document import decode_document
 from trajstore.columns.fields import Axis, nest
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.leaves import leaves_of
-from trajstore.columns.record import Record
 from trajstore.columns.schema import DOCUMENT, Extent, Schema
-from trajstore.columns.steps import record_of_step
+from trajstore.columns.steps import flatten_step
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 
-def record_of(trajectory: AnyTrajectory) -> Record:
+def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
     """Check a trajectory and return it as columns. Tensors are shared with the trajectory where they can be.
 
     What this takes can be written, and read back equal; see ``limits`` and ``document`` beside this module.
@@ -29,8 +29,8 @@ def record_of(trajectory: AnyTrajectory) -> Record:
     """
     try:
         if isinstance(trajectory, AgentTrajectory):
-            return record_of_agent(trajectory)
-        return record_of_step(trajectory)
+            return flatten_agent(trajectory)
+        return flatten_step(trajectory)
     except InvalidTrajectoryError as error:
         if str(error).isprintable():
             raise
@@ -39,7 +39,7 @@ def record_of(trajectory: AnyTrajectory) -> Record:
 
 
 def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:
-    """Return the trajectory of stored columns; inverse of :func:`record_of`.
+    """Return the trajectory of stored columns; inverse of :func:`flatten`.
 
     Args:
         schema: the columns.

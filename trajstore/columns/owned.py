@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.columns.flat import BlockTensors, FlatTrajectory
 from trajstore.columns.memory import Arena, Lease, aligned
-from trajstore.columns.record import BlockTensors, Record
 from trajstore.columns.schema import Schema
 from trajstore.machine_code import kernels
 
@@ -17,18 +17,18 @@ _FEW_BYTES = 4 << 20
 
 
 @dataclass(slots=True)
-class OwnedRecord:
-    """A record whose tensors lie in one block of memory of its own.
+class OwnedTrajectory:
+    """A flat trajectory whose tensors lie in one block of memory of its own.
 
     Attributes:
-        record: schema, extent and numbers; its columns are views of ``memory``.
+        flat: schema, extent and numbers; its columns are views of ``memory``.
         memory: what holds the block.
         addresses: address of each column's first row, ``[columns]``.
         sizes: bytes of each column, ``[columns]``.
         nbytes: bytes of the block.
     """
 
-    record: Record
+    flat: FlatTrajectory
     memory: npt.NDArray[np.uint8]
     addresses: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
@@ -36,27 +36,27 @@ class OwnedRecord:
 
     @property
     def schema(self) -> Schema:
-        """Columns of the record."""
-        return self.record.schema
+        """Columns of the trajectory."""
+        return self.flat.schema
 
 
-def needed(record: Record) -> int:
-    """Return the bytes that :func:`own` takes for a record."""
-    return sum([aligned(tensor.nbytes) for tensor in record.tensors])
+def needed(flat: FlatTrajectory) -> int:
+    """Return the bytes that :func:`copied` takes for a trajectory."""
+    return sum([aligned(tensor.nbytes) for tensor in flat.tensors])
 
 
-def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
-    """Return copies of records in memory of the arena; the caller may then change or free their tensors."""
+def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[OwnedTrajectory]:
+    """Return copies of trajectories in memory of the arena; the caller may then change or free their tensors."""
     blocks: list[tuple[Lease, int]] = []
     targets: list[int] = []
     sources: list[int] = []
     sizes: list[int] = []
-    for record in records:
-        nbytes = [tensor.nbytes for tensor in record.tensors]
+    for flat in flats:
+        nbytes = [tensor.nbytes for tensor in flat.tensors]
         taken = sum([aligned(size) for size in nbytes])
         lease, offset = arena.take(taken)
         blocks.append((lease, taken))
-        sources += [tensor.data_ptr() for tensor in record.tensors]
+        sources += [tensor.data_ptr() for tensor in flat.tensors]
         sizes += nbytes
         address = lease.address + offset
         for size in nbytes:
@@ -68,9 +68,11 @@ def own(records: Sequence[Record], arena: Arena) -> list[OwnedRecord]:
     copy(addresses, np.array(sources, np.int64), lengths)
     owned = []
     start = 0
-    for record, (lease, taken) in zip(records, blocks, strict=True):
-        columns = slice(start, start + len(record.tensors))
+    for flat, (lease, taken) in zip(flats, blocks, strict=True):
+        columns = slice(start, start + len(flat.tensors))
         start = columns.stop
-        block = BlockTensors(record.schema, record.extent, lease, addresses[columns])
-        owned.append(OwnedRecord(record.with_tensors(block), lease.memory, addresses[columns], lengths[columns], taken))
+        block = BlockTensors(flat.schema, flat.extent, lease, addresses[columns])
+        owned.append(
+            OwnedTrajectory(flat.with_tensors(block), lease.memory, addresses[columns], lengths[columns], taken)
+        )
     return owned

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, walk
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.leaves import document_of
 from trajstore.columns.limits import (
     MAX_SAMPLES,
@@ -19,7 +20,6 @@ from trajstore.columns.limits import (
     version_number,
     whole_number,
 )
-from trajstore.columns.record import Record
 from trajstore.columns.schema import Extent, dtypes, intern_schema
 from trajstore.columns.values import NewColumn, as_tensor, document_column
 from trajstore.errors import InvalidTrajectoryError
@@ -61,8 +61,8 @@ def _check_extent(steps: int, batch: int) -> None:
             raise InvalidTrajectoryError(f"trajectory has {name} = {value}, must be in [1, {most}]; split it")
 
 
-def record_of_step(trajectory: Any) -> Record:
-    """Return a step trajectory as columns; see :func:`trajstore.columns.conversion.record_of`.
+def flatten_step(trajectory: Any) -> FlatTrajectory:
+    """Return a step trajectory as columns; see :func:`trajstore.columns.conversion.flatten`.
 
     Raises:
         InvalidTrajectoryError: fields do not fit together, or one has a value that cannot be stored.
@@ -119,7 +119,7 @@ def record_of_step(trajectory: Any) -> Record:
     weights = trajectory.model_weights_id
     if weights is None or (isinstance(weights, str) and not weights):
         weights = get_model_weights_id(versions if versions is not None else torch.zeros(1, dtype=torch.float32))
-    return Record(
+    return FlatTrajectory(
         intern_schema("step", columns),
         Extent(steps, batch, extra, size),
         tuple(tensors),

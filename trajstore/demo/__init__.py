@@ -69,6 +69,6 @@ def load_task(name: str) -> Task:
 
     Raises:
         KeyError: there is none.
-        MissingDependencyError: a package of the extra ``demo`` is missing.
+        MissingDependencyError: a package of the extra ``demo`` is not installed.
     """
     return cast(Task, import_module(TASKS[name]).run)

@@ -14,7 +14,7 @@ import torch
 from trajstore import locks
 from trajstore.arguments import check_kind
 from trajstore.buffer.choices import Batch
-from trajstore.buffer.intake import records_of
+from trajstore.buffer.intake import flatten_all
 from trajstore.closing import Closing
 from trajstore.columns.fields import nest
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
@@ -148,9 +148,9 @@ class DistributedReplayBuffer(Closing):
             InvalidTrajectoryError: one cannot be stored; nothing was sent.
             StoreUnreachableError, StoreWriteError: trajectories sent before cannot be stored at present.
         """
-        records = records_of(trajectories)
+        flats = flatten_all(trajectories)
         self._check_open()
-        return self._outbox.send(records)
+        return self._outbox.send(flats)
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything that this handle has added survives the kill of any process.
@@ -317,7 +317,7 @@ class DistributedReplayBuffer(Closing):
     # -- changing ---------------------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
-        """Delete trajectories, durably, in the stores that have them; ids that are gone already are passed over.
+        """Delete trajectories, durably, in the stores that have them; ids that are evicted already are passed over.
 
         Raises:
             StoreUnreachableError: a store has not answered; those of the others are deleted.

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trajstore.columns.flat import BlockTensors, FlatTrajectory
 from trajstore.columns.memory import Lease, aligned
-from trajstore.columns.record import BlockTensors, Record
 from trajstore.columns.schema import Extent, Schema, intern_schema
 from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
@@ -53,49 +53,49 @@ def uuids_of(key: bytes, count: int) -> bytes:
     return b"".join([key + place.to_bytes(4, "big") for place in range(count)])
 
 
-def split(records: Sequence[Record], limit: int) -> Iterator[list[Record]]:
-    """Cut a list so that each part, if it has more than one record, has at most ``limit`` bytes."""
-    part: list[Record] = []
+def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[list[FlatTrajectory]]:
+    """Cut a list so that each part, if it has more than one trajectory, has at most ``limit`` bytes."""
+    part: list[FlatTrajectory] = []
     total = 0
-    for record in records:
-        nbytes = record.nbytes
+    for flat in flats:
+        nbytes = flat.nbytes
         if part and total + nbytes > limit:
             yield part
             part, total = [], 0
-        part.append(record)
+        part.append(flat)
         total += nbytes
     if part:
         yield part
 
 
-def pack(records: Sequence[Record]) -> Parcel:
-    """Return records as a parcel, their columns copied."""
-    sizes = [tensor.nbytes for record in records for tensor in record.tensors]
+def pack(flats: Sequence[FlatTrajectory]) -> Parcel:
+    """Return trajectories as a parcel, their columns copied."""
+    sizes = [tensor.nbytes for flat in flats for tensor in flat.tensors]
     starts = np.cumsum([0, *map(aligned, sizes)], dtype=np.int64)
     data = np.empty(int(starts[-1]), np.uint8)
-    sources = np.array([tensor.data_ptr() for record in records for tensor in record.tensors], np.int64)
+    sources = np.array([tensor.data_ptr() for flat in flats for tensor in flat.tensors], np.int64)
     kernels().copy_blocks(starts[:-1] + data.ctypes.data, sources, np.array(sizes, np.int64))
     numbers: dict[Schema, int] = {}
     rows = []
-    for record in records:
-        number = numbers.setdefault(record.schema, len(numbers))
-        extent = record.extent
+    for flat in flats:
+        number = numbers.setdefault(flat.schema, len(numbers))
+        extent = flat.extent
         rows.append(
             (
                 number,
                 (extent.steps, extent.batch, extent.extra, extent.document),
-                record.num_samples,
-                record.max_episode_length,
-                record.model_weights_id,
-                record.versions,
+                flat.num_samples,
+                flat.max_episode_length,
+                flat.model_weights_id,
+                flat.versions,
             )
         )
-    head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "records": rows})
+    head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "trajectories": rows})
     return Parcel(os.urandom(KEY_BYTES), head, data)
 
 
-def unpack(parcel: Parcel) -> list[Record]:
-    """Return the records of a parcel; their columns lie in it.
+def unpack(parcel: Parcel) -> list[FlatTrajectory]:
+    """Return the trajectories of a parcel; their columns lie in it.
 
     Raises:
         ConfigurationError: it was not packed by this version of trajstore.
@@ -108,25 +108,27 @@ def unpack(parcel: Parcel) -> list[Record]:
         ) from error
 
 
-def _unpack(parcel: Parcel) -> list[Record]:
+def _unpack(parcel: Parcel) -> list[FlatTrajectory]:
     head: dict[str, Any] = orjson.loads(parcel.head)
     schemas = [_interned(Schema.from_json(value)) for value in head["schemas"]]
     lease = Lease(_writable(parcel.data))
-    records = []
+    flats = []
     start = lease.address
-    for number, extents, samples, longest, weights, versions in head["records"]:
+    for number, extents, samples, longest, weights, versions in head["trajectories"]:
         schema, extent = schemas[number], Extent(*extents)
         addresses = []
         for spec, width in zip(schema.columns, schema.row_nbytes, strict=True):
             addresses.append(start)
             start += aligned(extent.rows(spec.axis) * width)
         tensors = BlockTensors(schema, extent, lease, np.array(addresses, np.int64))
-        records.append(
-            Record(schema, extent, tensors, samples, longest, weights, None if versions is None else tuple(versions))
+        flats.append(
+            FlatTrajectory(
+                schema, extent, tensors, samples, longest, weights, None if versions is None else tuple(versions)
+            )
         )
     if start - lease.address != parcel.data.nbytes:
         raise ValueError(f"{parcel.data.nbytes:,} bytes arrived of {start - lease.address:,}")
-    return records
+    return flats
 
 
 def _interned(schema: Schema) -> Schema:

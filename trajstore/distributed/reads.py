@@ -77,7 +77,7 @@ class Reads:
             try:
                 return _flat(self._from_directory(rank, reader, drawn, columns, out))
             except TrajectoryUnavailableError:
-                pass  # not committed yet, or gone: the store knows
+                pass  # not committed yet, or evicted: the store knows
         found = self._stores.call(rank, "read", drawn, columns)
         part = {name: value if isinstance(value, torch.Tensor) else _tensor(value) for name, value in found.items()}
         if out is None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from trajstore import locks
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.distributed.actors import Stores
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.parcel import pack, split
@@ -61,8 +61,8 @@ class Receipt:
                     if shipment.advance(min(until, time.monotonic() + 1.0), stage):
                         break
                 if time.monotonic() >= until:
-                    missing = sum(part.count for part in self._shipments if part.stage != "done")
-                    raise TimeoutError(f"{missing} of {len(self)} trajectories are not {stage} after {timeout} s")
+                    left = sum(part.count for part in self._shipments if part.stage != "done")
+                    raise TimeoutError(f"{left} of {len(self)} trajectories are not {stage} after {timeout} s")
         return [number for shipment in self._shipments for number in shipment.ids]
 
 
@@ -83,8 +83,8 @@ class Outbox:
         self._under_way: deque[Shipment] = deque()
         self._hoped = time.monotonic()
 
-    def send(self, records: Sequence[Record]) -> Receipt:
-        """Send records; wait while there is no room for more under way.
+    def send(self, flats: Sequence[FlatTrajectory]) -> Receipt:
+        """Send trajectories; wait while there is no room for more under way.
 
         Raises:
             StoreUnreachableError, StoreWriteError: what was sent before cannot be stored at present.
@@ -94,7 +94,7 @@ class Outbox:
             if time.monotonic() - self._hoped > _HOPE:
                 self._routes.hopeful()
                 self._hoped = time.monotonic()
-            for part in split(records, self._options.parcel_bytes):
+            for part in split(flats, self._options.parcel_bytes):
                 parcel = pack(part)
                 self._make_room(parcel.nbytes)
                 shipments.append(Shipment(self._stores, self._routes, parcel, len(part)))

@@ -58,13 +58,13 @@ class Roll(Sampler):
         self._note(additions)
 
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
-        gone = np.asarray(ids, np.int64)
-        if not len(gone):
+        evicted = np.asarray(ids, np.int64)
+        if not len(evicted):
             return
         self._join()
         if self._parts:
-            self._parts = [without(self._parts[0], gone)]
-        self._note(gone)
+            self._parts = [without(self._parts[0], evicted)]
+        self._note(evicted)
 
     def since(self, began: str, cursor: int) -> News:
         """Return what has changed since; everything if that is too long ago, or was told by an earlier process."""
@@ -100,8 +100,8 @@ def joined(parts: Sequence[Additions]) -> Additions:
     return Additions(ids, samples, versions, tasks)
 
 
-def without(part: Additions, gone: IntArray) -> Additions:
+def without(part: Additions, evicted: IntArray) -> Additions:
     """Return additions without some of their trajectories."""
-    kept = np.flatnonzero(~np.isin(part.ids, gone))
+    kept = np.flatnonzero(~np.isin(part.ids, evicted))
     tasks = None if part.tasks is None else [part.tasks[at] for at in kept.tolist()]
     return Additions(part.ids[kept], part.samples[kept], part.versions[kept], tasks)

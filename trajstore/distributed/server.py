@@ -58,14 +58,14 @@ class StoreServer:
         about: host, node and start, for :meth:`describe`.
 
     Raises:
-        ConfigurationError: an option is the server's own.
+        ConfigurationError: an option is the server's decided.
         StoreLockedError: another process owns the store.
     """
 
     def __init__(self, path: str, rank: int, options: Mapping[str, Any], about: tuple[str, str, str]) -> None:
-        own = sorted(_GIVEN & options.keys())
-        if own:
-            raise ConfigurationError(f"{', '.join(own)}: decided by the handle or the server, not by an option")
+        decided = sorted(_GIVEN & options.keys())
+        if decided:
+            raise ConfigurationError(f"{', '.join(decided)}: decided by the handle or the server, not by an option")
         if not 0 <= rank < MOST_STORES:
             raise ConfigurationError(f"rank: {rank}, must be in [0, {MOST_STORES})")
         self._about = ServedStore(rank, path, dict(options), *about)
@@ -106,10 +106,10 @@ class StoreServer:
             known = self._known.ids(uuids)
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
-                records = unpack(parcel)
+                flats = unpack(parcel)
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
-                    self._known.note(wanted, self._buffer.add_records([records[place] for place in absent], wanted))
+                    self._known.note(wanted, self._buffer.add_flattened([flats[place] for place in absent], wanted))
                 except BaseException:
                     self._recall()  # a part of it may have been added
                     raise
@@ -165,7 +165,7 @@ class StoreServer:
     # -- the rest ---------------------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
-        """Delete trajectories, durably; those that are gone already are passed over, as this may be called again."""
+        """Delete trajectories, durably; those that are evicted already are passed over, as this may be called again."""
         here = set(self._buffer.trajectory_ids.tolist())
         self._buffer.evict([number for number in ids if number in here])
 
@@ -191,7 +191,7 @@ class StoreServer:
 
 
 def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return the options of one store: each has a mirror of its own, a folder of the run's."""
+    """Return the options of one store: each has a mirror of its decided, a folder of the run's."""
     mirror = as_mirror(options.get("mirror"))
     if mirror is None:
         return dict(options)

@@ -92,7 +92,7 @@ class PoolState:
 
     def apply(self, changes: Mapping[str, TaskChange]) -> list[int]:
         """Carry out a step's changes and return the ids of trajectories that left the pool."""
-        gone: list[int] = []
+        left: list[int] = []
         for task, change in changes.items():
             if change.difficulty is None:
                 self.buckets.remove(task)
@@ -103,9 +103,9 @@ class PoolState:
             else:
                 self.skip.pop(task, None)
             if change.forget:
-                gone.extend(entry.trajectory_id for entry in self.entries.get(task, ()))
+                left.extend(entry.trajectory_id for entry in self.entries.get(task, ()))
                 self.set_entries(task, ())
-        return gone
+        return left
 
     def set_entries(self, task: str, entries: tuple[PoolEntry, ...]) -> None:
         """Let these be the entries of a task; uses of those that leave are forgotten. Without any, the task goes."""
@@ -120,14 +120,14 @@ class PoolState:
     def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]]) -> str:
         """Take over stored trajectories by id, and return their tokenizer. Those no longer kept are left out."""
         fingerprint = ""
-        missing = 0
+        lost = 0
         for task, numbers in ids.items():
             entries = []
             for number in numbers:
                 try:
                     record = store.get(number)
                 except TrajectoryUnavailableError:
-                    missing += 1
+                    lost += 1
                     continue
                 except StoreError as error:
                     warn_of_unreadable(number, error, task)
@@ -138,8 +138,8 @@ class PoolState:
                     fingerprint = fingerprint or record.tokenizer_fingerprint
             if entries:
                 self.entries[task] = tuple(entries)
-        if missing:
-            logger.warning("experience pool: the store no longer keeps %d of its trajectories", missing)
+        if lost:
+            logger.warning("experience pool: the store no longer keeps %d of its trajectories", lost)
         return fingerprint
 
     def keep_only(self, ids: Collection[int]) -> None:

@@ -27,14 +27,14 @@ ROWS = "rows"
 _RESPONSE = ("old_log_probs", "entropys", "rollout_log_probs", "response_mask")
 
 
-def pack_rows(rows: Sequence[AgentTrajectory], own: Sequence[str] = ()) -> AgentTrajectory:
+def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> AgentTrajectory:
     """Return the rows of one rollout as one trajectory; a single row as it is.
 
     Args:
         rows: in the order in which they came to be; the first one gives what they share (task, reward, metadata).
             Each has ``input_ids``, ``loss_mask`` and ``response_start``; a column of the response that one of them
             lacks is left out.
-        own: keys of ``metadata`` that each row keeps for itself.
+        per_row: keys of ``metadata`` that each row keeps for itself.
 
     Raises:
         InvalidTrajectoryError: there are none, or one lacks its tokens.
@@ -53,10 +53,10 @@ def pack_rows(rows: Sequence[AgentTrajectory], own: Sequence[str] = ()) -> Agent
         whole = all(column is not None for column in columns)
         setattr(packed, name, _joined(columns, [prompt for _, prompt in spans]) if whole else None)
     said = [
-        {"tokens": length, "prompt": prompt, **{name: row.metadata[name] for name in own if name in row.metadata}}
+        {"tokens": length, "prompt": prompt, **{name: row.metadata[name] for name in per_row if name in row.metadata}}
         for row, (length, prompt) in zip(rows, spans, strict=True)
     ]
-    packed.metadata = {name: value for name, value in first.metadata.items() if name not in own} | {ROWS: said}
+    packed.metadata = {name: value for name, value in first.metadata.items() if name not in per_row} | {ROWS: said}
     return packed
 
 
@@ -74,8 +74,8 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
         raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] without tokens")
     shared = {name: value for name, value in trajectory.metadata.items() if name != ROWS}
     rows, start = [], 0
-    for length, prompt, own in _places(trajectory, said, len(ids)):
-        row = dataclasses.replace(trajectory, metadata={**shared, **own}, response_start=prompt)
+    for length, prompt, of_row in _places(trajectory, said, len(ids)):
+        row = dataclasses.replace(trajectory, metadata={**shared, **of_row}, response_start=prompt)
         row.input_ids, row.loss_mask = ids[start : start + length], mask[start : start + length]
         if trajectory.attention_mask is not None:
             row.attention_mask = trajectory.attention_mask[start : start + length]
@@ -154,6 +154,6 @@ def _places(trajectory: AgentTrajectory, said: Any, tokens: int) -> list[tuple[i
         raise InvalidTrajectoryError(
             f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] does not fit its {tokens} tokens"
         )
-    for _, _, own in rows:
-        del own["tokens"], own["prompt"]
+    for _, _, of_row in rows:
+        del of_row["tokens"], of_row["prompt"]
     return rows

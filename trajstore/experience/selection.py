@@ -213,8 +213,8 @@ def plan_admissions(
         if isinstance(outcome, Refusal):
             refused[outcome.value] += 1
             continue
-        entries[task], gone = outcome
+        entries[task], displaced = outcome
         accepted[entry.trajectory_id] = trajectory
-        if gone is not None and accepted.pop(gone.trajectory_id, None) is None:
-            replaced.append(gone.trajectory_id)
+        if displaced is not None and accepted.pop(displaced.trajectory_id, None) is None:
+            replaced.append(displaced.trajectory_id)
     return AdmissionPlan(entries, accepted, tuple(replaced), refused)

@@ -225,11 +225,11 @@ class BatchSource(Source[DrawnBatch]):
                 f"the state is of a loader with other parts (demos, sampler, demo_sampler: {given}, here {here})"
             )
         buffers = (self.replay, self.demos)
-        for buffer, sampler, own, chosen in zip(
+        for buffer, sampler, of_buffer, chosen in zip(
             buffers, self._samplers, (state["replay"], state["demos"]), state["samplers"], strict=True
         ):
             if buffer is not None:
-                buffer.load_state_dict(own)
+                buffer.load_state_dict(of_buffer)
             if buffer is not None and sampler is not None:
                 buffer.follow(sampler)
                 sampler.load_state_dict(chosen)

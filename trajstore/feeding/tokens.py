@@ -122,8 +122,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def _draw_ahead(self) -> None:
         """Draw until ``lookahead`` trajectories wait."""
         in_vain = 0
-        while (missing := self._lookahead - len(self._waiting)) > 0:
-            drawn = self._buffer.draw(min(missing, max(1, len(self._buffer))), sampler=self._sampler)
+        while (still_wanted := self._lookahead - len(self._waiting)) > 0:
+            drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
             drawn = still_there(self._buffer, drawn)
             lengths = self._buffer.extents(drawn.ids)[0].tolist()
             weights = [None] * len(drawn) if drawn.weights is None else drawn.weights.tolist()

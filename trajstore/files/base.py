@@ -231,7 +231,7 @@ class Directory(ABC):
         """
         raise NotImplementedError(f"{self.url}: segments are published whole")
 
-    def settle(self) -> None:  # noqa: B027  # most have nothing to settle
+    def clear_failed_appends(self) -> None:  # noqa: B027  # most have none
         """Cut off what failed appends left behind, where they could not do so themselves."""
 
     @abstractmethod

@@ -96,7 +96,7 @@ class HeldFolder:
             return False
 
     def make(self) -> None:
-        """Make the folder and its missing parents, so that their names survive power loss.
+        """Make the folder and its absent parents, so that their names survive power loss.
 
         Raises:
             FileNotFoundError: it was open already, and has been removed.
@@ -270,13 +270,13 @@ class HeldFolder:
 
 
 def make_path(where: str) -> None:
-    """Make a folder and its missing parents; :func:`sync_above` makes their names durable."""
-    missing = []
+    """Make a folder and its absent parents; :func:`sync_above` makes their names durable."""
+    absent = []
     folder = where
     while not os.path.isdir(folder):
-        missing.append(folder)
+        absent.append(folder)
         folder = os.path.dirname(folder)
-    for folder in reversed(missing):
+    for folder in reversed(absent):
         try:
             os.mkdir(folder)
         except FileExistsError:

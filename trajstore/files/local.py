@@ -227,12 +227,12 @@ class LocalDirectory(Directory):
         """
         changed = dict.fromkeys(name.rpartition("/")[0] for name in names)
         for folder in list(changed):
-            missing = []
+            absent = []
             above = folder
             while above and not self._root.has_folder(above):
-                missing.append(above)
+                absent.append(above)
                 above = above.rpartition("/")[0]
-            for made in reversed(missing):
+            for made in reversed(absent):
                 if made in self._known:
                     self._check_folder(made)
                 self._root.make_folder(made)
@@ -277,9 +277,9 @@ class LocalDirectory(Directory):
 
     def cut(self, name: str, end: int) -> None:
         self._uncut[check_name(name)] = end
-        self.settle()
+        self.clear_failed_appends()
 
-    def settle(self) -> None:
+    def clear_failed_appends(self) -> None:
         for name, end in list(self._uncut.items()):
             descriptor = self._root.open(name, os.O_WRONLY)
             try:

@@ -2,7 +2,7 @@
 
 A *shard* holds one or more trajectories of one schema. Its columns are the trajectories' rows, one
 after the other: column c of trajectory j begins at the sum of the rows of trajectories 0..j-1 on c's
-axis. A format turns records into files and says, where rows lie uncompressed and contiguous in a
+axis. A format turns trajectories into files and says, where rows lie uncompressed and contiguous in a
 file, at which byte they begin; such columns are mapped and never decoded.
 """
 
@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.schema import Extent, Schema
 from trajstore.files.base import Buffer, EncodedFile
 
@@ -43,11 +43,11 @@ class ShardContent:
     pieces: Sequence[Sequence[Buffer]]
 
     @staticmethod
-    def of(records: Sequence[Record]) -> ShardContent:
-        """Return the content of records, which are not copied."""
-        schema = records[0].schema
-        pieces = [[record.column_bytes(column) for record in records] for column in range(len(schema.columns))]
-        return ShardContent(schema, [record.extent for record in records], pieces)
+    def of(flats: Sequence[FlatTrajectory]) -> ShardContent:
+        """Return the content of trajectories, which are not copied."""
+        schema = flats[0].schema
+        pieces = [[flat.column_bytes(column) for flat in flats] for column in range(len(schema.columns))]
+        return ShardContent(schema, [flat.extent for flat in flats], pieces)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class ColumnPlace:
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
-    """What a format made of some records.
+    """What a format made of some trajectories.
 
     ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files); else
     ``column_crc32[c]`` is the CRC-32 of its raw rows.

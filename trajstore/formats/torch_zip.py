@@ -1,7 +1,7 @@
 """The container of ``torch.save``: written so that no tensor is copied, and searched for where tensors lie.
 
 A file of ``torch.save`` is a zip archive without compression. ``archive/data.pkl`` is a pickle in which each
-tensor names a storage by a persistent id, and ``archive/data/<key>`` holds that storage's bytes. Every record
+tensor names a storage by a persistent id, and ``archive/data/<key>`` holds that storage's bytes. Every member
 begins at a multiple of 64 bytes, reached by an extra field ``FB`` in its local header. The layout here is
 byte for byte that of torch 2.13 (``torch.serialization._save``, ``caffe2/serialize/inline_container.cc``) but
 for the serialization id, which is left out, and the numbering of the pickle's memo.
@@ -26,7 +26,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.files.base import Buffer
 from trajstore.formats.pickles.safe_pickle import safe_loads
 from trajstore.formats.pickles.safe_values import RefusedError, StorageType, UnfitError, place_tensor, require
-from trajstore.formats.zip_records import ZipPieces, zip_records
+from trajstore.formats.zip_members import ZipPieces, zip_members
 
 ALIGNMENT = 64
 """Storages begin at multiples of this many bytes."""
@@ -198,11 +198,11 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
     view = memoryview(data).cast("B")
     if not is_torch_zip(view):
         return None
-    records = zip_records(view, source)
-    root = next(iter(records), "").split("/", 1)[0]
-    order = records.get(f"{root}/byteorder")
+    members = zip_members(view, source)
+    root = next(iter(members), "").split("/", 1)[0]
+    order = members.get(f"{root}/byteorder")
     placed = order is None or bytes(view[order.offset : order.end]) == sys.byteorder.encode()
-    program = records.get(f"{root}/data.pkl")
+    program = members.get(f"{root}/data.pkl")
     if program is None:
         raise CorruptStoreError(f"{source}: a zip archive without data.pkl; not a file of torch.save")
     content = view[program.offset : program.end]
@@ -213,12 +213,12 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
         require(type(identity) is tuple and len(identity) == 5 and identity[0] == "storage", "not a storage")
         _, kind, key, _, count = identity
         require(isinstance(kind, StorageType) and type(key) is str and type(count) is int, "not a storage")
-        record = records.get(f"{root}/data/{key}")
-        if record is None:
+        member = members.get(f"{root}/data/{key}")
+        if member is None:
             raise CorruptStoreError(f"{source}: data/{key} is absent, which a tensor names")
-        size = record.end - record.offset
+        size = member.end - member.offset
         require(count * kind.dtype.itemsize == size, f"data/{key} has {size} bytes, not {count} {kind.dtype}")
-        return _StoragePlace(record.offset, size, kind)
+        return _StoragePlace(member.offset, size, kind)
 
     def not_placed(*_arguments: Any) -> _NotPlaced:
         nonlocal placed
@@ -235,8 +235,8 @@ def locate(data: Buffer, *, source: str = "file") -> Any:
     return found if placed else None
 
 
-def damaged_records(data: Buffer, *, source: str = "file") -> list[str]:
-    """Return the records of a file of ``torch.save`` whose content does not fit their checksum. Reads all of it.
+def damaged_members(data: Buffer, *, source: str = "file") -> list[str]:
+    """Return the members of a file of ``torch.save`` whose content does not fit their checksum. Reads all of it.
 
     Args:
         data: the whole file; one that is no zip archive has no checksums.
@@ -248,8 +248,8 @@ def damaged_records(data: Buffer, *, source: str = "file") -> list[str]:
     view = memoryview(data).cast("B")
     if not is_torch_zip(view):
         return []
-    records = zip_records(view, source)
-    return [name for name, record in records.items() if not record.fits(view[record.offset : record.end])]
+    members = zip_members(view, source)
+    return [name for name, member in members.items() if not member.fits(view[member.offset : member.end])]
 
 
 def _place(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> TensorPlace:

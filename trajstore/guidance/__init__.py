@@ -1,7 +1,7 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
 Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
-``summary``, ``json_http``, ``trouble`` → ``maker``, ``experience``, ``record`` → ``allocation``,
+``summary``, ``json_http``, ``trouble`` → ``maker``, ``experience``, ``metadata`` → ``allocation``,
 ``context``.
 ``docs/design/self-navigating.md`` draws the data's way.
 """
@@ -28,7 +28,7 @@ from trajstore.guidance.experience import Experience
 from trajstore.guidance.local import LocalMaker, as_text
 from trajstore.guidance.maker import ExperienceMaker, MakerError, Retrieved
 from trajstore.guidance.manager import AllocationRules, GuidanceManager
-from trajstore.guidance.record import Guidance, plain_messages, with_guidance
+from trajstore.guidance.metadata import Guidance, plain_messages, with_guidance
 from trajstore.guidance.summary import ExtractiveSummarizer, Summarizer
 from trajstore.guidance.updates import UpdateQueue
 from trajstore.guidance.worker import ExperienceWorker, TrajExpConfig

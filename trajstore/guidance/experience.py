@@ -1,4 +1,4 @@
-"""One experience, and the record of a trajectory store that keeps it. Pure."""
+"""One experience, and the trajectory of a store that keeps it. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
 EXPERIENCE = "experience"
-"""Key of ``metadata`` of a record that is an experience, or says what experiences were worth."""
+"""Key of ``metadata`` of a trajectory that is an experience, or says what experiences were worth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Experience:
         """What retrieval compares queries with."""
         return f"{self.query}\n{self.when_to_use}"
 
-    def to_record(self, step: int | None = None) -> AgentTrajectory:
-        """Return the record of a store; inverse of :meth:`of_record`."""
+    def to_trajectory(self, step: int | None = None) -> AgentTrajectory:
+        """Return the trajectory that keeps it; inverse of :meth:`of_trajectory`."""
         said: dict[str, Any] = {
             "kind": "experience",
             "when_to_use": self.when_to_use,
@@ -52,23 +52,23 @@ class Experience:
         return AgentTrajectory(task_id=self.task_id, query=self.query, policy_version=step, metadata={EXPERIENCE: said})
 
     @classmethod
-    def of_record(cls, record: AgentTrajectory) -> Experience | None:
-        """Return the experience that a record keeps; ``None`` if the record is something else.
+    def of_trajectory(cls, trajectory: AgentTrajectory) -> Experience | None:
+        """Return the experience that a trajectory keeps; ``None`` if it is something else.
 
         Raises:
             CorruptStoreError: it says that it is one, and lacks what one has.
         """
-        said = record.metadata.get(EXPERIENCE)
+        said = trajectory.metadata.get(EXPERIENCE)
         if not isinstance(said, dict) or said.get("kind") != "experience":
             return None
         try:
             return cls(
                 when_to_use=str(said["when_to_use"]),
                 content=str(said["content"]),
-                query=record.query,
-                task_id=record.task_id,
+                query=trajectory.query,
+                task_id=trajectory.task_id,
                 score=None if said["score"] is None else float(said["score"]),
                 sources=tuple(str(name) for name in said["sources"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"record of an experience (task {record.task_id!r}): {error!r}") from error
+            raise CorruptStoreError(f"trajectory of an experience (task {trajectory.task_id!r}): {error!r}") from error

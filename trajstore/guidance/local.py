@@ -27,10 +27,10 @@ def as_text(experiences: Sequence[Experience]) -> str:
 class LocalMaker:
     """Experiences in a trajectory store, or in memory. Thread-safe.
 
-    An experience is one record; its name is the record's id. What the store holds when it is opened is found at once.
+    An experience is one trajectory, named by its id. What the store holds when it is opened is found at once.
 
     Args:
-        store: where experiences are kept; in memory if ``None``. It may hold other records, which are left alone.
+        store: where experiences are kept; in memory if ``None``. It may hold other trajectories, which are left alone.
         summarizer: makes experiences of the rollouts of one task.
         present: makes the text for the template of the experiences found.
 
@@ -60,10 +60,10 @@ class LocalMaker:
     def get(self, name: str) -> Experience | None:
         """Return an experience by its name; ``None`` if it is not kept, or cannot be read."""
         try:
-            return Experience.of_record(self._store.get(int(name)))
+            return Experience.of_trajectory(self._store.get(int(name)))
         except (TrajectoryUnavailableError, ValueError):
             return None
-        except StoreError as error:  # one damaged record does not hide the others
+        except StoreError as error:  # one damaged trajectory does not hide the others
             logger.warning("experience %s cannot be read, and is left out: %s", name, error)
             return None
 
@@ -115,7 +115,7 @@ class LocalMaker:
                 if one.digest in self._digests:
                     continue
                 try:
-                    ids += self._store.add_trajectories([one.to_record(step)])
+                    ids += self._store.add_trajectories([one.to_trajectory(step)])
                 except (InvalidTrajectoryError, StoreError) as error:
                     problems.append(f"task {one.task_id!r}: {error}")
                     continue

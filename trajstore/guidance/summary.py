@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from trajstore.experience import is_success
 from trajstore.guidance.context import ExperienceTemplate, strip_template
 from trajstore.guidance.experience import Experience
-from trajstore.guidance.record import Guidance, plain_messages
+from trajstore.guidance.metadata import Guidance, plain_messages
 from trajstore.trajectory import AgentTrajectory
 
 _MOST_CHARACTERS = 1200
@@ -35,10 +35,10 @@ def unguided(rollout: AgentTrajectory, template: ExperienceTemplate | None = Non
 
     Args:
         rollout: not changed.
-        template: where the rollout does not record what was put in, text that looks like this goes too.
+        template: where the rollout does not say what was put in, text that looks like this goes too.
 
     Raises:
-        InvalidTrajectoryError: the messages are not those that its record speaks of.
+        InvalidTrajectoryError: the messages are not those that its guidance speaks of.
     """
     messages: list[dict[str, Any]] = [dict(message) for message in plain_messages(rollout)]
     if template is not None and Guidance.of(rollout) is None:

@@ -13,7 +13,7 @@ from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.allocation import TrainMode
 from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
 from trajstore.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved
-from trajstore.guidance.record import Guidance
+from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import text_of
 from trajstore.guidance.trouble import Trouble
 
@@ -35,7 +35,7 @@ class TrajExpConfig:
     insertions: list[Insertion] = field(default_factory=list)
 
     def guidance(self, *, taken_out: bool = False) -> Guidance | None:
-        """Return the record of it for the trajectory; ``None`` if nothing was put in."""
+        """Return what the trajectory is to say of it; ``None`` if nothing was put in."""
         if not self.insertions:
             return None
         return Guidance(self.train_mode, tuple(self.names), tuple(self.insertions), taken_out)

@@ -11,7 +11,7 @@ from typing import Any
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.guidance.experience import EXPERIENCE
-from trajstore.guidance.record import Guidance
+from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import by_task
 from trajstore.trajectory import AgentTrajectory
 
@@ -80,7 +80,7 @@ def count_worth(rollouts: Iterable[AgentTrajectory]) -> dict[str, Worth]:
     others, or none.
 
     Raises:
-        InvalidTrajectoryError: a rollout's record of its guidance cannot be understood.
+        InvalidTrajectoryError: what a rollout says of its guidance cannot be understood.
     """
     result: dict[str, Worth] = {}
     for held in by_task(list(rollouts)):
@@ -141,7 +141,7 @@ class WorthLedger:
     """The worth of all experiences, in a store. Not thread-safe: the training loop's.
 
     Args:
-        store: one that may hold experiences too; in memory if ``None``. What it holds is gone on with.
+        store: one that may hold experiences too; in memory if ``None``. This goes on with what it holds.
         rule: when an experience is retired; ``None`` = never.
     """
 
@@ -178,18 +178,18 @@ class WorthLedger:
         if not step:
             return
         self._worth |= {name: self._worth.get(name, Worth()) + more for name, more in step.items()}
-        gone = []
+        retired = []
         if self._rule is not None:
-            gone = [name for name in step if name not in self._retired and self._rule.retires(self._worth[name])]
-        for name in gone:
+            retired = [name for name in step if name not in self._retired and self._rule.retires(self._worth[name])]
+        for name in retired:
             logger.info("guidance: experience %s is retired: its gain is %.3g", name, self._worth[name].gain)
-        self._retired |= dict.fromkeys(gone)
+        self._retired |= dict.fromkeys(retired)
         try:
             if len(self._records) >= COMPACT_AFTER:
                 self._compact()
             else:
                 self._records += self._store.add_trajectories(
-                    [_record({name: self._worth[name] for name in step}, gone)]
+                    [_record({name: self._worth[name] for name in step}, retired)]
                 )
         except StoreError as error:
             self.lost += 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.files.base import Directory
 from trajstore.inspection.measure import row_keys, seam_names, turns_of
@@ -48,7 +48,7 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
         else {
             "first": int(ids.min()),
             "last": int(ids.max()),
-            "missing": sum(last - first + 1 for first, last in gaps),
+            "absent": sum(last - first + 1 for first, last in gaps),
             "gaps": gaps[:20],
         },
         "integrity": {"problems": [f"{e.file_name(found.suffix)}: named by the index, but missing" for e in missing]},
@@ -63,17 +63,17 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -
     highs: list[int] = []
     columns: dict[tuple[str, str, tuple[int, ...]], int] = {}
     for done, row in enumerate(rows):
-        record = found.record(row)
-        tensors = dict(zip((column.name for column in record.schema.columns), record.tensors, strict=True))
-        for column, tensor in zip(record.schema.columns, record.tensors, strict=True):
+        flat = found.flat(row)
+        tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))
+        for column, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
             key = (column.name, column.dtype, column.row_shape)
             columns[key] = columns.get(key, 0) + tensor.nbytes
         if "rewards" in tensors:
-            blocks = {name: _block(tensors[name], record) for name in ("rewards", "dones") if name in tensors}
-            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(record, tensors, rows.start == 0))
-        if record.versions is not None:
-            lows.append(record.versions[0])
-            highs.append(record.versions[1])
+            blocks = {name: _block(tensors[name], flat) for name in ("rewards", "dones") if name in tensors}
+            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(flat, tensors, rows.start == 0))
+        if flat.versions is not None:
+            lows.append(flat.versions[0])
+            highs.append(flat.versions[1])
         if progress is not None:
             progress(done + 1, len(rows))
     return {
@@ -88,16 +88,16 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -
     }
 
 
-def _block(rows: torch.Tensor, record: Record) -> torch.Tensor:
+def _block(rows: torch.Tensor, flat: FlatTrajectory) -> torch.Tensor:
     """Return the rows ``[(T + E) * B, C]`` of a column as ``[T + E, B, C]``."""
-    return rows.reshape(rows.shape[0] // record.extent.batch, record.extent.batch, -1)
+    return rows.reshape(rows.shape[0] // flat.extent.batch, flat.extent.batch, -1)
 
 
-def _seam(record: Record, tensors: dict[str, torch.Tensor], whole: bool) -> Seam | None:
-    names = seam_names(record.schema)
+def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], whole: bool) -> Seam | None:
+    names = seam_names(flat.schema)
     if not names:
         return None
-    shape = (record.extent.steps, record.extent.batch, -1)
+    shape = (flat.extent.steps, flat.extent.batch, -1)
     firsts, lasts = (
         [tensors[f"{field}.{name}"].reshape(shape)[at] for name in names]
         for field, at in (("curr_obs", 0), ("next_obs", -1))
@@ -147,11 +147,11 @@ def inspect_pool(directory: Directory) -> Report:
     }
 
 
-def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, Record | CorruptStoreError | UnsafeContentError]]:
+def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, FlatTrajectory | CorruptStoreError | UnsafeContentError]]:
     """Yield every file that is there with its trajectory, or with what is wrong with it."""
     for row, entry in enumerate(found.entries):
         name = entry.file_name(found.suffix)
         try:
-            yield name, found.record(row)
+            yield name, found.flat(row)
         except (CorruptStoreError, UnsafeContentError) as error:
             yield name, error

@@ -215,7 +215,7 @@ def _ids(ids: npt.NDArray[np.int64]) -> Report | None:
     return {
         "first": int(ids.min()),
         "last": int(ids.max()),
-        "missing": sum(last - first + 1 for first, last in gaps),
+        "absent": sum(last - first + 1 for first, last in gaps),
         "gaps": gaps[:_SHOWN_GAPS],
     }
 

@@ -264,7 +264,7 @@ def _check_decoding(directory: Directory, manifest: ShardManifest) -> list[Probl
         for column, place in enumerate(manifest.places):
             if place is None:
                 reader.rows(column, 0, manifest.rows[column])
-    except (StoreError, OSError) as error:  # but not a missing package: that is no damage
+    except (StoreError, OSError) as error:  # but not a package that is not installed: that is no damage
         return [Problem(manifest.files[0].name, str(error))]
     return []
 
@@ -348,10 +348,10 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
         usual = "; RLinf's checkpoint of a buffer in memory lists such too" if entry in found.before else ""
         message = f"named by the index, but missing{usual}"
         result.problems.append(Problem(entry.file_name(found.suffix), message, ((lost, lost),)))
-    for done, (name, record) in enumerate(iterate_rlinf(found)):
-        if isinstance(record, TrajstoreError):
+    for done, (name, found_one) in enumerate(iterate_rlinf(found)):
+        if isinstance(found_one, TrajstoreError):
             lost = found.entries[done].trajectory_id
-            result.problems.append(Problem(name, str(record), ((lost, lost),)))
+            result.problems.append(Problem(name, str(found_one), ((lost, lost),)))
         else:
             result.problems += [Problem(name, message) for message in found.damage(done)]
             result.notes += [f"{name}: {message}" for message in found.unrepresented(done)]

@@ -308,12 +308,12 @@ class Replica:
 
     def tidy(self, picture: Picture, catalog: Catalog) -> None:
         """Remove what the mirror does not need any more: pins, then their states, then shards that no reader shows."""
-        gone = [name for name in self.pins if name not in picture.pins]
-        if gone:
-            self.target.remove([pin_name(name) for name in gone], durable=True)
-            for name in gone:
+        released = [name for name in self.pins if name not in picture.pins]
+        if released:
+            self.target.remove([pin_name(name) for name in released], durable=True)
+            for name in released:
                 del self.pins[name]
-        if gone or picture.pin_files:
+        if released or picture.pin_files:
             kept = {head.state.name for head in picture.pins.values() if head.state is not None}
             states = [name for name in self.target.names(PINS_FOLDER) if name.endswith(".state") and name not in kept]
             self.target.remove(states)

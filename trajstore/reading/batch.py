@@ -14,7 +14,7 @@ from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import SchemaMismatchError, listed
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.gather import Located, allocate, gather
-from trajstore.reading.residency import GONE, Reading, Residency
+from trajstore.reading.residency import UNAVAILABLE, Reading, Residency
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
 
@@ -39,7 +39,7 @@ class Prepared:
     addresses: npt.NDArray[np.int64]
     axes: npt.NDArray[np.int8]
     parts: list[tuple[Part, list[ColumnSpec]]]
-    """Where dtypes differ: rows of one kind each, with their own columns in the order of ``specs``."""
+    """Where dtypes differ: rows of one kind each, with their converted columns in the order of ``specs``."""
     residency: Residency
     reading: Reading
 
@@ -54,10 +54,10 @@ class Prepared:
             if not self.parts:
                 gather(self.located, self.addresses, self.axes, self.numbers, self.specs, targets)
             for part, specs in self.parts:
-                own = allocate(specs, len(part.rows), None)
+                converted = allocate(specs, len(part.rows), None)
                 numbers = np.array(part.numbers, np.int64)
-                gather(self.located.of(part.rows), self.addresses, self.axes, numbers, specs, own)
-                for target, tensor in zip(targets, own, strict=True):
+                gather(self.located.of(part.rows), self.addresses, self.axes, numbers, specs, converted)
+                for target, tensor in zip(targets, converted, strict=True):
                     target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
         finally:
             self.residency.end_reading(self.reading)
@@ -75,7 +75,7 @@ class BatchColumns:
     def __init__(self, residency: Residency, sources: Sequence[Source]) -> None:
         self._residency = residency
         self._sources = sources
-        self._undecoded: tuple[int, int | None] = (GONE, None)
+        self._undecoded: tuple[int, int | None] = (UNAVAILABLE, None)
         self._told: set[tuple[int, int]] = set()
 
     def choose(
@@ -125,7 +125,7 @@ class BatchColumns:
         if not index.first <= position < index.end:
             return None
         slot = int(index.arrays["shard"][position])
-        if slot == GONE:
+        if slot == UNAVAILABLE:
             return None
         known = int(self._residency.signature[slot])
         if known >= 0 or self._undecoded[0] == slot:

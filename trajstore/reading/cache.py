@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import ConfigurationError
 
 
@@ -21,7 +21,7 @@ class Held:
     nbytes: int
     home: tuple[int, int, int, int] | None
     pending: bool
-    record: Record | None
+    flat: FlatTrajectory | None
 
 
 class TrajectoryCache:

@@ -17,7 +17,7 @@ import torch
 from trajstore import locks
 from trajstore.columns.conversion import parse_document, trajectory_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.owned import OwnedRecord
+from trajstore.columns.owned import OwnedTrajectory
 from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.machine_code import begin_kernels, kernels
@@ -26,7 +26,7 @@ from trajstore.reading.cache import Held, TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
 from trajstore.reading.picture import Picture, picture_of
-from trajstore.reading.residency import GONE, MappedShard, Residency
+from trajstore.reading.residency import UNAVAILABLE, MappedShard, Residency
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at
 from trajstore.store.committed import Change, Evicted
@@ -51,8 +51,8 @@ class Contents:
         self.sources: list[Source] = []
         self.cache = cache
         self.residency = Residency(map_limit)
-        self.gone = range(0)
-        """Positions of those that were kept in memory only and have left it: one run, as they leave in order."""
+        self.gap = range(0)
+        """Positions of unavailable trajectories: one run, as they leave memory in order."""
         self.start = 0
         """Position of the oldest that can be read; older ones are counted by an index of RLinf, but not there."""
         self.added = 0
@@ -72,13 +72,13 @@ class Contents:
     def show(self, number: int, part: TrajectoryIndex) -> None:
         """Append entries of a source's index; their homes are found for all at once."""
         rows = part["shard"]
-        entries = np.bincount(rows[rows != GONE], minlength=self.sources[number].shards)
+        entries = np.bincount(rows[rows != UNAVAILABLE], minlength=self.sources[number].shards)
         needed = np.flatnonzero(entries)
-        slots = np.full(len(entries) + 1, GONE, np.int32)  # the last one stands for GONE
+        slots = np.full(len(entries) + 1, UNAVAILABLE, np.int32)  # the last one stands for UNAVAILABLE
         slots[needed] = self.residency.add_shards(number, needed, entries[needed])
         if len(self.index) == 0:
             self.index = part  # arrays are shared, not copied
-            self.index.own(*STARTS, "extra", "document")
+            self.index.unshare(*STARTS, "extra", "document")
             self.index.arrays["shard"] = slots[part.arrays["shard"]]
             self.index.weights = part.weights.copy()
         else:
@@ -137,25 +137,25 @@ class Contents:
         lower = first - self.index.first
         if lower:
             self.start -= lower
-            self.gone = range(self.gone.start - lower, self.gone.stop - lower) if self.gone else self.gone
+            self.gap = range(self.gap.start - lower, self.gap.stop - lower) if self.gap else self.gap
 
     def _note_listed(self) -> None:
         """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
-        self.start = self.index.first + int(np.count_nonzero(self.index["shard"] == GONE))
+        self.start = self.index.first + int(np.count_nonzero(self.index["shard"] == UNAVAILABLE))
 
-    def add(self, owned: Sequence[OwnedRecord], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
+    def add(self, owned: Sequence[OwnedTrajectory], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
         """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
 
         All of them are shown at once. If this raises, call :meth:`retract`.
         """
-        records = [item.record for item in owned]
+        flats = [item.flat for item in owned]
         with self.lock:
-            columns = columns_of(records, ids, uuids, self.index.weights, GONE)
+            columns = columns_of(flats, ids, uuids, self.index.weights, UNAVAILABLE)
             columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
-            for at in range(len(records)):
+            for at in range(len(flats)):
                 item = owned[at]
                 slot = self.residency.add_memory(item)
-                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item.record)
+                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item.flat)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)
             columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
@@ -201,16 +201,16 @@ class Contents:
             self._send_home(self.cache.overflow())
 
     def _send_home(self, ids: Sequence[int]) -> None:
-        """Let trajectories be read from disk again; those that are not there yet stay, or are gone for good."""
+        """Let trajectories be read from disk again; those that are not there yet stay, or become unavailable."""
         going = [number for number in ids if number in self._held and not self._held[number].pending]
         if not going:
             return
         positions = self.index.find_many(going)
-        homes = np.array([self._held[number].home or (GONE, 0, 0, 0) for number in going], np.int64)
+        homes = np.array([self._held[number].home or (UNAVAILABLE, 0, 0, 0) for number in going], np.int64)
         known = positions >= 0
-        lost = positions[known & (homes[:, 0] == GONE)]
+        lost = positions[known & (homes[:, 0] == UNAVAILABLE)]
         if len(lost):
-            self.gone = range(self.gone.start if self.gone else int(lost[0]), int(lost[-1]) + 1)
+            self.gap = range(self.gap.start if self.gap else int(lost[0]), int(lost[-1]) + 1)
         self._point(positions[known], homes[known])
         for number in going:
             self.residency.release(self._held.pop(number).slot)
@@ -244,16 +244,16 @@ class Contents:
                 if self.cache is not None:
                     self.cache.discard(number)
                 if held is not None:
-                    homes[at] = GONE if held.home is None else held.home[0]
+                    homes[at] = UNAVAILABLE if held.home is None else held.home[0]
                     self.residency.release(held.slot)
             listed = max(self.start - self.index.first, 0)
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)
             self.start = self.index.first + listed
-            if self.gone:
-                lost = self.start + np.flatnonzero(self.index["shard"][listed:] == GONE)
-                self.gone = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
-            self.residency.leave(homes[homes != GONE])
+            if self.gap:
+                lost = self.start + np.flatnonzero(self.index["shard"][listed:] == UNAVAILABLE)
+                self.gap = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
+            self.residency.leave(homes[homes != UNAVAILABLE])
 
     def is_pending(self, trajectory_id: int) -> bool:
         """Return whether a trajectory is not committed yet."""
@@ -317,9 +317,9 @@ class Contents:
         located = locate(samples, self.index, first, end)
         while len(located.slot):
             if located.slot.min() < 0:
-                missing = int(self.index.arrays["trajectory_id"][located.position[located.slot.argmin()]])
+                number = int(self.index.arrays["trajectory_id"][located.position[located.slot.argmin()]])
                 raise TrajectoryUnavailableError(
-                    f"trajectory {missing} was kept in memory only and has left it; use auto_save=True to keep all"
+                    f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
                 )
             if self.residency.signature[located.slot].min() >= 0:
                 break
@@ -381,7 +381,7 @@ class Contents:
 
     def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
         slot = int(self.index.arrays["shard"][position])
-        if slot == GONE:
+        if slot == UNAVAILABLE:
             number = int(self.index.arrays["trajectory_id"][position])
             if position < self.start:
                 raise TrajectoryUnavailableError(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.reading.cache import Held
-from trajstore.reading.residency import GONE, Residency
+from trajstore.reading.residency import UNAVAILABLE, Residency
 from trajstore.reading.sources import Source
 from trajstore.store.index import STARTS, TrajectoryIndex
 
@@ -20,14 +20,14 @@ class Picture:
 
     Attributes:
         index: the entries that can be saved; ``shard`` is meaningless.
-        shards: per entry, (source, row) on disk, or None where ``records`` has it.
-        records: by position in ``index``, trajectories that are in memory only.
+        shards: per entry, (source, row) on disk, or None where ``flats`` has it.
+        flats: by position in ``index``, trajectories that are in memory only.
         sources: the sources that ``shards`` refers to.
     """
 
     index: TrajectoryIndex
     shards: list[tuple[int, int] | None]
-    records: dict[int, Record]
+    flats: dict[int, FlatTrajectory]
     sources: list[Source]
 
 
@@ -45,7 +45,7 @@ def picture_of(
     positions = np.arange(index.first, index.end)
     columns = index.take(positions)
     shards: list[tuple[int, int] | None] = []
-    records: dict[int, Record] = {}
+    flats: dict[int, FlatTrajectory] = {}
     kept = np.ones(len(positions), np.bool_)
     slots = columns["shard"].tolist()
     for at, number in enumerate(columns["trajectory_id"].tolist()):
@@ -55,15 +55,15 @@ def picture_of(
             slot = there.home[0]
             for name, start in zip(STARTS, there.home[1:], strict=True):
                 columns[name][at] = start
-        elif there is not None and there.record is not None:
-            records[len(shards)] = there.record
+        elif there is not None and there.flat is not None:
+            flats[len(shards)] = there.flat
             shards.append(None)
             continue
-        elif slot == GONE:
+        elif slot == UNAVAILABLE:
             kept[at] = False
             continue
         shards.append(residency.shard_of(slot))
     picture = TrajectoryIndex()
     picture.weights = index.weights.copy()
     picture.append({name: array[kept] for name, array in columns.items()})
-    return Picture(picture, shards, records, list(sources))
+    return Picture(picture, shards, flats, list(sources))

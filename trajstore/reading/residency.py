@@ -19,8 +19,8 @@ import numpy.typing as npt
 from trajstore import locks
 from trajstore.columns.schema import ColumnSpec, Extent, Kind, Schema
 
-GONE = -1
-"""Slot of a trajectory that was kept in memory only and has left it."""
+UNAVAILABLE = -1
+"""Slot of a trajectory that was kept in memory only and has left it: no slot at all."""
 
 MEMORY = -1
 """Source number of slots in memory."""
@@ -205,17 +205,17 @@ class Residency:
         Raises:
             CorruptStoreError: a file is missing or has changed its size.
         """
-        missing = np.unique(slots[self.signature[slots] < 0]).tolist()
+        absent = np.unique(slots[self.signature[slots] < 0]).tolist()
         undecoded = []
-        for slot in missing:
-            if self._source[slot] == MEMORY:  # settled only now: most are written without being sampled
-                self._settle(slot, self._owners[slot])
+        for slot in absent:
+            if self._source[slot] == MEMORY:  # made resident only now: most are written without being sampled
+                self._make_resident(slot, self._owners[slot])
                 continue
             shard = self._sources[self._source[slot]].map_shard(int(self._row[slot]))
             if shard is None:
                 undecoded.append(slot)
                 continue
-            self._settle(slot, shard)
+            self._make_resident(slot, shard)
             self._mapped[slot] = shard.maps
             self._maps += shard.maps
             if shard.extent is not None:
@@ -224,7 +224,7 @@ class Residency:
             self._unmap_oldest(set(np.unique(slots).tolist()))
         return undecoded
 
-    def _settle(self, slot: int, shard: Rows) -> None:
+    def _make_resident(self, slot: int, shard: Rows) -> None:
         numbers, signature = self._numbered(shard.schema)
         self._reserve(self._count)
         self.addresses[slot, numbers] = shard.addresses

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.columns.record import Record
 from trajstore.columns.schema import Extent
 from trajstore.columns.steps import acting_rows, version_range
 from trajstore.errors import (
@@ -24,7 +24,7 @@ from trajstore.errors import (
 )
 from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest, ShardReader, StoredFile
-from trajstore.formats.torch_zip import damaged_records
+from trajstore.formats.torch_zip import damaged_members
 from trajstore.reading.residency import MappedShard
 from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.reading.sources import Source
@@ -226,7 +226,7 @@ class RLinfSource(Source):
         return [
             *(
                 f"{name}: checksum does not fit the content"
-                for name in damaged_records(file.map.view, source=file.source)
+                for name in damaged_members(file.map.view, source=file.source)
             ),
             *(
                 f"{name} is {file.said[name]!r}, the index says {value!r}"
@@ -235,7 +235,7 @@ class RLinfSource(Source):
             ),
         ]
 
-    def record(self, row: int) -> Record:
+    def flat(self, row: int) -> FlatTrajectory:
         """Return a trajectory as columns."""
         file, entry = self.file(row), self.entries[row]
         content, reader = file.content, RLinfFileReader(file)
@@ -250,7 +250,7 @@ class RLinfSource(Source):
             versions = version_range(acting_rows(told, content.extent.steps))
         except InvalidTrajectoryError:  # RLinf takes NaN; the rest of the trajectory is as good as ever
             versions = None
-        return Record(
+        return FlatTrajectory(
             content.schema,
             content.extent,
             tuple(tensors.values()),

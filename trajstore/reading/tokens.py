@@ -81,9 +81,9 @@ class TokenRows:
             width = wanted.itemsize
             kernels().copy_blocks(target.data_ptr() + begins[same] * width, column.sources[same], counts[same] * width)
             for at in np.flatnonzero(~same).tolist():  # of another dtype than the widest
-                own = torch.empty(int(counts[at]), dtype=column.dtypes[at])
-                ctypes.memmove(own.data_ptr(), int(column.sources[at]), own.nbytes)
-                target[int(begins[at]) : int(begins[at] + counts[at])] = own
+                converted = torch.empty(int(counts[at]), dtype=column.dtypes[at])
+                ctypes.memmove(converted.data_ptr(), int(column.sources[at]), converted.nbytes)
+                target[int(begins[at]) : int(begins[at] + counts[at])] = converted
             result[name] = target
         return result
 

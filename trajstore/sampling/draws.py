@@ -41,17 +41,17 @@ class Window:
     samples: int
 
     @staticmethod
-    def newest(index: TrajectoryIndex, size: int, gone: range, start: int = 0) -> Window:
+    def newest(index: TrajectoryIndex, size: int, gap: range, start: int = 0) -> Window:
         """Return the ``size`` newest trajectories, or as many as there are; 0 = all.
 
         Args:
             index: what the buffer shows.
             size: how many.
-            gone: positions of trajectories that cannot be read.
+            gap: positions of unavailable trajectories.
             start: position of the oldest that can be read; none before it is of the window.
         """
         start = max(start, index.first)
-        gap = gone or range(start, start)
+        gap = gap or range(start, start)
         after = index.end - gap.stop
         wanted = size if size > 0 else len(index)
         if wanted <= after:

@@ -60,8 +60,8 @@ class EpochSampler(Sampler):
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
         ids: list[IntArray] = []
         samples: list[IntArray] = []
-        missing = count
-        while missing > 0:
+        still_wanted = count
+        while still_wanted > 0:
             total = int(self._ends[-1]) if len(self._ends) else 0
             if self._place == total:
                 if self._epochs is not None and self._begun == self._epochs:
@@ -70,7 +70,7 @@ class EpochSampler(Sampler):
                     raise EpochsEndedError(f"all {self._epochs} epochs have been drawn")
                 self._begin(generator, first)
                 continue
-            places = np.arange(self._place, min(total, self._place + missing))
+            places = np.arange(self._place, min(total, self._place + still_wanted))
             self._place += len(places)
             rows = permuted(places, total, self._key)
             entries = np.searchsorted(self._ends, rows, side="right")
@@ -79,7 +79,7 @@ class EpochSampler(Sampler):
             entries, rows = entries[there], rows[there]
             ids.append(self._ids[entries])
             samples.append(rows - np.where(entries > 0, self._ends[entries - 1], 0))
-            missing -= len(entries)
+            still_wanted -= len(entries)
         return Drawn(np.concatenate(ids), np.concatenate(samples))
 
     def _begin(self, generator: torch.Generator, first: int | None) -> None:

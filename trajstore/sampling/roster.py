@@ -107,7 +107,7 @@ class Roster:
         return np.arange(first, len(self))
 
     def discard(self, ids: Sequence[int] | IntArray) -> IntArray:
-        """Note that trajectories are gone and return the entries of those that were there."""
+        """Note that trajectories were evicted, and return the entries of those that were there."""
         entries = self.find(np.asarray(ids, np.int64))
         entries = np.unique(entries[entries >= 0])
         self._alive.values[entries] = False

@@ -24,7 +24,7 @@ class Priorities:
     """How priorities become chances and weights.
 
     A row of priority p is drawn with a chance in proportion to ``(p + eps) ** alpha``; its importance weight is
-    ``(least / own) ** beta``, ``least`` being the smallest chance in the batch, so that the largest weight is 1. New
+    ``(least / chance) ** beta``, ``least`` being the smallest chance in the batch, so that the largest weight is 1. New
     rows get the largest priority seen so far.
     Source: Schaul et al., "Prioritized Experience Replay", 2016, equations 1 and 2.
 
@@ -189,18 +189,18 @@ class WeightedSampler(Sampler):
         return leaves
 
     def _without_repeats(self, count: int, generator: torch.Generator, low: int) -> IntArray:
-        """Draw again and again what is missing, leaving out what was drawn: as if one by one without replacement."""
+        """Draw again and again, leaving out what was drawn: as if one by one without replacement."""
         found: list[IntArray] = []
         weights: list[FloatArray] = []
-        missing = count
+        still_wanted = count
         try:
-            while missing > 0 and self._tree.total - self._tree.total_before(low) > 0:
-                leaves = self._leaves(missing, generator, low)
+            while still_wanted > 0 and self._tree.total - self._tree.total_before(low) > 0:
+                leaves = self._leaves(still_wanted, generator, low)
                 leaves = leaves[np.sort(np.unique(leaves, return_index=True)[1])]
                 found.append(leaves)
                 weights.append(self._tree.leaves[leaves].copy())
                 self._tree.set(leaves, np.zeros(len(leaves)))
-                missing -= len(leaves)
+                still_wanted -= len(leaves)
         finally:
             for leaves, weight in zip(found, weights, strict=False):
                 self._tree.set(leaves, weight)

@@ -12,28 +12,28 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import RANGES, UNKNOWN_VERSION
-from trajstore.columns.record import Record
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
 from trajstore.store.log_records import integers, parse_ranges, ranges_of
 from trajstore.store.packing import StringTable
 
 
-def entries_to_json(records: Sequence[Record], ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
+def entries_to_json(flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: bytes) -> dict[str, Any]:
     """Return what a record says of the trajectories of a shard, as JSON values.
 
     Args:
-        records: the trajectories.
+        flats: the trajectories.
         ids: their ids, ascending.
         uuids: 16 bytes for each.
     """
     return {
         "ids": ranges_of(ids),
-        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in records],
-        "max_episode_length": [record.max_episode_length for record in records],
-        "versions": [record.versions for record in records],
-        "weights": [record.model_weights_id for record in records],
+        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in flats],
+        "max_episode_length": [flat.max_episode_length for flat in flats],
+        "versions": [flat.versions for flat in flats],
+        "weights": [flat.model_weights_id for flat in flats],
         "uuids": uuids.hex(),
     }
 

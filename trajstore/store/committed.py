@@ -253,7 +253,7 @@ class Committed:
         lacking = int((ranges[:, 1] - ranges[:, 0] + 1).sum()) - len(index)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
-                f"the pin {name!r} names {lacking} trajectories that are gone: a writer that had lost the store to "
+                f"the pin {name!r} names {lacking} trajectories that are missing: a writer that had lost the store to "
                 "another one made it; let go of it with unpin"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")

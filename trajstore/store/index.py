@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.columns.record import Record
 from trajstore.columns.schema import Extent, Kind
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.store.entry_checks import EntryGate, check_lengths, range_faults
@@ -181,7 +181,7 @@ class TrajectoryIndex:
             raise TrajectoryUnavailableError(f"no trajectory has the id {trajectory_id}")
         return position
 
-    def own(self, *names: str) -> None:
+    def unshare(self, *names: str) -> None:
         """Stop sharing some columns with the index from which this one was sliced."""
         for name in names:
             self.arrays[name] = self.arrays[name].copy()
@@ -345,12 +345,12 @@ def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, IntArray]:
 
 
 def columns_of(
-    records: Sequence[Record], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int
+    flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of new records, those of :func:`starts_of` aside.
+    """Return the index columns of new trajectories, those of :func:`starts_of` aside.
 
     Args:
-        records: the trajectories.
+        flats: the trajectories.
         ids: their trajectory ids.
         uuids: 16 bytes for each.
         weights: table that takes their ``model_weights_id``.
@@ -359,18 +359,18 @@ def columns_of(
     numbers = np.array(
         [
             (
-                *(record.num_samples, record.extent.steps, record.extent.batch, record.extent.extra),
-                *(record.extent.document, record.nbytes, record.max_episode_length),
-                *(record.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION)),
+                *(flat.num_samples, flat.extent.steps, flat.extent.batch, flat.extent.extra),
+                *(flat.extent.document, flat.nbytes, flat.max_episode_length),
+                *(flat.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION)),
             )
-            for record in records
+            for flat in flats
         ],
         np.int64,
     )
     return {
         "trajectory_id": np.array(ids, np.int64),
         **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
-        "weights": np.array([weights.add(record.model_weights_id) for record in records], np.int32),
+        "weights": np.array([weights.add(flat.model_weights_id) for flat in flats], np.int32),
         "uuid": np.frombuffer(uuids, "V16"),
-        "shard": np.full(len(records), shard, np.int32),
+        "shard": np.full(len(flats), shard, np.int32),
     }

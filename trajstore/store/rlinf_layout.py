@@ -16,8 +16,8 @@ import torch
 
 from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
+from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.leaves import document_of, is_json
-from trajstore.columns.record import Record, raw_bytes
 from trajstore.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtypes
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.files.base import EncodedFile, check_name
@@ -250,37 +250,37 @@ def _leading(content: Mapping[str, Any], source: str) -> tuple[int, int]:
     raise CorruptStoreError(f"{source}: not a trajectory (neither prev_logprobs nor rewards)")
 
 
-def encode_trajectory(record: Record, trajectory_id: int, suffix: str) -> tuple[RLinfEntry, EncodedFile]:
+def encode_trajectory(flat: FlatTrajectory, trajectory_id: int, suffix: str) -> tuple[RLinfEntry, EncodedFile]:
     """Return a step trajectory as RLinf's index and file have it.
 
     Raises:
         ConfigurationError: it is an agent trajectory, which RLinf does not know.
         UnsafeContentError: its ``model_weights_id`` cannot be part of a file name.
     """
-    schema, extent = record.schema, record.extent
+    schema, extent = flat.schema, flat.extent
     if schema.kind != "step":
         raise ConfigurationError(
             "layout 'rlinf': agent trajectories cannot be written, RLinf has step trajectories only"
         )
     values: dict[str, Any] = {}
-    for column, tensor in zip(schema.columns, record.tensors, strict=True):
+    for column, tensor in zip(schema.columns, flat.tensors, strict=True):
         if column.name != DOCUMENT:
             rows = extent.rows(column.axis)
             values[column.name] = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
-    leaves = trajectory_of(schema, extent, record.tensors) if extent.document else Trajectory()
+    leaves = trajectory_of(schema, extent, flat.tensors) if extent.document else Trajectory()
     for path, leaf in walk({name: getattr(leaves, name) for name in (*TENSOR_FIELDS, *DICT_FIELDS)}):
         if len(path) > 1 or (leaf is not None and path[0] in TENSOR_FIELDS):
             values.setdefault(join_name(path), leaf)
     nested = nest(values)
     content: dict[str, Any] = {
-        "max_episode_length": record.max_episode_length,
-        "model_weights_id": record.model_weights_id,
+        "max_episode_length": flat.max_episode_length,
+        "model_weights_id": flat.model_weights_id,
         **{name: nested[name] for name in TENSOR_FIELDS if name in nested},
         # RLinf has these always, empty or not, and in this order
         **{name: nested.get(name, {}) for name in ("forward_inputs", "curr_obs", "next_obs")},
     }
     shape = tuple(content["prev_logprobs" if "prev_logprobs" in content else "rewards"].shape)
-    entry = RLinfEntry(trajectory_id, record.num_samples, shape, record.max_episode_length, record.model_weights_id)
+    entry = RLinfEntry(trajectory_id, flat.num_samples, shape, flat.max_episode_length, flat.model_weights_id)
     if suffix == "pkl":
         pieces: Sequence[Any] = [pickle.dumps(_changed(content, lambda t: t.clone()))]
     else:

@@ -13,8 +13,8 @@ from math import prod
 import pytest
 import torch
 
-from trajstore.columns.conversion import record_of
-from trajstore.columns.record import Record, raw_bytes
+from trajstore.columns.conversion import flatten
+from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.files.base import Buffer, check_name
@@ -35,7 +35,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, generator: torch.Gen
     return data.view(dtype).reshape(tuple(shape)) if count else torch.empty(tuple(shape), dtype=dtype)
 
 
-def step_record(steps: int, batch: int, epochs: int, generator: torch.Generator) -> Record:
+def step_record(steps: int, batch: int, epochs: int, generator: torch.Generator) -> FlatTrajectory:
     """Return a step trajectory with extra rows, every dtype, nested and oddly named columns, and a document.
 
     Args:
@@ -48,7 +48,7 @@ def step_record(steps: int, batch: int, epochs: int, generator: torch.Generator)
     def tensor(rows: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return random_tensor((rows, batch, *shape), dtype, generator)
 
-    return record_of(
+    return flatten(
         Trajectory(
             max_episode_length=7,
             model_weights_id=f"weights-{steps}",
@@ -70,10 +70,10 @@ def step_record(steps: int, batch: int, epochs: int, generator: torch.Generator)
     )
 
 
-def agent_record(prompt: int, response: int, generator: torch.Generator) -> Record:
+def agent_record(prompt: int, response: int, generator: torch.Generator) -> FlatTrajectory:
     """Return an agent trajectory of ``prompt + response`` tokens; both may be 0."""
     length = prompt + response
-    return record_of(
+    return flatten(
         AgentTrajectory(
             messages=[
                 {"role": "user", "content": "q" * prompt},
@@ -92,31 +92,31 @@ def agent_record(prompt: int, response: int, generator: torch.Generator) -> Reco
     )
 
 
-def _step_shard() -> list[Record]:
+def _step_shard() -> list[FlatTrajectory]:
     generator = torch.Generator().manual_seed(1)
     return [step_record(*sizes, generator) for sizes in ((4, 3, 2), (6, 1, 1), (1, 2, 1))]
 
 
-def _one_step() -> list[Record]:
+def _one_step() -> list[FlatTrajectory]:
     return [step_record(3, 2, 1, torch.Generator().manual_seed(2))]
 
 
-def _agent_shard() -> list[Record]:
+def _agent_shard() -> list[FlatTrajectory]:
     generator = torch.Generator().manual_seed(3)
     return [agent_record(*sizes, generator) for sizes in ((5, 9), (0, 0), (3, 0), (0, 17), (30, 1))]
 
 
-def _no_response() -> list[Record]:
+def _no_response() -> list[FlatTrajectory]:
     return [agent_record(4, 0, torch.Generator().manual_seed(4))]
 
 
-SHARDS: Mapping[str, Callable[[], list[Record]]] = {
+SHARDS: Mapping[str, Callable[[], list[FlatTrajectory]]] = {
     "step": _step_shard,
     "one_step": _one_step,
     "agent": _agent_shard,
     "agent_without_response": _no_response,
 }
-"""Makers of the records that go into one shard, by the name of the case."""
+"""Makers of the trajectories that go into one shard, by the name of the case."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class StoredShard:
     """A shard as a directory would hold it.
 
     Attributes:
-        records: what was encoded.
+        flats: what was encoded.
         manifest: how it is described in the log.
         files: content by name. Tests may replace it by damaged content of the same size.
     """
 
-    records: Sequence[Record]
+    flats: Sequence[FlatTrajectory]
     manifest: ShardManifest
     files: dict[str, bytes]
 
@@ -145,25 +145,25 @@ class StoredShard:
         return self.files[name]
 
     def column(self, column: int) -> torch.Tensor:
-        """Return all rows of a column as the records have them, ``[rows, *row_shape]``."""
+        """Return all rows of a column as the trajectories have them, ``[rows, *row_shape]``."""
         spec = self.manifest.schema.columns[column]
-        data = b"".join(bytes(record.column_bytes(column)) for record in self.records)
+        data = b"".join(bytes(flat.column_bytes(column)) for flat in self.flats)
         return rows_from_bytes(bytearray(data), spec.torch_dtype, (self.manifest.rows[column], *spec.row_shape))
 
     def ranges(self, column: int) -> Iterator[tuple[int, int]]:
         """Yield row ranges of a column: all that begin and end at, or next to, the bounds of a trajectory."""
         axis = self.manifest.schema.columns[column].axis
-        bounds = list(accumulate((record.extent.rows(axis) for record in self.records), initial=0))
+        bounds = list(accumulate((flat.extent.rows(axis) for flat in self.flats), initial=0))
         near = {bound + step for bound in bounds for step in (-1, 0, 1)}
         points = sorted(point for point in near if 0 <= point <= bounds[-1])
         return ((start, stop) for start in points for stop in points if start <= stop)
 
 
-def store_shard(shard_format: TrajectoryFormat, records: Sequence[Record], name: str = SHARD) -> StoredShard:
-    """Return records encoded by a format, as a directory would hold them."""
-    content = ShardContent.of(records)
+def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory], name: str = SHARD) -> StoredShard:
+    """Return trajectories encoded by a format, as a directory would hold them."""
+    content = ShardContent.of(flats)
     encoded = shard_format.encode(name, content)
-    return StoredShard(records, manifest_of(encoded, shard_format.name, name, content), contents(encoded))
+    return StoredShard(flats, manifest_of(encoded, shard_format.name, name, content), contents(encoded))
 
 
 def contents(encoded: EncodedShard) -> dict[str, bytes]:
@@ -235,13 +235,13 @@ class FormatConformance:
 
     @pytest.mark.parametrize("case", sorted(SHARDS))
     def test_encoding_again_gives_the_same_bytes(self, format: TrajectoryFormat, case: str) -> None:  # noqa: A002
-        records = SHARDS[case]()
-        before = copy.deepcopy([record.tensors for record in records])
-        first, second = (format.encode(SHARD, ShardContent.of(records)) for _ in range(2))
+        flats = SHARDS[case]()
+        before = copy.deepcopy([flat.tensors for flat in flats])
+        first, second = (format.encode(SHARD, ShardContent.of(flats)) for _ in range(2))
         assert contents(first) == contents(second)
         assert first.places == second.places
-        for record, tensors in zip(records, before, strict=True):
-            assert all(same_bytes(a, b) for a, b in zip(record.tensors, tensors, strict=True))
+        for flat, tensors in zip(flats, before, strict=True):
+            assert all(same_bytes(a, b) for a, b in zip(flat.tensors, tensors, strict=True))
 
     def test_sound_files_pass_the_check(self, shard: StoredShard) -> None:
         for number, file in enumerate(shard.manifest.files):
@@ -266,14 +266,14 @@ class FormatConformance:
     def test_damage_gives_documented_errors_only(self, format: TrajectoryFormat, steps: StoredShard) -> None:  # noqa: A002
         for number, position, mask in _sampled_bytes(steps, per_file=1, files=8):
             name = steps.manifest.files[number].name
-            damaged = StoredShard(steps.records, steps.manifest, dict(steps.files))
+            damaged = StoredShard(steps.flats, steps.manifest, dict(steps.files))
             damaged.files[name] = _flip(steps.files[name], position, mask)
             _read_all(format, damaged)  # raw values cannot tell that they changed; everything else must
 
     def test_missing_files_are_named(self, format: TrajectoryFormat, steps: StoredShard) -> None:  # noqa: A002
         for number in _sampled_files(steps, 8):
             name = steps.manifest.files[number].name
-            lacking = StoredShard(steps.records, steps.manifest, dict(steps.files))
+            lacking = StoredShard(steps.flats, steps.manifest, dict(steps.files))
             del lacking.files[name]
             message = _read_all(format, lacking)
             assert message is not None, name

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.owned import OwnedRecord
+from trajstore.columns.owned import OwnedTrajectory
 from trajstore.files.base import Buffer
 from trajstore.formats.base import ShardContent
 from trajstore.machine_code import kernels
@@ -38,12 +38,12 @@ class Scratch:
         return self._blocks[self._used - 1][:nbytes]
 
 
-def content_of(owned: Sequence[OwnedRecord], scratch: Scratch) -> ShardContent:
+def content_of(owned: Sequence[OwnedTrajectory], scratch: Scratch) -> ShardContent:
     """Return the content of a shard, its small columns joined in ``scratch``."""
-    records = [item.record for item in owned]
-    if len(records) == 1:
-        return ShardContent.of(records)
-    schema = records[0].schema
+    flats = [item.flat for item in owned]
+    if len(flats) == 1:
+        return ShardContent.of(flats)
+    schema = flats[0].schema
     shape = (len(owned), len(schema.columns))
     sizes = np.concatenate([item.sizes for item in owned]).reshape(shape).T
     sources = np.concatenate([item.addresses for item in owned]).reshape(shape).T
@@ -60,5 +60,5 @@ def content_of(owned: Sequence[OwnedRecord], scratch: Scratch) -> ShardContent:
             pieces.append([memoryview(view)[position : position + nbytes]])
             position += nbytes
         else:
-            pieces.append([record.column_bytes(column) for record in records])
-    return ShardContent(schema, [record.extent for record in records], pieces)
+            pieces.append([flat.column_bytes(column) for flat in flats])
+    return ShardContent(schema, [flat.extent for flat in flats], pieces)

@@ -54,9 +54,9 @@ class CommitLog:
     def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
         self.directory = directory
         self.lock = locks.lock("CommitLog.lock")
-        """Held for every change; :meth:`record` and :meth:`keep_house` leave it to the caller, the rest take it."""
-        self.unsettled = False
-        """Whether half a record may stand in the log, or housekeeping failed."""
+        """Held for every change; ``commit`` and ``keep_house`` leave it to the caller, the rest take it."""
+        self.must_keep_house = False
+        """Whether ``keep_house`` is to be called: half a record may stand in the log, or the last call has failed."""
         self._snapshot_bytes = snapshot_bytes
         self._listener = listener
         self.evicted_bytes = 0
@@ -143,7 +143,7 @@ class CommitLog:
 
     # -- commits ----------------------------------------------------------------------------------
 
-    def record(self, commits: Sequence[Sequence[NewShard]]) -> None:
+    def commit(self, commits: Sequence[Sequence[NewShard]]) -> None:
         """Append commits to the log in one go, take them into the catalog, and tell the listener.
 
         Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
@@ -195,14 +195,14 @@ class CommitLog:
             logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
 
     def keep_house(self) -> None:
-        """Evict what retention wants gone, and write the index if the log has grown much.
+        """Evict what retention wants evicted, and write the index if the log has grown much.
 
         Raises:
             StoreWriteError: it could not be written; nothing of it happened.
         """
-        self.unsettled = True
+        self.must_keep_house = True
         try:
-            self.directory.settle()
+            self.directory.clear_failed_appends()
         except OSError as error:
             raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
         self._evict(self._listener.to_evict())
@@ -211,7 +211,7 @@ class CommitLog:
         long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
         if long or catalog.log_bytes > max(self._snapshot_bytes, 2 * catalog.snapshot_bytes):
             self._begin_segment()
-        self.unsettled = False
+        self.must_keep_house = False
 
     def _append(self, make: Callable[[], bytes]) -> None:
         """Append lines to the log.
@@ -230,7 +230,7 @@ class CommitLog:
                 if isinstance(error, FileExistsError) and step_over(self.directory, self.catalog):
                     self._segment = segment_name(self.catalog.generation + 1)
                     continue
-                self.unsettled = True
+                self.must_keep_house = True
                 remedy = "free space and" if error.errno in FULL else "then"
                 raise StoreWriteError(
                     f"{error}: the commit log could not be written; {remedy} flush() again"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from trajstore.columns.record import Record
+from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.schema import Extent, Schema
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import added_to_json, by_id
@@ -30,7 +30,7 @@ class NewShard:
 
     number: int
     manifest: ShardManifest
-    records: Sequence[Record]
+    flats: Sequence[FlatTrajectory]
     ids: Sequence[int]
     uuids: bytes
     entries: bytes
@@ -61,7 +61,7 @@ class CommitListener(Protocol):
         """These trajectories cannot be written, for their own sake, and will never be durable."""
 
     def to_evict(self) -> Sequence[int]:
-        """Return the ids that retention wants gone now."""
+        """Return the ids that retention wants evicted now."""
 
     def evicted(self, ids: Sequence[int]) -> None:
         """These trajectories are durably out of the store."""
@@ -115,9 +115,9 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLin
         )
         of_shards = []
         for shard in shards:
-            records = shard.records
-            columns = columns_of(records, shard.ids, shard.uuids, catalog.index.weights, row)
-            columns |= starts_of([record.extent for record in records], shard.manifest.schema.kind)
+            flats = shard.flats
+            columns = columns_of(flats, shard.ids, shard.uuids, catalog.index.weights, row)
+            columns |= starts_of([flat.extent for flat in flats], shard.manifest.schema.kind)
             of_shards.append(columns)
             told.append(Commit(tuple(shard.ids), row, columns))
             row += 1

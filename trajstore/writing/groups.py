@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trajstore.columns.owned import OwnedRecord
+from trajstore.columns.owned import OwnedTrajectory
 from trajstore.errors import StoreWriteError
 from trajstore.formats.base import ShardManifest
 from trajstore.writing.commits import NewShard
@@ -44,7 +44,7 @@ class Batch:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.owned: Sequence[OwnedRecord] = ()
+        self.owned: Sequence[OwnedTrajectory] = ()
         self.ids: Sequence[int] = ()
         self.uuids = b""
         self.since = 0.0
@@ -68,7 +68,7 @@ class Part:
     """
 
     shard: int
-    owned: list[OwnedRecord] = field(default_factory=list)
+    owned: list[OwnedTrajectory] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     uuids: bytes = b""
     manifest: ShardManifest | None = None
@@ -92,7 +92,7 @@ class Part:
         if self.manifest is None:
             raise StoreWriteError(f"shard {self.shard} was not written")  # a bug if ever
         return NewShard(
-            self.shard, self.manifest, [item.record for item in self.owned], self.ids, self.uuids, self.entries
+            self.shard, self.manifest, [item.flat for item in self.owned], self.ids, self.uuids, self.entries
         )
 
 
@@ -137,13 +137,13 @@ def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
     nbytes = 0
     for batch in waiting:
         stop = begin = batch.start
-        schema = batch.owned[begin].record.schema
+        schema = batch.owned[begin].flat.schema
         for item in batch.owned[begin:] if begin else batch.owned:
             if nbytes + item.nbytes > limit and nbytes > 0:
                 break
-            if item.record.schema is not schema:
+            if item.flat.schema is not schema:
                 runs.setdefault(id(schema), []).append((batch, begin, stop))
-                schema, begin = item.record.schema, stop
+                schema, begin = item.flat.schema, stop
             nbytes += item.nbytes
             stop += 1
         if stop > begin:

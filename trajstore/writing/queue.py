@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from trajstore import locks
-from trajstore.columns.owned import OwnedRecord
+from trajstore.columns.owned import OwnedTrajectory
 from trajstore.errors import (
     PendingFullError,
     StoreClosedError,
@@ -160,7 +160,7 @@ class WriteQueue:
             self._next_id = ids[-1] + self._stride
             return ids, uuids
 
-    def submit(self, batch: Batch, owned: Sequence[OwnedRecord], ids: Sequence[int], uuids: bytes) -> None:
+    def submit(self, batch: Batch, owned: Sequence[OwnedTrajectory], ids: Sequence[int], uuids: bytes) -> None:
         """Queue trajectories whose bytes are reserved, with the ids that were taken for them, in order of ids.
 
         Raises:
@@ -330,7 +330,7 @@ class WriteQueue:
             self._ready[group.ticket] = group
 
     def take_ready(self) -> list[Group]:
-        """Take all groups that can be committed now, in order: published ones, none missing before them.
+        """Take all groups that can be committed now, in order: published ones, with none before them that is not.
 
         The caller says :meth:`finish` or :meth:`fail` of them before anybody takes more.
         """

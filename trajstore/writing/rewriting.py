@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore import locks
-from trajstore.columns.record import raw_bytes
+from trajstore.columns.flat import raw_bytes
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
 from trajstore.files.base import Buffer, Directory
@@ -240,7 +240,7 @@ class Rewriter:
         try:
             self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
         except TrajstoreError:
-            if not self._log.unsettled:  # else half a record may stand in the log, and name them
+            if not self._log.must_keep_house:  # else half a record may stand in the log, and name them
                 self._directory.remove([file.name for file in manifest.files])
             raise
 

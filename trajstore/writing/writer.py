@@ -1,9 +1,9 @@
 """The one writer of a directory: a thread pool between the queue of what was added and the commit log.
 
 The way of a group: taken from the queue by a pool thread, encoded, published (files durable), then, in
-the order of ids, recorded in the log (one append for all groups that are ready), then visible. What a
+the order of ids, committed in the log (one append for all groups that are ready), then visible. What a
 crash leaves at each point is written in docs/design/store.md. Groups are encoded and published without a lock, and
-recorded with ``CommitLog.lock`` held.
+committed with ``CommitLog.lock`` held.
 """
 
 from __future__ import annotations
@@ -125,20 +125,20 @@ class StoreWriter:
             raise
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
-        if self.log.unsettled or self._listener.to_evict():
-            uninterrupted(self._settle)
+        if self.log.must_keep_house or self._listener.to_evict():
+            uninterrupted(self._keep_house_now)
         if self.log.renewal_due:
             uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
 
     def retain(self) -> None:
-        """Evict what retention wants gone; a failure is logged, and tried again by the next commit or flush."""
+        """Evict what retention wants evicted; a failure is logged, and tried again by the next commit or flush."""
         try:
-            uninterrupted(self._settle)
+            uninterrupted(self._keep_house_now)
         except StoreWriteError as error:
             logger.warning("%s: retention could not be applied: %s", self.directory.url, error)
 
-    def _settle(self) -> None:
+    def _keep_house_now(self) -> None:
         with self.log.lock:
             self.log.keep_house()
 
@@ -215,42 +215,42 @@ class StoreWriter:
             logger.exception("%s: trajectories %s are still shown", self.directory.url, ids)
 
     def _commit_ready(self) -> None:
-        """Record all groups whose turn it is; if an earlier one is missing, that one's thread does it."""
+        """Commit all groups whose turn it is; if an earlier one is not published yet, that one's thread does it."""
         with self.log.lock:
             groups = self.queue.take_ready()
             while groups:
                 try:
-                    recorded = self._record(groups)
+                    committed = self._commit(groups)
                 except Exception as error:  # as above
                     self._fail(groups, error)
                     return
                 failure = self._keep_house()
-                overcome = self.queue.finish(recorded)
+                overcome = self.queue.finish(committed)
                 if overcome:
                     logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
                 if failure is not None:
                     self.queue.tell(failure)
                 self.rewriter.note()
                 if self._callbacks is not None:
-                    for group in recorded:
+                    for group in committed:
                         if group.parts:
                             self._callbacks.put(tuple(group.ids))
-                groups = groups[len(recorded) :]
+                groups = groups[len(committed) :]
 
-    def _record(self, groups: list[Group]) -> list[Group]:
-        """Record groups, at least the first one, with the log's lock held; return those that are done with.
+    def _commit(self, groups: list[Group]) -> list[Group]:
+        """Commit groups, at least the first one, with the log's lock held; return those that are done with.
 
         Raises:
             StoreWriteError: the log could not be written.
             MemoryError: there is none.
         """
         try:
-            self.log.record([[part.new_shard() for part in group.parts] for group in groups if group.parts])
+            self.log.commit([[part.new_shard() for part in group.parts] for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
         except Exception as error:  # whatever it is, it must not stop what comes behind
             if len(groups) > 1:
-                return self._record(groups[:1])
+                return self._commit(groups[:1])
             (group,) = groups
             self._set_aside(group, [Unwritable(group.ids, group.nbytes, error)])
             group.parts = []

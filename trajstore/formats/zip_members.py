@@ -1,4 +1,4 @@
-"""Zip archives of stored (uncompressed) records: made of pieces, and searched without reading the records.
+"""Zip archives of stored (uncompressed) members: made of pieces, and searched without reading the members.
 
 Source: PKWARE's APPNOTE 6.3.10, sections 4.3 and 4.5.3. ``_LIMIT`` and the order of things follow what torch's
 writer does, so that ``torch.utils.serialization.config.load.calculate_storage_offsets`` works.
@@ -48,13 +48,13 @@ class ZipPieces:
         self._pieces: list[Buffer] = []
         self._central: list[bytes] = []
         self._position = 0
-        self._pending = b""  # what has to stand between the last record's data and the next header
+        self._pending = b""  # what has to stand between the last member's data and the next header
 
     def add(self, name: str, pieces: Sequence[Buffer], *, crc32: int | None = None) -> int:
-        """Append a record and return the offset of its data, a multiple of the alignment.
+        """Append a member and return the offset of its data, a multiple of the alignment.
 
         Args:
-            name: the record's name.
+            name: the member's name.
             pieces: its content, in order.
             crc32: its CRC-32 if known, else it is computed.
         """
@@ -106,43 +106,43 @@ def _zip64(values: list[int]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class ZipRecord:
-    """Where a record's data lies, ``[offset, end)``, and its CRC-32 as the directory has it."""
+class ZipMember:
+    """Where a member's data lies, ``[offset, end)``, and its CRC-32 as the directory has it."""
 
     offset: int
     end: int
     crc32: int
 
     def fits(self, content: Buffer) -> bool:
-        """Return whether a record's data is what was written; 0 says that the writer took no checksum.
+        """Return whether a member's data is what was written; 0 says that the writer took no checksum.
 
         Source: ``torch.serialization.set_crc32_options``.
         """
         return self.crc32 in (0, zlib.crc32(content))
 
 
-def zip_records(data: memoryview, source: str) -> dict[str, ZipRecord]:
-    """Return the records of an archive by name, in the directory's order.
+def zip_members(data: memoryview, source: str) -> dict[str, ZipMember]:
+    """Return the members of an archive by name, in the directory's order.
 
-    Everything that the directory claims is checked against the file, other than the records' checksums.
+    Everything that the directory claims is checked against the file, other than the members' checksums.
 
     Args:
         data: the whole file, as bytes.
         source: what messages call it.
 
     Raises:
-        CorruptStoreError: the archive is truncated, has compressed or encrypted records, or records that
+        CorruptStoreError: the archive is truncated, has compressed or encrypted members, or members that
             overlap, lie outside the file or have one name.
     """
     try:
-        return _records(data)
+        return _members(data)
     except (struct.error, IndexError, ValueError) as error:
         raise CorruptStoreError(f"{source}: not a whole archive of torch.save: {error}") from error
 
 
-def _records(data: memoryview) -> dict[str, ZipRecord]:
+def _members(data: memoryview) -> dict[str, ZipMember]:
     start, end, count = _directory(data)
-    records: dict[str, ZipRecord] = {}
+    members: dict[str, ZipMember] = {}
     taken: list[tuple[int, int, str]] = []
     position = start
     for _ in range(count):
@@ -159,26 +159,26 @@ def _records(data: memoryview) -> dict[str, ZipRecord]:
             raise ValueError("its directory is damaged")
         size, stored, header = _widen(extra, [size, stored, fields[16]])
         if flags & _ENCRYPTED or method != 0 or stored != size:
-            raise ValueError(f"record {name!r} is compressed or encrypted")
+            raise ValueError(f"member {name!r} is compressed or encrypted")
         if header + _LOCAL.size > start:
-            raise ValueError(f"record {name!r} lies outside the file")
+            raise ValueError(f"member {name!r} lies outside the file")
         local = _LOCAL.unpack_from(data, header)
         offset = header + _LOCAL.size + local[9] + local[10]
         if local[0] != _LOCAL_MAGIC or bytes(data[header + _LOCAL.size :][: local[9]]) != encoded or local[3] != 0:
-            raise ValueError(f"record {name!r} does not begin where the directory says")
+            raise ValueError(f"member {name!r} does not begin where the directory says")
         if offset + size > start:
-            raise ValueError(f"record {name!r} lies outside the file")
-        if name in records:
-            raise ValueError(f"two records are called {name!r}")
-        records[name] = ZipRecord(offset, offset + size, crc32)
+            raise ValueError(f"member {name!r} lies outside the file")
+        if name in members:
+            raise ValueError(f"two members are called {name!r}")
+        members[name] = ZipMember(offset, offset + size, crc32)
         taken.append((header, offset + size, name))
     if position != end:
         raise ValueError("its directory is damaged")
     taken.sort()
     for (_, before, first), (begin, _, second) in pairwise(taken):
         if begin < before:
-            raise ValueError(f"records {first!r} and {second!r} overlap")
-    return records
+            raise ValueError(f"members {first!r} and {second!r} overlap")
+    return members
 
 
 def _directory(data: memoryview) -> tuple[int, int, int]:
@@ -187,7 +187,7 @@ def _directory(data: memoryview) -> tuple[int, int, int]:
     tail = bytes(data[-longest:])
     found = tail.rfind(_END_MAGIC)
     if found < 0 or found + _END.size > len(tail):
-        raise ValueError("its end is missing")
+        raise ValueError("it has no end")
     end = len(data) - len(tail) + found
     _, disk, _, _, count, size, start, comment = _END.unpack_from(data, end)
     if disk not in (0, _COUNT_LIMIT) or end + _END.size + comment != len(data):

@@ -1,4 +1,4 @@
-"""What a trajectory's record says of its guidance. Pure."""
+"""What a trajectory's metadata say of its guidance. Pure."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Guidance:
 
     @classmethod
     def of(cls, trajectory: AgentTrajectory) -> Guidance | None:
-        """Return the guidance that a trajectory records; ``None`` if nothing was put into its messages.
+        """Return the guidance that a trajectory has; ``None`` if nothing was put into its messages.
 
         Raises:
-            InvalidTrajectoryError: what it records is no guidance.
+            InvalidTrajectoryError: what it has is no guidance.
         """
         return cls.of_json(trajectory.metadata.get(GUIDANCE))
 

@@ -1,6 +1,6 @@
 """Trajectories as columns: what every format stores, whatever the trajectory's kind. Pure; no I/O.
 
-A :class:`Record` is one trajectory taken apart into contiguous CPU tensors, one per column of its
+A :class:`FlatTrajectory` is one trajectory taken apart into contiguous CPU tensors, one per column of its
 :class:`Schema`, plus an :class:`Extent` that says how many rows each axis has. Text and numbers that
 are not tensors travel in one more column, ``_document``: the bytes of a JSON object.
 """
@@ -58,7 +58,7 @@ class BlockTensors(Sequence[torch.Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class FlatTrajectory:
     """One trajectory as columns.
 
     ``tensors[i]`` is contiguous, on the CPU, and holds ``extent.rows(axis) x row_shape`` values of
@@ -74,9 +74,9 @@ class Record:
     versions: tuple[int, int] | None
     """Lowest and highest policy version; ``None`` if unknown."""
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Record:
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> FlatTrajectory:
         """Return the same trajectory with its columns elsewhere."""
-        return Record(
+        return FlatTrajectory(
             self.schema,
             self.extent,
             tensors,

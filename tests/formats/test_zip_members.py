@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.serialization import config
 
-from trajstore.columns.record import raw_bytes
+from trajstore.columns.flat import raw_bytes
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, UnsafeContentError
-from trajstore.formats import zip_records
+from trajstore.formats import zip_members
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
 
 
@@ -65,7 +65,7 @@ def test_sixty_four_bit_sizes_and_offsets(tmp_path: Path, monkeypatch: pytest.Mo
     tensors = [torch.randn(shape) for shape in ((0,), (5,), (100,), (3, 7))]
     packed = [slot(tensor) for tensor in tensors]
     with monkeypatch.context() as patch:
-        patch.setattr(zip_records, "_ZIP64_FROM", limit)
+        patch.setattr(zip_members, "_ZIP64_FROM", limit)
         pieces, offsets = write_torch_zip(packed)
     data = b"".join(pieces)
     assert any(struct.pack("<2H", 1, size) in data for size in (8, 16, 24))
@@ -135,12 +135,12 @@ def rewritten(data: bytes, **changes: Any) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         start = archive.start_dir
     position = data.index(b"PK\x01\x02", data.index(b"archive/byteorder", start))
-    fields = list(zip_records._CENTRAL.unpack_from(data, position))
+    fields = list(zip_members._CENTRAL.unpack_from(data, position))
     names = {"flags": 3, "method": 4, "crc": 7, "stored": 8, "size": 9, "name": 10, "extra": 11, "header": 16}
     for key, value in changes.items():
         fields[names[key]] = value
     result = bytearray(data)
-    zip_records._CENTRAL.pack_into(result, position, *fields)
+    zip_members._CENTRAL.pack_into(result, position, *fields)
     return bytes(result)
 
 
@@ -162,7 +162,7 @@ HOSTILE = {
     "name too long": rewritten(GOOD, name=60000),
     "extra too long": rewritten(GOOD, extra=60000),
     "no end": GOOD[:-22],
-    "one record": GOOD[: offset_of(GOOD, "data/1")],
+    "one member": GOOD[: offset_of(GOOD, "data/1")],
     "only the beginning": GOOD[:4],
     "tail": GOOD + b"x",
     "head": b"PK\x03\x04" + GOOD,
