@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,9 @@ from trajstore.inspection.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
+
+_DECODING = ("batch_decode", "decode", "_decode")
+"""Methods of transformers' tokenizers that make text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,13 @@ class Scribe:
 
     def __init__(self, tokenizer: RunTokenizer, *, text: bool) -> None:
         self._name = tokenizer.name
-        self._decoder: Any = None
+        self._decode: Callable[..., Sequence[Any]] | None = None
         self.without_text = 0
         """Rollouts whose tokens the tokenizer could not decode."""
         if not text:
             return
         try:
-            self._decoder = copy.deepcopy(tokenizer.decoder)
+            self._decode = _decoding(copy.deepcopy(tokenizer.decoder))
         except Exception as error:  # a tokenizer's own code may fail in any way, and tokens are recorded without it
             logger.warning("rollouts are recorded without text: the tokenizer cannot be copied: %r", error)
 
@@ -73,10 +76,11 @@ class Scribe:
         what several speakers said). Tokens are what is trained on; the text is for reading. A rollout that the
         tokenizer cannot decode stays without text, is counted, and the first one told of; those beside it have theirs.
         """
-        if self._decoder is None or not made:
+        decode = self._decode
+        if decode is None or not made:
             return
         try:
-            self._write_turns(made)
+            _write_turns(made, decode)
         except BaseException as error:  # as above; what compiled code throws when it gives up is no Exception
             if len(made) > 1:
                 for one in made:
@@ -91,19 +95,36 @@ class Scribe:
                 )
             self.without_text += 1
 
-    def _write_turns(self, made: Sequence[AgentTrajectory]) -> None:
-        turns = [(one, written, ids) for one in made for written, ids in _turns(one)]
-        texts = [""] * len(turns)
-        for kind in (True, False):
-            places = [place for place, (_, written, _) in enumerate(turns) if written is kind]
-            if not places:
-                continue
-            decoded = self._decoder.batch_decode([turns[place][2] for place in places], skip_special_tokens=kind)
-            for place, text in zip(places, decoded, strict=True):
-                texts[place] = plain(str(text))
-        for (one, written, _), text in zip(turns, texts, strict=True):
-            role, author = ("assistant", "llm") if written else ("environment", "env")
-            one.messages.append({"role": role, "content": text, "author": author})
+
+def _decoding(decoder: Any) -> Callable[..., Sequence[Any]] | None:
+    """Return what makes texts of lists of ids: ``decode(ids, skip_special_tokens=...)``; ``None`` without a decoder.
+
+    transformers' own ``batch_decode`` keeps the interpreter's lock, so that the training would get a turn every few
+    milliseconds; what it calls for a fast tokenizer can do without. A tokenizer with more to it decodes itself.
+    """
+    if decoder is None:
+        return None
+    backend = getattr(decoder, "backend_tokenizer", None)
+    methods = [getattr(getattr(type(decoder), name, None), "__module__", "") for name in _DECODING]
+    usual = all(module.startswith("transformers.tokenization_utils") for module in methods)
+    if backend is None or not usual or decoder.clean_up_tokenization_spaces:
+        return decoder.batch_decode  # type: ignore[no-any-return]
+    return backend.decode_batch  # type: ignore[no-any-return]
+
+
+def _write_turns(made: Sequence[AgentTrajectory], decode: Callable[..., Sequence[Any]]) -> None:
+    turns = [(one, written, ids) for one in made for written, ids in _turns(one)]
+    texts = [""] * len(turns)
+    for kind in (True, False):
+        places = [place for place, (_, written, _) in enumerate(turns) if written is kind]
+        if not places:
+            continue
+        decoded = decode([turns[place][2] for place in places], skip_special_tokens=kind)
+        for place, text in zip(places, decoded, strict=True):
+            texts[place] = plain(str(text))
+    for (one, written, _), text in zip(turns, texts, strict=True):
+        role, author = ("assistant", "llm") if written else ("environment", "env")
+        one.messages.append({"role": role, "content": text, "author": author})
 
 
 def _query(messages: Sequence[dict[str, Any]]) -> str:

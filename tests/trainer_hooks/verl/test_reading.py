@@ -124,6 +124,26 @@ def test_a_tokenizer_is_not_used_by_two_threads() -> None:
     assert trainers not in used
 
 
+def test_text_is_what_the_tokenizer_makes_whichever_way_it_is_decoded() -> None:
+    """A fast tokenizer without the interpreter's lock, one that does more than it by itself."""
+
+    class Loud(type(make_tokenizer())):  # type: ignore[misc]
+        def _decode(self, *given: Any, **named: Any) -> str:
+            return str(super()._decode(*given, **named)).upper()
+
+    decoder, loud = make_tokenizer(), make_tokenizer()
+    loud.__class__ = Loud
+    row = conversation(decoder)
+    texts = [
+        [said["content"] for said in made_of(row, RunTokenizer("f1", decoder=one)).messages[1:]]
+        for one in (decoder, loud)
+    ]
+    assert texts[0] == ["say 1", "<user>go on<eos><assistant>", "1"]
+    assert texts[1] == [text.upper() for text in texts[0]]
+    decoder.clean_up_tokenization_spaces = True
+    assert made_of(row, RunTokenizer("f1", decoder=decoder)).messages[1]["content"] == "say 1"
+
+
 def test_a_tokenizer_that_cannot_be_copied_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     class Single(Broken):
         def __deepcopy__(self, memo: Any) -> Single:
