@@ -263,6 +263,16 @@ def test_metadata_without_a_sensible_generation(store: Path, generation: Any) ->
         read(store)
 
 
+def test_metadata_whose_format_is_no_text(store: Path) -> None:
+    values = orjson.loads((store / METADATA_NAME).read_bytes())
+    del values["crc32"]
+    (store / METADATA_NAME).write_bytes(metadata_json(values | {"trajectory_format": 1 << 62}))
+    with pytest.raises(errors.CorruptStoreError, match=r"metadata\.json: trajectory_format: 4611"):
+        read(store)
+    assert "trajectory_format" in inspect(store)["integrity"]["problems"][0]
+
+
+
 @pytest.mark.parametrize("depth", [300, 900, 100_000])
 def test_metadata_that_is_nested_deeply(store: Path, depth: int) -> None:
     file = store / METADATA_NAME

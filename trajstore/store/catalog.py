@@ -135,6 +135,8 @@ class Catalog(Committed):
             natural(values["generation"])
         except (KeyError, ValueError) as error:
             raise CorruptStoreError(f"{source}: generation: {error}") from error
+        if not isinstance(values.get("trajectory_format", ""), str):
+            raise CorruptStoreError(f"{source}: trajectory_format: {values['trajectory_format']!r}, not a text")
         return values
 
     # -- loading ----------------------------------------------------------------------------------
