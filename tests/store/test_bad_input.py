@@ -272,7 +272,6 @@ def test_metadata_whose_format_is_no_text(store: Path) -> None:
     assert "trajectory_format" in inspect(store)["integrity"]["problems"][0]
 
 
-
 @pytest.mark.parametrize("depth", [300, 900, 100_000])
 def test_metadata_that_is_nested_deeply(store: Path, depth: int) -> None:
     file = store / METADATA_NAME
