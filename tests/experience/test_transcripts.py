@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.experience.transcripts import conversation, make_tokenizer, turn, write
+from tests.experience.transcripts import WORDS, conversation, make_tokenizer, turn, write
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.contract import fingerprint_of
@@ -80,6 +80,23 @@ def test_the_same_file_again_adds_nothing_and_says_so(tokenizer: Any, tmp_path: 
     assert (first.taken, first.refused) == (3, {"duplicate": 1})
     again = import_file(tmp_path, tokenizer, *lines, conversation("c"))
     assert (again.taken, again.refused, again.trajectories) == (1, {"duplicate": 4}, 4)
+
+
+def test_an_import_that_was_interrupted_goes_on(tokenizer: Any, tmp_path: Path) -> None:
+    texts = [f"{one} {other}" for one in WORDS for other in WORDS][:150]
+    source = write(tmp_path / "demos.jsonl", *[conversation(f"t{at % 20}", text) for at, text in enumerate(texts)])
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_transcripts(tmp_path / "pool", source, RULES, TranscriptReader(tokenizer), interrupt)
+    there = len(held(tmp_path))
+    assert 0 < there < len(texts)
+    done = import_transcripts(tmp_path / "pool", source, RULES, TranscriptReader(tokenizer))
+    assert done.refused == {"duplicate": there}
+    assert done.trajectories == len(texts)
 
 
 def test_one_bad_line_hides_none_of_its_neighbours(tokenizer: Any, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
 ``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``journal`` → ``store``, ``selection``, ``compact`` →
-``rules``, ``entry`` → ``buckets``, ``outcomes``; ``persistence`` and ``agentevolver`` read and write a pool's files,
+``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` makes demonstrations of conversations, ``similarity``
+finds tasks that are alike; ``persistence`` and ``agentevolver`` read and write a pool's files,
 ``rows`` makes one trajectory of a rollout's rows, ``contract`` compares tokenizers.
 """
 

@@ -124,7 +124,7 @@ class TranscriptReader:
         try:
             said = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise InvalidTrajectoryError(f"not JSON: {error}") from error
+            raise InvalidTrajectoryError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
         if not isinstance(said, dict):
             raise InvalidTrajectoryError(f"a {type(said).__name__}, must be an object with messages and task_id")
         messages = _messages(said.get("messages"))
