@@ -92,7 +92,10 @@ def warnings_of(figures: Mapping[str, float]) -> dict[str, str]:
     found: dict[str, str] = {}
     share = figures.get(f"{PREFIX}off_policy_share", 0.0)
     if share > OFF_POLICY_SHARE_LIMIT:
-        found["share"] = f"{share:.0%} of the tokens are off-policy: lower exp_ratio or replay fewer per task"
+        found["share"] = (
+            f"{share:.0%} of the tokens are off-policy: lower exp_ratio or replay fewer per task; where rollouts are"
+            " guided, those without their experience count too (rollout_expratio)"
+        )
     if 0 < share < OFF_POLICY_SHARE_LEAST:
         found["little"] = (
             f"only {share:.1%} of the tokens are replayed: raise exp_ratio or offpolicy_trajectories_per_task, or see"

@@ -61,11 +61,29 @@ COLUMNS = (
 )
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
+GUIDANCE_COLUMNS = (
+    ("guided rollouts", "guidance/guided_rollouts"),
+    ("outcome guided", "guidance/outcome/guided"),
+    ("unguided", "guidance/outcome/unguided"),
+    ("worth: with", "guidance/worth/outcome_with"),
+    ("without", "guidance/worth/outcome_without"),
+    ("experiences made", "guidance/update/made"),
+    ("shown", "guidance/worth/experiences_shown"),
+    ("off_policy_share", "experience_replay/off_policy_share"),
+    ("off_ratio_mean", "experience_replay/off_ratio_mean"),
+)
+
+
+def guidance_table(records: Sequence[dict[str, Any]]) -> str:
+    """Return what guidance did in each step, as a table in Markdown."""
+    return table(records, GUIDANCE_COLUMNS)
+
+
+def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> str:
     """Return what steps were made of, fresh figures beside mixed ones, as a table in Markdown."""
-    rows = [["step", *(name for name, _ in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
+    rows = [["step", *(name for name, _ in columns)], ["---"] * (len(columns) + 1)]
     for record in records:
-        values = [record.get(name) for _, name in COLUMNS]
+        values = [record.get(name) for _, name in columns]
         rows.append([str(record["step"]), *("" if value is None else f"{value:.3g}" for value in values)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

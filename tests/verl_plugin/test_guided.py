@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 import torch
 
+from tests.guidance.reme import FakeReMe
+from trajstore import AgentTrajectory
 from trajstore.experience import BufferStore
+from trajstore.experience.rows import row_count
 from trajstore.guidance import Guidance, LocalMaker
 
-from .assets import TRAIN_ROWS, Assets
+from .assets import TRAIN_ROWS, Assets, make_tokenizer
 from .guided import GUIDED, MARK, check_guided_rows, check_records, log_probs, seed_experiences, store_of
 from .harness import VerlSession, make_config
-from .runs import GROUP, PROMPTS, recorded
-from .witness import Witness
+from .runs import GROUP, PROMPTS, TOLERANCE, comparable, recorded
+from .witness import LossRow, Witness
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 STEPS = 3
+MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_freq=1")
 
 
 def test_guided_and_replayed_rows_side_by_side(
@@ -34,8 +41,7 @@ def test_guided_and_replayed_rows_side_by_side(
         *GUIDED,
         "+exp_manager.train_sample_expmode=hybrid",
         "+exp_manager.train_sample_keepratio=0.5",
-        "+experience_maker.enable_summarizer=true",
-        "+experience_maker.updated_freq=1",
+        *MAKES,
         "+exp_manager.experience_replay.enable=true",
         "+exp_manager.experience_replay.replay_start_ratio=0.0",
         f"trainer.total_training_steps={STEPS}",
@@ -69,9 +75,143 @@ def test_guided_and_replayed_rows_side_by_side(
     )
     torch.testing.assert_close(log_probs(verl_assets.model, discarded), discarded.old_log_probs, atol=1e-4, rtol=1e-4)
 
-    inputs = [orjson.loads(line) for line in (tmp_path / "validation" / "0.jsonl").read_bytes().splitlines()]
-    assert inputs
-    assert not any(MARK in one["input"] for one in inputs)
+    assert validated(tmp_path, 0)
+    assert not any(MARK in text for text in validated(tmp_path, 0))
 
     with contextlib.closing(BufferStore.open(str(store_of(tmp_path)))) as store:
         assert len(LocalMaker(store)) > TRAIN_ROWS, "rollouts have become experience"
+
+
+# ---- campaigns ----
+
+
+@pytest.fixture
+def train(verl_session: VerlSession, verl_assets: Assets, witness: Witness, tmp_path: Path) -> Train:
+    def run(*overrides: str) -> Training:
+        witness.take()
+        made = verl_session.run(make_config(verl_assets, tmp_path, overrides))
+        steps = [record for record in made.metrics if "training/global_step" in record]
+        return Training(steps, witness.take(), recorded(tmp_path), tmp_path)
+
+    return run
+
+
+@pytest.mark.slow
+def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_path: Path) -> None:
+    """Also in validation, where the configuration says so; of the validation before training experience is made."""
+    done = train(
+        *GUIDED,
+        *MAKES,
+        "+exp_manager.train_sample_mode=allkeep",
+        "+exp_manager.val_rollout_mode=all",
+        "+exp_manager.init_exp_before_training=true",
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=True",
+        "trainer.test_freq=1",
+        f"trainer.validation_data_dir={tmp_path / 'validation'}",
+    )
+    assert not done.rows, "nothing is discarded: the loss is verl's own"
+    check_records(done.rollouts)
+    kept = [one for one in done.rollouts if Guidance.of(one) is not None]
+    assert len([one for one in kept if one.policy_version == 1]) == PROMPTS * GROUP // 2
+    tokenizer = make_tokenizer()
+    for one in done.rollouts:
+        assert one.input_ids is not None
+        assert (MARK in tokenizer.decode(one.input_ids[: one.response_start])) == (Guidance.of(one) is not None)
+        assert one.rollout_log_probs is not None
+        assert one.old_log_probs is not None
+        torch.testing.assert_close(one.rollout_log_probs, one.old_log_probs, atol=1e-4, rtol=1e-4)
+    assert not any(MARK in text for text in validated(tmp_path, 0)), "there was none yet"
+    assert all(MARK in text for text in validated(tmp_path, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hang", "503"])
+def test_training_goes_on_beside_a_service_in_trouble(
+    train: Train, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    with FakeReMe(mode=mode) as service:
+        done = train(
+            *GUIDED,
+            *MAKES,
+            f"+experience_maker.base_url={service.url}",
+            "+experience_maker.retrieve_timeout=1",
+            "+experience_maker.summary_timeout=1",
+            "trainer.total_training_steps=3",
+        )
+    assert len(done.steps) == 3
+    assert check_guided_rows(done.rows, done.rollouts) == {"plain": 3 * PROMPTS * GROUP}
+    last = done.steps[-1]
+    assert sum(last[name] for name in last if name.startswith("guidance/retrieve/failed/")) >= 3
+    for what in ("retrieving experience", "summarizing rollouts"):
+        assert len([one for one in caplog.records if f"{what} failed" in one.getMessage()]) == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_guides_the_rollouts_that_the_whole_one_guided(train: Train, tmp_path: Path) -> None:
+    """With a store that does not change, so that the same question has the same answer."""
+    seed_experiences(tmp_path)
+    options = (*GUIDED, "trainer.total_training_steps=4", "trainer.save_freq=2")
+    whole = train(*options)
+    resumed = train(
+        *options,
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_2",
+    )
+    assert [record["step"] for record in resumed.steps] == [3, 4]
+    for ours, theirs in zip(resumed.steps, whole.steps[2:], strict=True):
+        mine, wanted = (
+            {name: value for name, value in comparable(one).items() if not name.startswith("guidance/")}
+            for one in (ours, theirs)
+        )
+        assert mine == pytest.approx(wanted, rel=TOLERANCE, abs=TOLERANCE)
+        for name in ("guided_rollouts", "outcome/guided", "outcome/unguided"):
+            assert ours[f"guidance/{name}"] == pytest.approx(theirs[f"guidance/{name}"])
+    check_guided_rows(resumed.rows, resumed.rollouts)
+
+
+@pytest.mark.slow
+def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train: Train, tmp_path: Path) -> None:
+    seed_experiences(tmp_path)
+    loop = tmp_path / "loop.yaml"
+    loop.write_text("- name: two_outputs\n  _target_: trajstore_verl_cpu_outputs.TwoOutputs\n", encoding="utf-8")
+    done = train(
+        *GUIDED,
+        *MAKES,
+        "trainer.v1.trainer_mode=colocate_async_replay",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=hit",
+        "+exp_manager.experience_replay.enable=true",
+        "+exp_manager.experience_replay.replay_start_ratio=0.0",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=two_outputs",
+        "trainer.total_training_steps=5",
+    )
+    check_records(done.rollouts)
+    tokenizer = make_tokenizer()
+    for row in done.rows:
+        assert MARK not in tokenizer.decode(row.prompt), "neither in a first output nor in a second"
+    shown = [one for one in done.rollouts if Guidance.of(one) is not None]
+    assert {row_count(one) for one in shown} == {1, 2}
+    assert any(not one.metadata["trained"] for one in shown), "groups were filtered"
+    assert sum(record["guidance/guided_rollouts"] for record in done.steps) >= len(shown) // 2
+    discarded = sum(bool(row.exp_mask[: row.response.numel()].all()) for row in done.rows)
+    assert discarded > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training and what it left."""
+
+    steps: list[dict[str, Any]]
+    rows: list[LossRow]
+    rollouts: list[AgentTrajectory]
+    folder: Path
+
+
+Train = Callable[..., Training]
+
+
+def validated(folder: Path, step: int) -> list[str]:
+    """Return the prompts of the validation after a step."""
+    return [orjson.loads(line)["input"] for line in (folder / "validation" / f"{step}.jsonl").read_bytes().splitlines()]

@@ -10,9 +10,11 @@ from pathlib import Path
 import orjson
 import pytest
 
+from trajstore.guidance import Guidance
+
 from .assets import Assets
 from .harness import BASE_OVERRIDES, CPU_MODULES, MODULES
-from .runs import GROUP, PROMPTS, check_replay_metrics, recorded
+from .runs import GROUP, PROMPTS, check_replay_metrics, guidance_table, recorded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -69,6 +71,29 @@ def test_train_and_go_on(verl_assets: Assets, project_root: Path, tmp_path: Path
     assert len(recorded(tmp_path)) == made <= 4 * PROMPTS * GROUP
 
 
+def test_guided_rollouts(verl_assets: Assets, project_root: Path, tmp_path: Path) -> None:
+    """As the how-to has it; prints the figures that it shows."""
+    records = run_main(
+        project_root,
+        verl_assets,
+        tmp_path,
+        "exp_manager.experience_replay.enable=false",
+        "experience_maker.enable_summarizer=true",
+        "experience_maker.updated_freq=1",
+        "experience_maker.enable_context_generator=true",
+        "experience_maker.retrieve_top_k=1",
+        "exp_manager.rollout_expratio=0.5",
+        "data.max_prompt_length=384",
+        "trainer.total_training_steps=6",
+    )
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    sys.stdout.write("\n" + guidance_table(records) + "\n")
+    assert records[0]["guidance/guided_rollouts"] == 0.0, "nothing was known"
+    shown = [one for one in recorded(tmp_path) if Guidance.of(one) is not None]
+    assert shown
+    assert len(shown) == sum(record["guidance/guided_rollouts"] for record in records)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -76,6 +101,14 @@ def test_train_and_go_on(verl_assets: Assets, project_root: Path, tmp_path: Path
         (
             ("trainer.v1.trainer_mode=sync",),
             r"experience_replay\.enable: true, but trainer\.v1\.trainer_mode=sync replays",
+        ),
+        (
+            ("experience_maker.enable_context_generator=true",),
+            r"no rollout is guided: train_rollout_expmode is mixed",
+        ),
+        (
+            ("experience_maker.enable_summarizer=true", "trainer.v1.trainer_mode=sync"),
+            r"options of guidance, but trainer\.v1\.trainer_mode=sync guides nothing",
         ),
         (("trainer.use_v1=False",), r"enable: true, but trainer\.use_v1=False replays"),
         (
@@ -87,7 +120,18 @@ def test_train_and_go_on(verl_assets: Assets, project_root: Path, tmp_path: Path
         (("exp_manager.experience_replay.offpolicy_trajectories_per_task=4",), r"must be below n_rollout = 4"),
         (("exp_manager.experience_replay.exp_ratio=1.5",), r"exp_ratio: 1\.5, must be a number in \[0, 1\]"),
     ],
-    ids=["unknown", "stock mode", "old trainer", "no effect", "no effect in verl", "contradiction", "k", "range"],
+    ids=[
+        "unknown",
+        "stock mode",
+        "nothing guided",
+        "guides nothing",
+        "old trainer",
+        "no effect",
+        "no effect in verl",
+        "contradiction",
+        "k",
+        "range",
+    ],
 )
 def test_options_are_refused_before_ray_is_started(
     overrides: tuple[str, ...], message: str, verl_assets: Assets, project_root: Path, tmp_path: Path

@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorStack
+from tensordict.tensorclass import NonTensorData, NonTensorStack
+from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.guidance import GuidanceHook
@@ -99,17 +100,18 @@ class GuidedRollouts:
             raise ConfigurationError("experience_maker.enable_context_generator: true, but prompts have no raw_prompt")
         validates = "validate" in prompts and bool(prompts["validate"])
         usual = self._block.n_validation if validates else self._block.n_rollout
-        counts = list(prompts[ROLLOUTS_WANTED]) if ROLLOUTS_WANTED in prompts else [usual] * len(prompts)
-        tasks = [task_id_of(*names) for names in zip(prompts["data_source"], prompts["index"], strict=True)]
+        counts = _column(prompts, ROLLOUTS_WANTED, usual)
+        sources, indices = _column(prompts, "data_source", ""), _column(prompts, "index", "")
+        tasks = [task_id_of(*names) for names in zip(sources, indices, strict=True)]
         plan = [PlannedTask(task, int(count), ()) for task, count in zip(tasks, counts, strict=True)]
-        configs = iter(self._hook.before_rollout(plan, "validate" if validates else "sample"))
+        configs = iter(self._allotted(plan, validates=validates))
         rollouts = [[next(configs) for _ in range(one.fresh_rollouts)] for one in plan]
         wanted = {place: held for place, held in enumerate(rollouts) if any(one.add_exp for one in held)}
-        messages = list(prompts["raw_prompt"])
+        messages = _column(prompts, "raw_prompt", ())
         found = self._ask({place: (list(messages[place]), held[0]) for place, held in wanted.items()})
         if not found:
             return prompts
-        loops = self._loops(prompts)
+        loops = _column(prompts, "agent_name", self._block.agent_loop)
         offers = [""] * len(prompts)
         for place, one in found.items():
             sessions = tuple(number for number, asked in enumerate(rollouts[place]) if asked.add_exp)
@@ -120,8 +122,14 @@ class GuidedRollouts:
         result[OFFER] = NonTensorStack(*offers)  # on each of them: the data plane drops a column that one row lacks
         return result
 
-    def _loops(self, prompts: TensorDict) -> list[str]:
-        return list(prompts["agent_name"]) if "agent_name" in prompts else [self._block.agent_loop] * len(prompts)
+    def _allotted(self, plan: Sequence[PlannedTask[str]], *, validates: bool) -> list[TrajExpConfig]:
+        """Return who is guided. A validation leaves the random choices of training as they are, whenever it comes."""
+        if not validates:
+            return self._hook.before_rollout(plan)
+        state = self._hook.state_dict()
+        configs = self._hook.before_rollout(plan, "validate")
+        self._hook.load_state_dict(state)
+        return configs
 
     def _ask(self, questions: dict[int, tuple[list[Any], TrajExpConfig]]) -> dict[int, TrajExpConfig]:
         """Return for each prompt what was found for it; prompts for which nothing was are absent."""
@@ -261,6 +269,16 @@ class GuidedManager:
         if name == "_manager":  # asked for before __init__, as copying does
             raise AttributeError(name)
         return getattr(self._manager, name)
+
+
+def _column(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
+    """Return a column as one value for each prompt; verl has it as a stack, as a tensor, or as one value for all."""
+    if name not in prompts:
+        return [usual] * len(prompts)
+    held = prompts.get(name)
+    if isinstance(held, Tensor):
+        return list(held.tolist())
+    return [held.data] * len(prompts) if isinstance(held, NonTensorData) else list(prompts[name])
 
 
 def _report(row: Any) -> Report | None:

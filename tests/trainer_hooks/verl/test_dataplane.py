@@ -26,11 +26,13 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests.trainer_hooks.verl.builders import VOCABULARY, fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.cuts import read_cut
 from trainer_hooks.verl.dataplane import add_rows, prompts_under_way, read_rows, read_whole_row, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.offers import OFFER, Report
 from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row
 from trainer_hooks.verl.sampler import ReplaySampler
@@ -40,6 +42,7 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.experience.entry import DEMONSTRATION
 from trajstore.experience.rows import rows_of
+from trajstore.guidance import Guidance, Insertion, TrainMode
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 
@@ -132,6 +135,7 @@ def make_session(tmp_path: Path) -> Iterator[MakeSession]:
         on_resume: OnResume = "exact",
         on_error: OnError = "raise",
         decoder: Any = None,
+        guidance: GuidanceConfig | None = None,
         **options: Any,
     ) -> ReplaySession:
         values: dict[str, Any] = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0} | options
@@ -142,6 +146,7 @@ def make_session(tmp_path: Path) -> Iterator[MakeSession]:
             on_resume=on_resume,
             folder=tmp_path,
             n_rollout=N,
+            guidance=guidance or GuidanceConfig(),
         )
         tokenizer = RunTokenizer("tokens", decoder=decoder)
         made.append(ReplaySession(block, TaskTable(Dataset()), tokenizer=tokenizer, run=run, checkpoints=tmp_path))
@@ -172,6 +177,14 @@ def planned(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
 def sessions(batch: KVBatchMeta) -> Counter[str]:
     """Return the number of sessions of each uid."""
     return Counter(session.split("_")[0] for session in {key.rpartition("_")[0] for key in batch.keys})
+
+
+def shown(row: Row, mode: TrainMode) -> Row:
+    """Return a row as the agent loop of guided rollouts writes it."""
+    exchanged = mode == "discard"
+    report = Report(Guidance(mode, ("7",), (Insertion(0, "tip: "),), exchanged), exchanged)
+    extra = {**row.columns["extra_fields"], OFFER: report.to_json()}
+    return Row(row.key, row.tag, {**row.columns, "extra_fields": extra})
 
 
 # ---- a column that one row lacks ----
@@ -913,3 +926,47 @@ def test_a_task_that_nobody_here_wrote(make_session: MakeSession, tmp_path: Path
     assert len(found) == 3 * len(TASKS) * N
     outcomes = Counter(one.reward.outcome for one in found if isinstance(one, AgentTrajectory) and one.reward)
     assert outcomes[None] >= 3 * len(TASKS)
+
+
+# ---- guided rollouts ----
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
+    make_session: MakeSession, tmp_path: Path, replay: bool
+) -> None:
+    guidance = GuidanceConfig(enable_context_generator=True, rollout_expratio=0.5, updated_freq=0)
+    session = make_session(guidance=guidance, enable=replay)
+    if replay:
+        fill(session)
+        session.expect({"a": planned(session)[TASKS[0]][:1]})
+    plain, kept, taken = rollouts("a", 3)
+    put_prompts("a")
+    joined = session.join(put([plain, shown(kept, "keep"), shown(taken, "discard")]))
+    masks = {key: mask.tolist() for key, mask in column(joined, EXP_MASK).items()}
+    assert masks["a_0_0"] == [0, 0]
+    assert masks["a_1_0"] == [0, 0, 0]
+    assert masks["a_2_0"] == [1, 1, 1, 1], "the whole response, what the environment said in it too"
+    assert len(masks) == 3 + replay
+    rate(joined)
+    figures = session.scored(joined, 2)
+    assert figures["guidance/guided_rollouts"] == 2.0
+    engine = column(joined, "rollout_log_probs")
+    assert torch.equal(engine["a_1_0"], kept.columns["rollout_log_probs"])
+    assert torch.equal(engine["a_2_0"], column(joined, "old_log_probs")["a_2_0"]), "the engine's are of another prompt"
+    session.close()
+    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as recorded:
+        found = [recorded.get(int(number)) for number in recorded.trajectory_ids]
+    by_id = {one.rollout_id: one for one in found if isinstance(one, AgentTrajectory)}
+    assert Guidance.of(by_id["a_0_0"]) is None
+    assert by_id["a_1_0"].messages[0]["content"] == "tip: task 0"
+    assert by_id["a_2_0"].messages[0]["content"] == "task 0"
+    assert by_id["a_1_0"].rollout_log_probs is not None
+    assert by_id["a_2_0"].rollout_log_probs is None
+    assert "extra_fields" not in by_id["a_2_0"].metadata
+    if replay:
+        history = joined.keys[-1]
+        assert masks[history] == column(joined, "response_mask")[history].tolist()
+        assert column(joined, "extra_fields")[history].get(OFFER) is None, (
+            "what the group was shown is not the history's"
+        )

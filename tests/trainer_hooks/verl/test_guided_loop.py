@@ -21,7 +21,9 @@ from verl.experimental.agent_loop.agent_loop import (
     ToolListWrap,
     _agent_loop_registry,
 )
+from verl.workers.rollout.replica import TokenOutput
 
+from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.verl.guided_loop import GuidedAgentLoop
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
@@ -225,6 +227,41 @@ def test_what_cannot_be_taken_out_is_rolled_out_again_without(kind: type[Loop]) 
     assert told(one) == Report(trouble="not_taken_out")
     assert one.prompt_ids == ROLLED[-1]
     assert TIP not in TOKENIZER.decode(one.prompt_ids)
+
+
+class Engine:
+    """A rollout engine that answers without a model, and keeps the prompts."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **more: Any) -> TokenOutput:
+        ROLLED.append(list(prompt_ids))
+        return TokenOutput(token_ids=[7, 8, 1], log_probs=[-1.0, -2.0, -3.0], extra_fields={"global_steps": 2})
+
+
+@pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent"])
+def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
+    config = compose_verl(["data.max_prompt_length=200"])
+    offer = Offer(name, (0,), "discard", Insertion(1, TIP), ("4",))
+    plain = [dict(one) for one in PLAIN]
+
+    async def go() -> Any:
+        loop = GuidedAgentLoop(
+            trainer_config=DictConfigWrap(config),
+            server_manager=Engine(),
+            tokenizer=TOKENIZER,
+            processor=None,
+            hf_model_type="llama",
+            dataset_cls=None,
+            data_config=DictConfigWrap(config.data),
+            tools=ToolListWrap([]),
+        )
+        return await loop.run({}, raw_prompt=plain, session_id=0, **{OFFER: offer.to_text()})
+
+    one = asyncio.run(go())
+    assert plain == PLAIN
+    assert [tokens(guided())] == ROLLED
+    assert one.prompt_ids == tokens(PLAIN)
+    assert one.response_ids == [7, 8, 1]
+    assert told(one).exchanged
 
 
 def test_kept_experience_need_not_be_taken_out() -> None:

@@ -1,0 +1,340 @@
+"""What the trainer's process offers prompts: who is guided, with what, and what a service that fails does to a step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+from tests.guidance.reme import FakeReMe
+from tests.trainer_hooks.verl.conftest import Compose
+from trainer_hooks.verl.config import ReplayBlock
+from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager, GuidedRollouts
+from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer
+from trajstore.errors import ConfigurationError, StoreLockedError
+from trajstore.guidance import Guidance, Insertion, with_guidance
+from trajstore.trajectory import AgentTrajectory, Reward
+
+N = 4
+BASE = ("algorithm.adv_estimator=grpo", f"actor_rollout_ref.rollout.n={N}", "actor_rollout_ref.rollout.val_kwargs.n=2")
+SHOWS = ("+experience_maker.enable_context_generator=true", "+exp_manager.rollout_expratio=0.5")
+MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_freq=1")
+HYBRID = ("+exp_manager.train_sample_expmode=hybrid", "+exp_manager.train_sample_keepratio=0.4")
+
+Opened = Callable[..., GuidedRollouts]
+
+
+@pytest.fixture
+def opened(override_verl: Compose, tmp_path: Path) -> Iterator[Opened]:
+    """Return what opens guidance with overrides; all are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def open_with(*overrides: str) -> GuidedRollouts:
+            config = override_verl([*BASE, f"trainer.default_local_dir={tmp_path}", *overrides])
+            guided = GuidedRollouts(ReplayBlock.from_config(config))
+            stack.callback(guided.close)
+            return guided
+
+        yield open_with
+
+
+def prompts_of(count: int = 3, **columns: list[Any]) -> TensorDict:
+    rows: dict[str, Any] = {
+        "uid": [f"u{index}" for index in range(count)],
+        "index": list(range(count)),
+        "data_source": ["house"] * count,
+        "raw_prompt": [[{"role": "user", "content": f"find cup {index}"}] for index in range(count)],
+        **columns,
+    }
+    result = tu.get_tensordict({name: as_objects(values) for name, values in rows.items()})
+    tu.assign_non_tensor_data(result, "global_steps", 1)
+    return result
+
+
+def as_objects(values: list[Any]) -> np.ndarray:
+    held = np.empty(len(values), dtype=object)
+    held[:] = values
+    return held
+
+
+def rollout(task: int, outcome: float, number: int = 0, step: int = 1) -> AgentTrajectory:
+    return AgentTrajectory(
+        messages=[
+            {"role": "user", "content": f"find cup {task}"},
+            {"role": "assistant", "content": "kitchen" if outcome == 1.0 else "attic", "author": "llm"},
+        ],
+        reward=Reward(outcome=outcome),
+        task_id=f"house:{task}",
+        rollout_id=f"{step}_{number}",
+        policy_version=step,
+    )
+
+
+def learnt(guided: GuidedRollouts, step: int = 1) -> dict[str, float]:
+    """Let a success and a failure of each of three tasks become experience."""
+    made = [rollout(task, float(number), number, step) for task in range(3) for number in (0, 1)]
+    guided.finished(made)
+    figures = guided.step_done(made, step)
+    assert guided._hook.settle(60)
+    return figures
+
+
+def offers_of(prompts: TensorDict) -> list[Offer | None]:
+    return [Offer.of_text(text) if text else None for text in prompts[OFFER]] if OFFER in prompts else []
+
+
+def test_half_of_each_prompts_rollouts_are_offered_what_is_known_of_it(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES, "+experience_maker.retrieve_top_k=1")
+    prompts = prompts_of()
+    assert OFFER not in guided.offered(prompts), "nothing is known yet"
+    learnt(guided)
+    result = guided.offered(prompts)
+    assert OFFER not in prompts, "what is given is not changed"
+    assert list(result["agent_name"]) == [GUIDED_LOOP] * 3
+    for task, offer in enumerate(offers_of(result)):
+        assert offer is not None
+        assert offer.loop == "single_turn_agent"
+        assert len(offer.sessions) == N // 2
+        assert set(offer.sessions) < set(range(N))
+        assert offer.train_mode == "discard"
+        assert len(offer.names) == 1
+        assert offer.insertion.message == 0
+        assert f"For tasks like: find cup {task}" in offer.insertion.text
+        assert "kitchen" in offer.insertion.text
+
+
+def test_the_loops_of_the_data_and_the_rollouts_of_replay_are_respected(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES)
+    learnt(guided)
+    result = guided.offered(prompts_of(agent_name=["tools", "tools", "search"], **{ROLLOUTS_WANTED: [4, 2, 1]}))
+    offers = offers_of(result)
+    assert [None if one is None else len(one.sessions) for one in offers] == [2, 1, None], "half of 1 is 0"
+    assert [None if one is None else one.loop for one in offers] == ["tools", "tools", None]
+    assert list(result["agent_name"]) == [GUIDED_LOOP, GUIDED_LOOP, "search"]
+    assert list(result[OFFER])[2] == "", "a column that one row lacks is lost for all"
+
+
+def test_columns_are_read_in_every_form_that_verl_gives_them(opened: Opened) -> None:
+    """Prompts that are issued again after a resume come out of the data plane."""
+    guided = opened(*SHOWS, *MAKES)
+    learnt(guided)
+    prompts = prompts_of().exclude("index", "data_source")
+    prompts["index"] = torch.arange(3)
+    tu.assign_non_tensor_data(prompts, "data_source", "house")
+    tu.assign_non_tensor_data(prompts, "agent_name", "tools")
+    prompts[ROLLOUTS_WANTED] = torch.tensor([2, 2, 2])
+    offers = offers_of(guided.offered(prompts))
+    assert [None if one is None else (one.loop, len(one.sessions)) for one in offers] == [("tools", 1)] * 3
+
+
+def test_validation_is_shown_nothing_unless_configured(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES)
+    learnt(guided)
+    prompts = prompts_of()
+    tu.assign_non_tensor_data(prompts, "validate", True)
+    assert guided.offered(prompts) is prompts
+    guided.close()
+    guided = opened(*SHOWS, *MAKES, "+exp_manager.val_rollout_expmode=all")
+    assert [one.sessions for one in offers_of(guided.offered(prompts)) if one] == [(0, 1)] * 3
+
+
+def test_off_is_off(opened: Opened) -> None:
+    guided, prompts = opened(), prompts_of()
+    assert guided.offered(prompts) is prompts
+    assert guided.step_done([rollout(0, 1.0)], 1) == {}
+    assert guided.state() is None
+    assert not guided.wants_validations
+
+
+class Manager:
+    """As verl's manager of agent loops, as far as a trainer knows it."""
+
+    agent_loop_workers = (1, 2)
+
+    def generate_sequences(self, prompts: TensorDict) -> TensorDict:
+        return prompts
+
+
+def test_the_manager_hands_prompts_on_with_their_offers(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES)
+    learnt(guided)
+    manager = GuidedManager(Manager(), guided)
+    assert OFFER in manager.generate_sequences(prompts_of())
+    assert manager.agent_loop_workers == (1, 2)
+
+
+def test_the_same_state_gives_the_same_choices(opened: Opened) -> None:
+    guided = opened(
+        *SHOWS, *MAKES, "+exp_manager.train_sample_expmode=hybrid", "+exp_manager.train_sample_keepratio=.4"
+    )
+    learnt(guided)
+    guided.offered(prompts_of())
+    state = json.loads(json.dumps(guided.state()))
+    first = [list(guided.offered(prompts_of())[OFFER]) for _ in range(3)]
+    assert len({tuple(one) for one in first}) > 1
+    guided.load_state(state)
+    validation = prompts_of()
+    tu.assign_non_tensor_data(validation, "validate", True)
+    guided.offered(validation)  # of which a resumed run makes one more
+    assert [list(guided.offered(prompts_of())[OFFER]) for _ in range(3)] == first
+    guided.load_state(None)
+
+
+def test_what_experience_was_worth_counts_dropped_rollouts_too_and_outlives_the_run(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES)
+    learnt(guided)
+    shown = Guidance("discard", ("0",), (Insertion(0, "tip"),), taken_out=True)
+    guided.finished([with_guidance(rollout(0, 1.0, step=2), shown)], trained=False)  # of a group that was filtered
+    figures = guided.step_done([rollout(0, 0.0, 1, step=2)], 2)
+    assert figures["guidance/guided_rollouts"] == 1.0
+    assert figures["guidance/worth/outcome_with"] == 1.0
+    assert figures["guidance/worth/outcome_without"] == 0.0
+    guided.close()
+    guided.close()
+    again = opened(*SHOWS, *MAKES)
+    assert again.step_done([], 3)["guidance/worth/outcome_with"] == 1.0
+
+
+def test_what_was_kept_stands_in_the_recorded_messages(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES)
+    kept, taken = (
+        with_guidance(rollout(0, 1.0), Guidance(mode, ("0",), (Insertion(0, "tip: "),), taken_out=mode == "discard"))
+        for mode in ("keep", "discard")
+    )
+    guided.finished([kept, taken])
+    assert [one["content"] for one in kept.messages] == ["tip: find cup 0", "kitchen"]
+    assert [one["content"] for one in taken.messages] == ["find cup 0", "kitchen"]
+
+
+def test_what_was_not_shown_is_counted_and_told_once(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    guided = opened(*SHOWS, *MAKES)
+    made = [rollout(0, 1.0, number) for number in range(3)]
+    for one in made[:2]:
+        one.metadata["not_guided"] = "too_long"
+    guided.finished(made)
+    assert guided.step_done(made, 1)["guidance/rollouts/too_long"] == 2.0
+    assert caplog.text.count("raise it, or lower") == 1
+
+
+def test_a_store_that_is_another_runs_names_the_option(opened: Opened) -> None:
+    opened(*SHOWS, *MAKES)
+    with pytest.raises(StoreLockedError) as caught:
+        opened(*SHOWS, *MAKES)
+    assert "experience_maker.store.path" in caught.value.__notes__[0]
+
+
+def test_prompts_without_messages_are_an_error(opened: Opened) -> None:
+    with pytest.raises(ConfigurationError, match="prompts have no raw_prompt"):
+        opened(*SHOWS, *MAKES).offered(prompts_of().exclude("raw_prompt"))
+
+
+def test_an_empty_store_that_nothing_fills_is_told(opened: Opened, caplog: pytest.LogCaptureFixture) -> None:
+    opened(*SHOWS)
+    assert "nothing will be shown" in caplog.text
+
+
+def test_validations_before_training_become_experience_once(opened: Opened) -> None:
+    guided = opened(*SHOWS, *MAKES, "+exp_manager.init_exp_before_training=true")
+    assert guided.wants_validations
+    guided.validated([rollout(0, 1.0)])
+    guided.validated([rollout(1, 1.0)])
+    guided.validation_done(0)
+    assert len([one for one in offers_of(guided.offered(prompts_of())) if one is not None]) >= 2
+    assert not guided.wants_validations, "val_summarizer_save is not set"
+
+
+# ---- a service ----
+
+
+SERVICE = (*SHOWS, "+experience_maker.dialect='0.2'", "+experience_maker.enable_summarizer=true")
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "seconds"),
+    [
+        ("hang", "timeout", 0.3),
+        ("drip", "timeout", 0.3),
+        ("503", "server", 60.0),
+        ("404", "refused", 60.0),
+        ("no success", "failed", 60.0),
+    ],
+)
+def test_a_service_in_trouble_is_counted_and_told_once(
+    opened: Opened, caplog: pytest.LogCaptureFixture, mode: str, kind: str, seconds: float
+) -> None:
+    """Sixty prompts in each step: asked one after the other, a service that hangs would take all of their time."""
+    caplog.set_level(logging.WARNING)
+    with FakeReMe(mode=mode) as service:
+        guided = opened(
+            *SERVICE,
+            f"+experience_maker.base_url={service.url}",
+            "+experience_maker.updated_freq=1",
+            f"+experience_maker.retrieve_timeout={seconds}",
+            f"+experience_maker.summary_timeout={seconds}",
+        )
+        prompts = prompts_of(60)
+        for _ in range(3):
+            assert OFFER not in guided.offered(prompts)
+        guided.step_done([rollout(0, 1.0)], 1)
+        assert guided._hook.settle(60)
+        while (figures := guided.step_done([], 2)).get(f"guidance/retrieve/failed/{kind}", 0.0) == 0.0:
+            time.sleep(0.05)  # calls that the step did not wait for end by themselves
+        failed = {name: value for name, value in figures.items() if name.startswith("guidance/retrieve/failed/")}
+        assert sum(failed.values()) + figures["guidance/rollouts/late"] >= 3 * 60
+        assert sum(figures[name] for name in figures if name.startswith("guidance/update/failed/")) == 1.0
+        told = [one.getMessage() for one in caplog.records if "retrieving experience" in one.getMessage()]
+        assert len(told) == 1
+
+
+def test_a_service_that_answers_slowly_holds_a_step_no_longer_than_said(opened: Opened) -> None:
+    """Each answer comes in time, but there are too many questions: what is late is not shown, and counted."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def context(self, messages: Any, config: Any) -> Any:
+            self.asked += 1
+            time.sleep(0.2)
+            return messages
+
+    guided = opened(
+        *SERVICE,
+        "+experience_maker.base_url=http://127.0.0.1:9",
+        "+experience_maker.updated_freq=1",
+        "+experience_maker.retrieve_timeout=0.2",
+    )
+    slow = Slow()
+    guided._hook.context = slow.context  # type: ignore[method-assign]
+    guided.offered(prompts_of(2000))
+    assert slow.asked < 2000
+    assert guided._troubles["late"] >= 2000 - slow.asked
+
+
+def test_a_service_is_asked_once_for_each_prompt(opened: Opened) -> None:
+    with FakeReMe() as service:
+        guided = opened(
+            *SERVICE,
+            f"+experience_maker.base_url={service.url}",
+            "+experience_maker.updated_freq=1",
+            "+experience_maker.retrieve_timeout=60",
+            "+exp_manager.train_rollout_expmode=all",
+        )
+        offers = offers_of(guided.offered(prompts_of()))
+        assert [one.sessions for one in offers if one is not None] == [tuple(range(N))] * 3
+        assert all(one is not None and one.names == ("m1", "m2") for one in offers)
+        assert len(service.calls) == 3
