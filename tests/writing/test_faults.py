@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,6 +119,22 @@ def test_every_other_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptur
     assert total > 50
     for at in range(0, total, 2):  # all of them in the long campaign
         check_failure(tmp_path, FaultPlan(at, KINDS[at // 2 % len(KINDS)], lasting=at % 4 == 0), caplog)
+
+
+def test_texts_of_lock_and_lease_that_find_no_room_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.flush()
+        assert "writer.lock cannot say who writes here" in caplog.text
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            assert len(reader) == 1
+            assert caplog.text.count("cannot say what is read here") == 1
 
 
 @pytest.mark.slow

@@ -59,6 +59,7 @@ class LocalWriterLock(WriterLock):
                 except OSError as error:
                     if error.errno not in FULL:  # its text only: whoever opens a full disk may want to evict
                         raise
+                    logger.warning("%s/%s cannot say who writes here: %s", self._root.path, LOCK_NAME, error.strerror)
                 status = os.fstat(file.number)
         except BlockingIOError:
             file.close()
@@ -143,6 +144,7 @@ class LocalReaderLease(ReaderLease):
 
     def __init__(self, root: HeldFolder, generation: int) -> None:
         self._root = root
+        self._told = False
         root.make_folder(READERS_FOLDER)
         while True:
             self._name = f"{READERS_FOLDER}/{uuid.uuid4()}.pin"
@@ -164,8 +166,17 @@ class LocalReaderLease(ReaderLease):
 
     def _write(self, text: bytes, offset: int) -> None:
         if self._file.is_open:
-            with contextlib.suppress(OSError):  # no room for a new file's text: an empty one holds everything
+            try:
                 os.pwrite(self._file.number, text, offset)
+            except OSError as error:  # no room for a new file's text: an empty one holds everything
+                if not self._told:
+                    self._told = True
+                    logger.warning(
+                        "%s/%s cannot say what is read here, so evicted trajectories keep their space meanwhile: %s",
+                        self._root.path,
+                        self._name,
+                        error.strerror,
+                    )
 
     def release(self) -> None:
         if self._file.is_open:
