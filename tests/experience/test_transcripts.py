@@ -275,6 +275,14 @@ def test_demonstrations_can_be_drawn_at_once_and_come_marked(tokenizer: Any, tmp
     assert third.get_valid_replay_task_ids() == ["a", "b"]
 
 
+@pytest.mark.parametrize("strategy", ["linear", "sqrt", "linear_clip"])
+def test_weights_that_leave_demonstrations_out_are_told(tokenizer: Any, tmp_path: Path, strategy: Any) -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4, task_sampling=strategy))
+    manager.seed([demonstration(tokenizer, tmp_path)])
+    assert manager.sample_tasks_from_replaypool(1) == []
+    assert manager.why_nothing() == f"task_sampling: {strategy} gives no weight to difficulty 0, and no other is there"
+
+
 def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_path: Path, make: Any) -> None:
     manager = ExperienceManager(RULES)
     manager.admit([make(tokens=number, outcome=float(number < 2)) for number in range(4)])

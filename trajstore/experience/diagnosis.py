@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trajstore.experience.buckets import bucket_probabilities
 from trajstore.experience.journal import PoolState
 from trajstore.experience.rules import PoolRules
 
@@ -18,6 +19,11 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
         refused: how many trajectories were refused so far, by reason.
     """
     valid = state.valid_buckets(rules, global_steps)
+    if valid and rules.replay_difficulty is None and rules.task_sampling != "similar":
+        sizes = {difficulty: len(tasks) for difficulty, tasks in valid.items()}
+        if not bucket_probabilities(sizes, rules.task_sampling, rules.n_rollout).any():
+            found = ", ".join(map(str, sorted(valid)))
+            return f"task_sampling: {rules.task_sampling} gives no weight to difficulty {found}, and no other is there"
     if valid and (rules.replay_difficulty is None or rules.replay_difficulty in valid):
         return ""
     if valid:
