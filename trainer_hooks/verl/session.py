@@ -110,7 +110,7 @@ class ReplaySession:
     @property
     def replays(self) -> bool:
         """Whether rows are replayed, or only recorded."""
-        return self._hook.manager is not None
+        return self._block.experience_replay.enable  # to ask the hook would wait for histories under way
 
     @property
     def masks_rows(self) -> bool:
