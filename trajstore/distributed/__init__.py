@@ -10,15 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore.distributed.channel import Channel, receive
+    from trajstore.distributed.dataset import StoreDatasink, StoreDatasource, read_store
     from trajstore.distributed.handle import DistributedReplayBuffer
     from trajstore.distributed.receipts import Receipt
 
-__all__ = ["Channel", "DistributedReplayBuffer", "Receipt", "receive"]
+__all__ = [
+    "Channel",
+    "DistributedReplayBuffer",
+    "Receipt",
+    "StoreDatasink",
+    "StoreDatasource",
+    "read_store",
+    "receive",
+]
 
 _MODULES = {
     "Channel": "channel",
     "DistributedReplayBuffer": "handle",
     "Receipt": "receipts",
+    "StoreDatasink": "dataset",
+    "StoreDatasource": "dataset",
+    "read_store": "dataset",
     "receive": "channel",
 }
 

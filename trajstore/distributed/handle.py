@@ -23,7 +23,7 @@ from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.receipts import Outbox, Receipt
 from trajstore.distributed.routes import Routes
-from trajstore.distributed.server import MOST_STORES
+from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.distributed.starting import start_stores, strategies
 from trajstore.distributed.survey import Survey
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError
@@ -266,6 +266,14 @@ class DistributedReplayBuffer(Closing):
             StoreUnreachableError: a store does not answer.
         """
         return {rank: self._stores.describe(rank).node for rank in self._stores.look()}
+
+    def served(self) -> list[ServedStore]:
+        """Return what each store says of itself: its rank, the run's path, host and node.
+
+        Raises:
+            StoreUnreachableError: one does not answer.
+        """
+        return [self._stores.describe(rank) for rank in self._stores.look()]
 
     @property
     def size(self) -> int:

@@ -1,0 +1,167 @@
+"""A store as a source and a sink of Ray Data, on a real Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import check_trajectory, difference, rows_of, witness
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+
+pytestmark = pytest.mark.timeout(600)
+
+from trajstore.distributed import DistributedReplayBuffer, StoreDatasink, StoreDatasource, read_store  # noqa: E402
+from trajstore.distributed.rows import row_of, trajectory_of  # noqa: E402
+
+SMALL = WriterOptions(shard_bytes=4096)
+AGENT = AgentTrajectory(
+    messages=[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "author": "llm"}],
+    input_ids=torch.arange(7),
+    response_start=4,
+    old_log_probs=torch.randn(3, dtype=torch.float64).to(torch.bfloat16),
+    reward=Reward(outcome=1.0, metadata={"a": [1, {"b.c": None}]}),
+    task_id="t",
+    metadata={"x.y": {"z": 1}},
+)
+
+
+@pytest.fixture(scope="module")
+def small_ray() -> Iterator[None]:
+    if ray.is_initialized():
+        pytest.skip("another test's Ray session is running in this process")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def store(path: Path, keys: range) -> Path:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, writer=SMALL) as buffer:
+        for key in keys:
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+    return path
+
+
+def check_rows(rows: list[dict[str, Any]]) -> set[int]:
+    """Compare each row with what its tag says; return the keys."""
+    tags = torch.tensor([row["curr_obs.tag"] for row in rows])
+    expected = rows_of(tags)
+    for name in rows[0].keys() & expected.keys():
+        values = torch.from_numpy(np.stack([row[name] for row in rows]))
+        assert torch.equal(values.reshape(expected[name].shape), expected[name].to(values.dtype)), name
+    return set((tags >> 20).tolist())
+
+
+@pytest.mark.parametrize("trajectory", [witness(1), witness(5), AGENT, Trajectory(rewards=torch.ones(2, 1, 1))])
+def test_a_row_has_the_whole_trajectory(trajectory: Any) -> None:
+    again = trajectory_of({"trajectory_id": 7, **row_of(trajectory)})
+    assert type(again) is type(trajectory)
+    assert difference(again, trajectory) is None
+
+
+def test_rows_that_are_no_trajectory_are_refused() -> None:
+    with pytest.raises(InvalidTrajectoryError, match=r"column score: .*drop_columns"):
+        trajectory_of({"rewards": np.ones((2, 1, 1)), "score": 3.0})
+    with pytest.raises(InvalidTrajectoryError, match="column rewards"):
+        trajectory_of({"rewards": np.array([None, "x"])})
+
+
+def test_columns_that_nobody_wants_are_not_read(tmp_path: Path) -> None:
+    path = store(tmp_path / "store", range(6))
+    source = StoreDatasource(path)
+    tasks = source.get_read_tasks(3)
+    assert 2 <= len(tasks) <= 4
+    rows = sum(witness(key).rewards.shape[:2].numel() for key in range(6))  # type: ignore[union-attr]
+    assert sum(task.metadata.num_rows for task in tasks) == rows
+    assert source.supports_projection_pushdown()
+    narrow = source.apply_projection({"rewards": "rewards", "trajectory_id": "trajectory_id"})
+    blocks = [block for task in narrow.get_read_tasks(1) for block in task()]
+    assert {name for block in blocks for name in block.column_names} == {"rewards", "trajectory_id"}
+    both = StoreDatasource(path, columns=["rewards", "dones"]).apply_projection({"dones": "dones"})
+    assert {name for task in both.get_read_tasks(1) for block in task() for name in block.column_names} == {"dones"}
+    none = source.apply_projection({})  # what counting asks for
+    assert sum(block.num_rows for task in none.get_read_tasks(2) for block in task()) == rows
+    with pytest.raises(ConfigurationError, match="no column rewardz"):
+        StoreDatasource(path, columns=["rewardz"])
+    with pytest.raises(ConfigurationError, match="unit"):
+        StoreDatasource(path, unit="episode")  # type: ignore[arg-type]
+    with pytest.raises(StoreNotFoundError):
+        StoreDatasource(tmp_path / "nowhere")
+
+
+def test_transitions_of_a_run(small_ray: None, tmp_path: Path) -> None:
+    store(tmp_path / "run" / "rank_0", range(6))
+    store(tmp_path / "run" / "rank_1", range(10, 14))
+    dataset = read_store(tmp_path / "run", override_num_blocks=4)
+    rows = dataset.take_all()
+    assert check_rows(rows) == {*range(6), *range(10, 14)}
+    expected = sum(witness(key).rewards.shape[:2].numel() for key in (*range(6), *range(10, 14)))  # type: ignore[union-attr]
+    assert len(rows) == dataset.count() == expected
+    narrow = dataset.select_columns(["rewards", "curr_obs.tag"]).take_all()
+    assert narrow[0].keys() == {"rewards", "curr_obs.tag"}
+    check_rows(narrow)
+
+
+def test_whole_trajectories_go_there_and_back(small_ray: None, tmp_path: Path) -> None:
+    path = store(tmp_path / "store", range(5))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.pin("five")
+        buffer.add_trajectories([AGENT, AGENT, witness(9)])
+        buffer.evict([0])
+    with pytest.raises(ConfigurationError, match="unit='trajectory'"):
+        StoreDatasource(path, unit="sample")
+    pinned = read_store(path, pin="five", unit="trajectory")
+    assert sorted(row["trajectory_id"] for row in pinned.take_all()) == [0, 1, 2, 3, 4]
+    dataset = read_store(path, unit="trajectory", override_num_blocks=3)
+    dataset.write_datasink(StoreDatasink(tmp_path / "out", trajectory_format="pkl"))
+    assert verify(tmp_path / "out").sound
+    assert not list((tmp_path / "out").glob(".part-*"))
+    with TrajectoryReplayBuffer.open(tmp_path / "out") as reader:
+        found = [reader.get(one) for one in reader.trajectory_ids.tolist()]
+    agents = [one for one in found if isinstance(one, AgentTrajectory)]
+    assert [difference(one, AGENT) for one in agents] == [None, None]
+    assert sorted(check_trajectory(one) for one in found if isinstance(one, Trajectory)) == [1, 2, 3, 4, 9]
+    with pytest.raises(ConfigurationError, match="is not empty"):
+        StoreDatasink(tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="local path"):
+        StoreDatasink("memory://x")
+
+
+def test_an_empty_store_has_no_rows(small_ray: None, tmp_path: Path) -> None:
+    assert read_store(store(tmp_path / "store", range(0)), columns=["rewards"]).take_all() == []
+
+
+def test_what_was_evicted_meanwhile_is_told(tmp_path: Path) -> None:
+    path = store(tmp_path / "store", range(4))
+    (task,) = StoreDatasource(path).get_read_tasks(1)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.evict([1])
+    with pytest.raises(TrajectoryUnavailableError, match=r"\(1\) were evicted since .*pin"):
+        list(task())
+
+
+def test_a_write_that_fails_leaves_nothing(small_ray: None, tmp_path: Path) -> None:
+    dataset = ray.data.from_items([{"rewards": np.ones((2, 1, 1)), "score": 1.0}])
+    with pytest.raises(Exception, match="drop_columns"):
+        dataset.write_datasink(StoreDatasink(tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_stores_of_a_handle_are_read_where_they_are(small_ray: None, tmp_path: Path) -> None:
+    with DistributedReplayBuffer.create(
+        "dataset", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0
+    ) as handle:
+        handle.add_trajectories([witness(key) for key in range(8)]).committed(120)
+        rows = read_store(handle, columns=["curr_obs.tag", "rewards"]).take_all()
+        assert check_rows(rows) == set(range(8))
+        handle.stop()

@@ -1,0 +1,372 @@
+"""A store as a source of Ray Data, and as its sink.
+
+Reading is planned by shards: each task gets neighbouring shards of one store, opens that store once in its process, and
+reads the wanted columns only. Nothing passes through an actor.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from inspect import signature
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.columns.fields import join_name, walk
+from trajstore.distributed.actors import ray
+from trajstore.distributed.handle import DistributedReplayBuffer
+from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of, trajectory_of
+from trajstore.errors import ConfigurationError, MissingDependencyError, TrajectoryUnavailableError, listed
+from trajstore.files.opening import open_directory
+from trajstore.reading.places import kind_of, nothing_at, ranks_of
+from trajstore.sampling.base import Drawn
+from trajstore.store.catalog import Catalog
+
+try:
+    from ray.data import Datasink, Datasource
+    from ray.data.block import Block, BlockAccessor, BlockMetadata
+    from ray.data.datasource import ReadTask
+except ImportError as error:
+    raise MissingDependencyError("ray", "ray") from error
+
+Unit = Literal["sample", "trajectory"]
+
+_BLOCK_BYTES = 32 << 20  # of one block that a task gives out, unless one row has more
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one task reads.
+
+    Attributes:
+        path: of the store.
+        ids: of the trajectories, ``[n]``, in the order in which they lie in its shards.
+        samples: rows of each as transitions, ``[n]``.
+        nbytes: bytes of each, all columns, ``[n]``.
+        schemas: number of each one's schema, ``[n]``.
+        columns: names of the columns, by number of the schema.
+    """
+
+    path: str
+    ids: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    schemas: npt.NDArray[np.int64]
+    columns: Mapping[int, frozenset[str]]
+
+    def part(self, chosen: slice | npt.NDArray[np.intp]) -> Share:
+        """Return some of its trajectories."""
+        return Share(
+            self.path, self.ids[chosen], self.samples[chosen], self.nbytes[chosen], self.schemas[chosen], self.columns
+        )
+
+
+class StoreDatasource(Datasource):
+    """A store, or a run of several, for ``ray.data.read_datasource``. :func:`read_store` is the shorter way.
+
+    Rows are transitions (``unit="sample"``): each column by its dotted name, ``trajectory_id`` and ``sample``
+    (``t * B + b``). Or whole trajectories: arrays ``[T, B, ...]`` or ``[L]``, ``trajectory_id``, and ``document`` (JSON
+    of what is no tensor), which :class:`StoreDatasink` writes back. dtypes that numpy lacks become float32.
+
+    What is there when the datasource is made is read. Trajectories that a writer evicts before their task runs are an
+    error; a pin keeps them.
+
+    Args:
+        path: of a store or a run directory, on every node the same; path or URL.
+        unit: of the rows; None: transitions of a store of step trajectories, else trajectories.
+        columns: names of those wanted; None = all. ``Dataset.select_columns`` right behind reading does the same.
+        pin: name of a checkpoint inside the store.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        StoreNotFoundError: there is no store, or no such pin.
+        ConfigurationError: no trajectory has one of the columns, or transitions are wanted of agent trajectories.
+        CorruptStoreError: the store is damaged.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        unit: Unit | None = None,
+        columns: Sequence[str] | None = None,
+        pin: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._projection_map: dict[str, str] | None = None
+        self._pin = pin
+        self._options = dict(storage_options or {})
+        self._shares, kinds = _planned(path, pin, self._options)
+        self.unit: Unit = unit or ("sample" if kinds <= {"step"} else "trajectory")
+        if self.unit not in ("sample", "trajectory"):
+            raise ConfigurationError(f"unit: {unit!r}, must be 'sample' or 'trajectory'")
+        if self.unit == "sample" and not kinds <= {"step"}:
+            raise ConfigurationError(
+                f"{path}: has agent trajectories, which have no transitions; use unit='trajectory'"
+            )
+        known = {name for share in self._shares for names in share.columns.values() for name in names}
+        unknown = sorted(set(columns or ()) - known - {DOCUMENT, ID, SAMPLE})
+        if unknown and known:  # of an empty store nobody knows the columns
+            raise ConfigurationError(f"{path}: no column {listed(unknown)}; there are {listed(sorted(known), 30)}")
+        self._columns = None if columns is None else tuple(columns)
+
+    # -- what Ray asks ----------------------------------------------------------------------------
+
+    def supports_projection_pushdown(self) -> bool:
+        """Say that columns that nobody wants need not be read."""
+        return True
+
+    def estimate_inmemory_data_size(self) -> int:
+        """Return the bytes of all rows with all columns."""
+        return int(sum(int(share.nbytes.sum()) for share in self._shares))
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[Any]:
+        """Return about so many tasks, each for neighbouring shards of one store."""
+        wanted = self._wanted()
+        tasks = []
+        for share in _divided(self._shares, max(1, parallelism)):
+            rows = int(share.samples.sum()) if self.unit == "sample" else len(share.ids)
+            size = int(share.nbytes.sum())
+            about = BlockMetadata(num_rows=rows, size_bytes=size, exec_stats=None, input_files=(share.path,))
+            read = partial(_read, share, self.unit, wanted, self._pin, self._options)
+            tasks.append(ReadTask(read, about, per_task_row_limit=per_task_row_limit))
+        return tasks
+
+    def _wanted(self) -> frozenset[str] | None:
+        """Return the columns that are read; None: all."""
+        asked = [names for names in (self._columns, self._projection_map) if names is not None]
+        return frozenset.intersection(*map(frozenset, asked)) if asked else None
+
+
+def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tuple[list[Share], set[str]]:
+    """Return every store with its trajectories in the order of their shards, and the kinds of trajectories."""
+    directory = open_directory(path, **options)
+    ranks = ranks_of(directory)
+    stores = [directory] if kind_of(directory) == "store" else list(ranks.directories)
+    if not stores:
+        raise nothing_at(path, directory)
+    if any(kind_of(store) != "store" for store in stores):
+        raise ConfigurationError(f"{path}: holds a directory of RLinf; load it into a buffer, and save a checkpoint")
+    shares, kinds, seen = [], set(), np.zeros(0, "V16")
+    for store in stores:
+        catalog = Catalog.open(store)
+        index = catalog.index if pin is None else catalog.pinned_index(pin)
+        arrays = {name: index[name] for name in ("trajectory_id", "shard", "steps", "batch", "nbytes", "uuid")}
+        # What lies in several stores (a shipment that was sent twice) counts once, as for a reader of the run.
+        order = np.flatnonzero(~np.isin(arrays["uuid"].view("S16"), seen.view("S16")))
+        seen = np.concatenate([seen, arrays["uuid"]])
+        schemas = catalog.shards.schema_numbers()[arrays["shard"]].astype(np.int64) if len(index) else arrays["shard"]
+        order = order[np.lexsort((arrays["trajectory_id"][order], arrays["shard"][order], schemas[order]))]
+        used = {int(number): catalog.shards.schemas[number] for number in np.unique(schemas[order])}
+        kinds |= {schema.kind for schema in used.values()}
+        columns = {number: frozenset(column.name for column in schema.columns) for number, schema in used.items()}
+        samples = arrays["steps"].astype(np.int64) * arrays["batch"]
+        nbytes = arrays["nbytes"].astype(np.int64)
+        whole = Share(store.url, arrays["trajectory_id"].astype(np.int64), samples, nbytes, schemas, columns)
+        shares.append(whole.part(order))
+    return shares, kinds
+
+
+def _divided(shares: Sequence[Share], count: int) -> Iterator[Share]:
+    """Yield shares of about equal bytes, at most about ``count``; none crosses from one store to another."""
+    limit = max(1, -(-sum(int(share.nbytes.sum()) for share in shares) // count))
+    for share in shares:
+        before = np.cumsum(share.nbytes) - share.nbytes
+        for number in np.unique(before // limit):
+            yield share.part(np.flatnonzero(before // limit == number))
+
+
+@lru_cache(maxsize=2)
+def _reader(path: str, pin: str | None, options: tuple[tuple[str, Any], ...]) -> TrajectoryReplayBuffer:
+    """Return a reader that later tasks of this process use too."""
+    return TrajectoryReplayBuffer.open(path, pin=pin, storage_options=dict(options))
+
+
+def _read(
+    share: Share, unit: Unit, columns: frozenset[str] | None, pin: str | None, options: dict[str, Any]
+) -> Iterator[Block]:
+    """Yield the rows of a share, in a process of Ray's.
+
+    Raises:
+        TrajectoryUnavailableError: some were evicted since this was planned.
+    """
+    try:
+        reader = _reader(share.path, pin, tuple(options.items()))
+    except TypeError:  # options that cannot be told apart (dicts in them)
+        reader = TrajectoryReplayBuffer.open(share.path, pin=pin, storage_options=options)
+    if not reader.readable(share.ids).all() and pin is None:
+        reader.refresh()  # it was opened before these were added
+    gone = share.ids[~reader.readable(share.ids)]
+    if len(gone):
+        raise TrajectoryUnavailableError(
+            f"{share.path}: {len(gone)} trajectories ({listed(map(str, gone.tolist()))}) were evicted since it was "
+            "planned to read them; pin the store and read the pin"
+        )
+    for number in np.unique(share.schemas):
+        yield from _blocks(reader, share.part(np.flatnonzero(share.schemas == number)), unit, columns)
+
+
+def _blocks(
+    reader: TrajectoryReplayBuffer, share: Share, unit: Unit, columns: frozenset[str] | None
+) -> Iterator[Block]:
+    """Yield blocks of trajectories of one schema."""
+    before = np.cumsum(share.nbytes) - share.nbytes
+    for number in np.unique(before // _BLOCK_BYTES):
+        part = share.part(np.flatnonzero(before // _BLOCK_BYTES == number))
+        batch = _samples(reader, part, columns) if unit == "sample" else _trajectories(reader, part, columns)
+        block = BlockAccessor.batch_to_block(batch)
+        yield block if columns is None else block.select([name for name in batch if name in columns])
+
+
+def _samples(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
+    ids = np.repeat(share.ids, share.samples)
+    samples = np.arange(len(ids)) - np.repeat(np.cumsum(share.samples) - share.samples, share.samples)
+    batch: dict[str, Any] = {ID: ids, SAMPLE: samples}
+    (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
+    wanted = None if columns is None else sorted(columns & known)
+    if wanted is None or wanted:
+        found = reader.read(Drawn(ids, samples), columns=wanted)
+        batch |= {join_name(path): array_of(value) for path, value in walk(found)}
+    return batch
+
+
+def _trajectories(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
+    rows = [{ID: number, **row_of(reader.get(number), columns)} for number in share.ids.tolist()]
+    batch: dict[str, Any] = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if isinstance(values[0], np.ndarray):
+            batch[name] = np.empty(len(values), object)  # shapes differ from row to row
+            batch[name][:] = values
+        else:
+            batch[name] = np.array(values)
+    return batch
+
+
+def read_store(
+    source: str | Path | DistributedReplayBuffer,
+    *,
+    unit: Unit | None = None,
+    columns: Sequence[str] | None = None,
+    pin: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **ray_options: Any,
+) -> Any:
+    """Return a store, a run, or the stores of a handle as a ``ray.data.Dataset``; see :class:`StoreDatasource`.
+
+    Stores of a handle are read on the nodes that have them, each directory mapped where it lies.
+
+    Args:
+        source: path or URL, or a handle.
+        unit: of the rows: ``"sample"`` or ``"trajectory"``.
+        columns: names of those wanted; None = all.
+        pin: name of a checkpoint inside each store.
+        storage_options: passed on to the fsspec file system.
+        ray_options: for ``ray.data.read_datasource``: ``override_num_blocks``, ``concurrency``, ...
+
+    Raises:
+        StoreNotFoundError, ConfigurationError, CorruptStoreError: as by :class:`StoreDatasource`.
+        StoreUnreachableError: a store of the handle does not answer.
+    """
+    ray()
+    from ray.data import read_datasource
+
+    make = partial(StoreDatasource, unit=unit, columns=columns, pin=pin, storage_options=storage_options)
+    if not isinstance(source, DistributedReplayBuffer):
+        return read_datasource(make(source), **ray_options)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if "label_selector" not in signature(read_datasource).parameters:
+        raise ConfigurationError(
+            "read_store of a handle needs Ray 2.60 or later: earlier ones cannot read where data are"
+        )
+    datasets = []
+    for about in source.served():
+        path = os.path.join(about.path, f"rank_{about.rank}")
+        datasource = _on_node(make, path, NodeAffinitySchedulingStrategy(about.node, soft=True))
+        # Where the directory is; elsewhere only if that node is gone, which does for a directory that all share.
+        given = {"label_selector": {"ray.io/node-id": about.node}, "fallback_strategy": [{"label_selector": {}}]}
+        datasets.append(read_datasource(datasource, **{**given, **ray_options}))
+    return datasets[0].union(*datasets[1:]) if len(datasets) > 1 else datasets[0]
+
+
+def _on_node(make: Any, path: str, strategy: Any) -> Any:
+    """Plan the reading of a store where its directory is."""
+    if os.path.isdir(path):
+        return make(path)
+    module = ray()
+    return module.get(module.remote(make).options(num_cpus=0, scheduling_strategy=strategy).remote(path))
+
+
+class StoreDatasink(Datasink[str | None]):
+    """Writes whole trajectories (rows of ``unit="trajectory"``) to a new run directory, a store for each task.
+
+    The stores appear as ``rank_0``, ``rank_1``, ... when all tasks have ended, and not at all when one has failed.
+    Ray may run a task twice; what its first attempt wrote is removed.
+
+    Args:
+        path: of the run; a local path that every node reaches, absent or empty.
+        options: of each store's buffer: ``trajectory_format``, ``writer``, ...
+
+    Raises:
+        ConfigurationError: it is a URL, or not empty.
+    """
+
+    _HIDDEN = ".part-"
+
+    def __init__(self, path: str | Path, **options: Any) -> None:
+        if "://" in str(path):
+            raise ConfigurationError(f"{path}: write to a local path, and copy the run there (trajstore copy)")
+        self._path = Path(path).absolute()
+        self._options = options
+        self._check_empty()
+
+    def _check_empty(self) -> None:
+        if self._path.exists() and any(self._path.iterdir()):
+            raise ConfigurationError(f"{self._path}: is not empty; write to a directory of its own")
+
+    def on_write_start(self, schema: Any = None) -> None:
+        """Make the directory."""
+        self._check_empty()
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, blocks: Iterable[Block], ctx: Any) -> str | None:
+        """Write the rows of one task to a store of its own; return its hidden name, None if there were none."""
+        name = f"{self._HIDDEN}{ctx.task_idx:06d}-{uuid.uuid4().hex}"
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=self._path / name, **self._options) as buffer:
+            for block in blocks:
+                rows: Iterator[Any] = BlockAccessor.for_block(block).iter_rows(public_row_format=True)
+                for row in rows:
+                    buffer.add_trajectories([trajectory_of(row)])
+            written = len(buffer)
+        return name if written else None
+
+    def on_write_complete(self, write_result: Any) -> None:
+        """Give the stores their names."""
+        for rank, name in enumerate(sorted(name for name in write_result.write_returns if name is not None)):
+            (self._path / name).rename(self._path / f"rank_{rank}")
+        self._remove_parts()
+        folder = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def on_write_failed(self, error: Exception) -> None:
+        """Remove what was written."""
+        self._remove_parts()
+
+    def _remove_parts(self) -> None:
+        for part in self._path.glob(f"{self._HIDDEN}*"):
+            shutil.rmtree(part, ignore_errors=True)
