@@ -116,6 +116,20 @@ def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make
     assert [one.rollout_id for one in again.task2trajectories["a"]] == [one.rollout_id for one in kept]
 
 
+@pytest.mark.parametrize(("mode", "first"), [("argmin", 1), ("argmax", 0), ("reward", 2)])
+def test_a_limit_of_uses_leaves_what_is_best_as_it_is(make: Make, mode: Any, first: int) -> None:
+    manager = pool(
+        exp_select_mode=mode, sampler={"name": "least_used", "max_uses": 2}, use_current_policy_entropy=False
+    )
+    told = [(9.0, 1.0), (1.0, 1.0), (5.0, 3.0)]
+    manager.save_trajectories_to_memory(
+        [make(tokens=t, entropy=entropy, outcome=outcome) for t, (entropy, outcome) in enumerate(told)]
+    )
+    assert drawn(manager) == [first]
+    with pytest.raises(ConfigurationError, match="best: lowest, with exp_select_mode: reward"):
+        pool(exp_select_mode="reward", sampler={"name": "least_used", "best": "lowest"})
+
+
 def test_policy_versions_spread_over_the_batch(make: Make) -> None:
     manager = pool(policy_versions="spread")
     versions = {"a": [1, 1, 2, 3], "b": [1, 2, 2, None], "c": [1, 1, 1, 1]}

@@ -55,8 +55,9 @@ class PoolRules:
     so far; the sampler decides among those of one version. An unknown version counts as one of its own."""
     sampler: Mapping[str, Any] | None = None
     """Which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it: ``weighted`` (with
-    ``unit: trajectory``), ``freshest`` or ``least_used``. ``None``: least used first, among equally often used ones the
-    best by ``exp_select_mode``; all alike with ``random``. Priorities are outcomes; ages count from this step."""
+    ``unit: trajectory``), ``freshest`` or ``least_used`` (``best`` as ``exp_select_mode`` says, if it is left out).
+    ``None``: least used first, among equally often used ones the best by ``exp_select_mode``; all alike with
+    ``random``. Priorities are outcomes; ages count from this step."""
     max_trajectories_per_task: int = 10
     max_policy_age: int | None = None
     """Training steps after which a trajectory no longer comes out. One whose version is unknown, or newer than the
@@ -76,7 +77,11 @@ class PoolRules:
 
     def make_sampler(self) -> Sampler:
         """Return a new sampler that chooses among the trajectories of a task."""
-        return sampler_of(_BY_MODE[self.exp_select_mode] if self.sampler is None else self.sampler)
+        if self.sampler is None:
+            return sampler_of(_BY_MODE[self.exp_select_mode])
+        best = _BY_MODE[self.exp_select_mode].get("best")
+        said = self.sampler.get("name") == "least_used" and best is not None
+        return sampler_of({"best": best, **self.sampler} if said else self.sampler)
 
     @property
     def max_uses(self) -> int | None:
@@ -129,6 +134,9 @@ def rule_problems(values: Mapping[str, Any]) -> list[str]:
     choice("exp_select_mode", SELECT_MODES)
     choice("policy_versions", POLICY_VERSIONS)
     sampler = values.get("sampler")
+    lowest = isinstance(sampler, Mapping) and sampler.get("best") == "lowest"
+    if values.get("exp_select_mode") == "reward" and lowest:
+        problems.append("sampler: best: lowest, with exp_select_mode: reward: the lowest outcomes would come first")
     if values.get("policy_versions") == "spread" and isinstance(sampler, Mapping) and sampler.get("name") == "freshest":
         problems.append("policy_versions: spread, with sampler: freshest: one wants all versions, the other the newest")
     if "task_sampling" in values and values["task_sampling"] not in TASK_SAMPLING:
