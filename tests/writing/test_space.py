@@ -288,7 +288,7 @@ def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monk
     held: list[int] = []
 
     def look(*arguments: Any, **keywords: Any) -> list[int]:
-        held.append(source._backing.writer.log._holds)  # type: ignore[attr-defined]
+        held.append(source._backing.writer.log.garbage.holds)  # type: ignore[attr-defined]
         return choose(*arguments, **keywords)
 
     with writer_to(tmp_path) as source:

@@ -27,7 +27,7 @@ def lease_head(generation: int, *, looking: bool) -> bytes:
 
 def reader_of(name: str, text: bytes) -> Reader:
     """Return the reader that a lease is of; one whose text is short may read any generation."""
-    known = len(text) > LEASE_DIGITS and text[:LEASE_DIGITS].isdigit()
+    known = len(text) >= LEASE_DIGITS and text[:LEASE_DIGITS].isdigit()
     return Reader(
         name=name.rpartition("/")[2],
         generation=int(text[:LEASE_DIGITS]) if known else 0,

@@ -21,12 +21,11 @@ from trajstore.files.base import FULL, Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import LOG_FOLDER, ranges_of, segment_generation, segment_name
+from trajstore.store.log_records import ranges_of, segment_name
 from trajstore.store.saved_points import pin_name
-from trajstore.store.sealed import LAYOUT_VERSION
 from trajstore.writing.commits import AddLines, CommitListener, NewShard, add_lines, evict_line, rewrite_line
-from trajstore.writing.fencing import fence, step_over
-from trajstore.writing.maintenance import STORE_FOLDERS, Garbage, check_unused, remove_segments
+from trajstore.writing.fencing import step_over
+from trajstore.writing.opening import open_store
 from trajstore.writing.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
@@ -61,63 +60,11 @@ class CommitLog:
         self._listener = listener
         self.evicted_bytes = 0
         """Bytes of all trajectories that were evicted through this log or let go by a pin."""
-        self._holds = 0
-        self._put_off = False
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
         self._snapshots = Snapshots(directory, format_name, listener)
-        self._segment = ""
-        self.catalog = self._open()
-        self._segment = self._segment or segment_name(self.catalog.generation + 1)
-
-    def _open(self) -> Catalog:
-        directory = self.directory
-        if not Catalog.exists(directory):
-            directory.create()
-            check_unused(directory)
-            directory.create(STORE_FOLDERS)
-            catalog = Catalog.create(directory)
-            self.garbage = Garbage(directory, catalog)
-            self._write_snapshot(catalog)
-            if not directory.can_append:
-                fence(directory, catalog)
-            return catalog
-        catalog = Catalog.open(directory)
-        directory.create(STORE_FOLDERS)
-        if not directory.can_append:
-            fence(directory, catalog)  # before anything is judged to be left over
-        self.garbage = Garbage(directory, catalog)
-        older = catalog.metadata()["layout_version"] < LAYOUT_VERSION
-        if older or catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
-            # Behind a fence always: what an earlier writer knows of the index must not be true any more.
-            # Start on a clean segment: a torn last record is left behind with its segment.
-            segments = directory.names(LOG_FOLDER)
-            try:
-                self._write_snapshot(catalog)
-            except StoreWriteError as error:
-                cause = error.__cause__
-                if older or not (isinstance(cause, OSError) and cause.errno in FULL):
-                    raise
-                # So that a full disk can be opened, and something be evicted. (A store of an older layout needs a
-                # snapshot first: what reads that layout could not read records of this one.)
-                logger.warning("%s; the log that is there is continued", error)
-                self._continue(catalog)
-            else:
-                directory.remove([name for name in segments if segment_generation(name) not in catalog.fences])
-        else:
-            self._snapshots.renewed = catalog.generation
-        return catalog
-
-    def _continue(self, catalog: Catalog) -> None:
-        """Append to the segment that is there, without what an interrupted commit left at its end."""
-        if catalog.segment_torn:
-            try:
-                self.directory.cut(catalog.segment, catalog.segment_end)
-            except OSError as error:
-                raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
-            catalog.segment_torn = 0
-        self._segment = catalog.segment
+        self.catalog, self.garbage, self._segment = open_store(directory, self._snapshots)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -262,7 +209,7 @@ class CommitLog:
             self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
             catalog.generation += 1
         self._tell(lambda: self._listener.evicted(ids))
-        self._collect_garbage(catalog)
+        self.garbage.collect(catalog)
 
     def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
         """Record a shard, whose files are durable, that holds trajectories of others; these are read from it now.
@@ -295,7 +242,7 @@ class CommitLog:
     def collect_garbage(self) -> None:
         """Delete what nobody needs any more."""
         with self.lock:
-            self._collect_garbage(self.catalog)
+            self.garbage.collect(self.catalog)
 
     def release_pins(self, names: Sequence[str]) -> None:
         """Let go of pins; evicted trajectories that only they named are deleted. The caller holds the lock."""
@@ -304,7 +251,7 @@ class CommitLog:
         before = int(self.catalog.pinned["nbytes"].sum())
         self.catalog.load_pins()
         self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
-        self._collect_garbage(self.catalog)
+        self.garbage.collect(self.catalog)
 
     def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex) -> None:
         """Commit other live and pinned entries than there are, by writing the index whole; the caller holds the lock.
@@ -342,20 +289,15 @@ class CommitLog:
         with self.lock:
             chosen = choose()
             held = chosen is not None
-            self._holds += held
+            self.garbage.holds += held
         try:
             yield chosen
         finally:
             if held:
                 with self.lock:
-                    self._holds -= 1
-                    if self._put_off and not self._closed:
-                        self._collect_garbage(self.catalog)
-
-    def _collect_garbage(self, catalog: Catalog) -> None:
-        self._put_off = self._holds > 0
-        if not self._put_off:
-            self.garbage.collect(catalog)
+                    self.garbage.holds -= 1
+                    if self.garbage.put_off and not self._closed:
+                        self.garbage.collect(self.catalog)
 
     # -- snapshots --------------------------------------------------------------------------------
 
@@ -383,9 +325,7 @@ class CommitLog:
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
-        self._snapshots.write(catalog)
-        self._collect_garbage(catalog)
-        remove_segments(self.directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
+        self._snapshots.write(catalog, self.garbage, keep_after)
 
     @property
     def renewal_due(self) -> bool:

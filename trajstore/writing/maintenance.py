@@ -58,6 +58,10 @@ class Garbage:
     """
 
     def __init__(self, directory: Directory, catalog: Catalog) -> None:
+        self.holds = 0
+        """How many are reading shards that may not be deleted meanwhile."""
+        self.put_off = False
+        """Whether something may be waiting for them to end."""
         self.held_bytes = 0
         """Bytes of the shards that only readers need, when this was last looked at."""
         self._directory = directory
@@ -86,10 +90,13 @@ class Garbage:
         return bool(self.held_bytes or self._leftovers)
 
     def collect(self, catalog: Catalog) -> None:
-        """Delete what can go now.
+        """Delete what can go now; nothing while somebody holds it.
 
         A file that cannot be deleted is tried again by the next writer that opens the directory.
         """
+        self.put_off = self.holds > 0
+        if self.put_off:
+            return
         rows = catalog.unneeded()
         self.held_bytes = 0
         if not len(rows) and not self._leftovers:

@@ -8,7 +8,7 @@ from trajstore.errors import StoreWriteError, WriterFencedError
 from trajstore.files.base import Directory
 from trajstore.store.catalog import Catalog
 from trajstore.writing.commits import CommitListener
-from trajstore.writing.maintenance import files_of_rlinf, keep_files_of_rlinf
+from trajstore.writing.maintenance import Garbage, files_of_rlinf, keep_files_of_rlinf, remove_segments
 
 _RENEWAL = 1.0
 """Seconds between two renewals of ``metadata.json``."""
@@ -31,8 +31,15 @@ class Snapshots:
         """Generation that ``metadata.json`` tells of."""
         self._renew_at = 0.0
 
-    def write(self, catalog: Catalog) -> None:
+    def write(self, catalog: Catalog, garbage: Garbage, keep_after: int | None = None) -> None:
         """Write both files of this state; the index first, so that whoever sees the metadata finds it.
+
+        What nobody needs any more then is deleted: shards, and segments of the log.
+
+        Args:
+            catalog: the state.
+            garbage: of the store.
+            keep_after: segments that begin with a later generation than this stay; None = than the state's.
 
         Raises:
             StoreWriteError: one of them could not be written; the log still has everything.
@@ -52,6 +59,8 @@ class Snapshots:
         catalog.snapshot_generation = self.renewed = catalog.generation
         catalog.snapshot_bytes = sum(memoryview(piece).nbytes for piece in index.pieces)
         catalog.log_bytes = 0
+        garbage.collect(catalog)
+        remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 
     def renewal_due(self, catalog: Catalog) -> bool:
         """Return whether ``metadata.json`` should be renewed."""

@@ -123,7 +123,7 @@ def test_a_forked_child_is_refused_and_never_waits(background: Background) -> No
     background.wait()
 
 
-@pytest.mark.interrupts
+@pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")
 def test_an_interrupt_at_any_instruction_leaves_each_call_whole_or_out() -> None:
     def use(background: Background, ran: list[int], submitted: list[int]) -> None:
         for number in range(3):
