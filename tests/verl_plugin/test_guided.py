@@ -22,7 +22,7 @@ from trajstore.guidance import Guidance, LocalMaker
 from .assets import TRAIN_ROWS, Assets, make_tokenizer
 from .guided import GUIDED, MARK, check_guided_rows, check_records, log_probs, seed_experiences, store_of
 from .harness import VerlSession, make_config
-from .runs import GROUP, PROMPTS, TOLERANCE, comparable, recorded
+from .runs import GROUP, PROMPTS, TOLERANCE, TWO_WORKERS, comparable, recorded
 from .witness import LossRow, Witness
 
 pytestmark = pytest.mark.timeout(900)
@@ -197,6 +197,28 @@ def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train:
     assert sum(record["guidance/guided_rollouts"] for record in done.steps) >= len(shown) // 2
     discarded = sum(bool(row.exp_mask[: row.response.numel()].all()) for row in done.rows)
     assert discarded > 0
+
+
+@pytest.mark.slow
+def test_several_workers_of_rollouts_and_of_the_actor(train: Train, tmp_path: Path) -> None:
+    """Prompts of one step go to two processes, their rows to two others, with all rollouts guided."""
+    seed_experiences(tmp_path)
+    done = train(
+        *GUIDED,
+        *TWO_WORKERS,
+        "+exp_manager.train_rollout_expmode=all",
+        "+exp_manager.train_sample_expmode=hybrid",
+        "+exp_manager.train_sample_keepratio=0.5",
+        "+exp_manager.experience_replay.enable=true",
+        "+exp_manager.experience_replay.replay_start_ratio=0.0",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "trainer.total_training_steps=3",
+    )
+    counts = check_guided_rows(done.rows, done.rollouts)
+    check_records(done.rollouts)
+    assert counts["plain"] == 0
+    assert counts["keep"] + counts["discard"] == len(done.rollouts)
+    assert len(done.rows) == 3 * PROMPTS * GROUP
 
 
 @dataclasses.dataclass(frozen=True)
