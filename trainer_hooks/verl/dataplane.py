@@ -102,7 +102,7 @@ def _values(data: TensorDict, name: str) -> list[Any]:
     """Return a column as one value per row."""
     column = data.get(name)
     if isinstance(column, NonTensorStack):  # as a list of its own it takes three times as long
-        return [one.data if isinstance(one, NonTensorData) else one.tolist() for one in column.tensordicts]
+        return [one.data if type(one) is NonTensorData else one.tolist() for one in column.tensordicts]
     return _parts(column) if isinstance(column, Tensor) else list(data[name])
 
 

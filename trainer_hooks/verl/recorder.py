@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -88,7 +88,9 @@ class RolloutRecorder:
         """
         start = time.perf_counter()
         # Others go on with the same trajectories, without their text.
-        made = [dataclasses.replace(one, messages=[*one.messages]) for one in trajectories]
+        made = [copy.copy(one) for one in trajectories]
+        for one in made:
+            one.messages = [*one.messages]
         if made:
             self._taken += len(made)
             tokens = sum(0 if one.input_ids is None else one.input_ids.numel() for one in made)

@@ -32,7 +32,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 FIRST_REPLAYED_SESSION = 1000
 """Sessions from here on are replayed rows; verl numbers those it generates from 0 to n - 1."""
 
-NEEDED_UNRATED = ("uid", "index", "data_source", "prompts", "responses", "response_mask")
+NEEDED_UNRATED = ("index", "data_source", "prompts", "responses", "response_mask")
 """Columns that every row must have to be recorded."""
 
 NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
@@ -212,7 +212,7 @@ def _trajectory_of(
         metadata={
             "run": run,
             "step": step,
-            "uid": str(columns["uid"]),
+            "uid": row.key.split("_")[0],
             "min_global_steps": row.tag.get("min_global_steps"),
             "max_global_steps": row.tag.get("max_global_steps"),
             "token_scores": [[place, plain(score)] for place, score in tokens.scores],
@@ -372,7 +372,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # most are dicts, which is seen much faster
         return {plain(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
