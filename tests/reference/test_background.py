@@ -93,6 +93,21 @@ def test_the_rollouts_do_not_wait_and_all_that_needs_the_histories_does() -> Non
         timer.join()
 
 
+def test_the_function_that_scores_may_look_at_the_hook() -> None:
+    sizes: list[int] = []
+
+    def entropy(trajectories: Sequence[AgentTrajectory]) -> list[float]:
+        assert replay.manager is not None
+        sizes.append(len(replay.manager))
+        return [1.0] * len(trajectories)
+
+    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, prepare_in_background=True)
+    with ReplayHook(config, n_rollout=N, get_task=str, current_entropy=entropy) as replay:
+        do_step(replay, 1)
+        do_step(replay, 2)
+    assert sizes
+
+
 def test_the_end_of_a_run_waits_for_what_is_under_way_and_tells_of_its_failure(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
