@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.sampling.told import told
+from tests.sampling.twins import SamplerTwin
 from trajstore.errors import EmptyBufferError
 from trajstore.sampling import (
     FreshestSampler,
@@ -25,7 +26,7 @@ from trajstore.sampling import (
 MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.2
 
 
-class WeightedTwin(RuleBasedStateMachine):
+class WeightedTwin(SamplerTwin):
     """The weight of every row, worked out from scratch, is what the sampler's tree has."""
 
     @initialize(seed=st.integers(0, 9), per=st.sampled_from(["sample", "trajectory", None]))
@@ -37,8 +38,7 @@ class WeightedTwin(RuleBasedStateMachine):
             [Recency(HALF_LIFE), Staleness(MAX_AGE, FLOOR), UseLimit(MAX_USES, COOLDOWN)], priorities
         )
         self.sampler = self.make()
-        self.rows: dict[int, dict[str, object]] = {}
-        self.added = self.batches = 0
+        self.batches = 0
         self.largest = 1.0
 
     @rule(
@@ -48,27 +48,13 @@ class WeightedTwin(RuleBasedStateMachine):
     )
     def add(self, sizes: list[int], version: int, task: str) -> None:
         newest = max([row["version"] for row in self.rows.values()], default=5) + version  # type: ignore[type-var,operator]
-        numbers = range(self.added, self.added + len(sizes))
+        numbered = dict(zip(self.next_numbers(len(sizes)), sizes, strict=True))
         self.newest = max(getattr(self, "newest", newest), newest)
-        self.sampler.added(told(dict(zip(numbers, sizes, strict=True)), [newest] * len(sizes), [task] * len(sizes)))
-        for number, size in zip(numbers, sizes, strict=True):
-            self.rows[number] = {
-                "size": size,
-                "version": newest,
-                "task": task,
-                "uses": 0,
-                "ready": 0,
-                "priority": [self.largest] * size,
-            }
-        self.added += len(sizes)
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
-        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(evicted)
-        for number in evicted:
-            del self.rows[number]
+        known = {"version": newest, "task": task, "uses": 0, "ready": 0}
+        self.note(
+            told(numbered, [newest] * len(sizes), [task] * len(sizes)),
+            {number: {**known, "size": size, "priority": [self.largest] * size} for number, size in numbered.items()},
+        )
 
     @precondition(lambda self: self.rows)
     @rule()
@@ -145,27 +131,16 @@ class WeightedTwin(RuleBasedStateMachine):
         assert np.isclose(all_seen, tree.leaves.sum())
 
 
-class FreshestTwin(RuleBasedStateMachine):
+class FreshestTwin(SamplerTwin):
     @initialize()
     def begin(self) -> None:
         self.sampler = FreshestSampler(decay=1.5, max_uses=3)
-        self.rows: dict[int, list[int]] = {}
-        self.added = 0
 
     @rule(versions=st.lists(st.integers(0, 6), min_size=1, max_size=8))
     def add(self, versions: list[int]) -> None:
-        numbers = range(self.added, self.added + len(versions))
-        self.sampler.added(told(dict.fromkeys(numbers, 1), versions))
-        self.rows |= {number: [version, 0] for number, version in zip(numbers, versions, strict=True)}
-        self.added += len(versions)
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
-        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(evicted)
-        for number in evicted:
-            del self.rows[number]
+        numbers = self.next_numbers(len(versions))
+        rows = {number: [version, 0] for number, version in zip(numbers, versions, strict=True)}
+        self.note(told(dict.fromkeys(numbers, 1), versions), rows)
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 4), data=st.data())
@@ -182,28 +157,16 @@ class FreshestTwin(RuleBasedStateMachine):
             self.rows[number][1] += 1
 
 
-class LeastUsedTwin(RuleBasedStateMachine):
+class LeastUsedTwin(SamplerTwin):
     @initialize(best=st.sampled_from(["lowest", "highest"]))
     def begin(self, best: Any) -> None:
         self.best = best
         self.sampler = LeastUsedSampler(best, max_uses=3)
-        self.rows: dict[int, list[float]] = {}
-        self.added = 0
 
     @rule(count=st.integers(1, 6))
     def add(self, count: int) -> None:
-        numbers = range(self.added, self.added + count)
-        self.sampler.added(told(dict.fromkeys(numbers, 1)))
-        self.rows |= {number: [0, 0.0] for number in numbers}
-        self.added += count
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
-        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(evicted)
-        for number in evicted:
-            del self.rows[number]
+        numbers = self.next_numbers(count)
+        self.note(told(dict.fromkeys(numbers, 1)), {number: [0, 0.0] for number in numbers})
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), value=st.sampled_from([-1.0, 0.0, 2.0]))

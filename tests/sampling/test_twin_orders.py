@@ -5,61 +5,50 @@ from __future__ import annotations
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from tests.sampling.told import told
+from tests.sampling.twins import SamplerTwin
 from trajstore.errors import EmptyBufferError
 from trajstore.sampling import Drawn, EpochSampler, GroupSampler
 
 
-class EpochTwin(RuleBasedStateMachine):
+class EpochTwin(SamplerTwin):
     """Every row of an epoch comes once; what is added waits, what is evicted does not come."""
 
     @initialize(seed=st.integers(0, 9))
     def begin(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.sampler = EpochSampler()
-        self.sizes: dict[int, int] = {}
         self.left: set[tuple[int, int]] = set()
-        self.added = self.epochs = 0
 
     @rule(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
     def add(self, sizes: list[int]) -> None:
-        new = dict(zip(range(self.added, self.added + len(sizes)), sizes, strict=True))
-        self.sampler.added(told(new))
-        self.sizes |= new
-        self.added += len(sizes)
-
-    @precondition(lambda self: self.sizes)
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
-        evicted = data.draw(st.lists(st.sampled_from(sorted(self.sizes)), unique=True))
-        self.sampler.evicted(evicted)
-        for number in evicted:
-            del self.sizes[number]
-        self.left = {row for row in self.left if row[0] in self.sizes}
+        new = dict(zip(self.next_numbers(len(sizes)), sizes, strict=True))
+        self.note(told(new), new)
 
     @rule()
     def reload(self) -> None:
         state = self.sampler.state_dict()
         self.sampler = EpochSampler()
-        if self.sizes:
-            self.sampler.added(told(dict(sorted(self.sizes.items()))))
+        if self.rows:
+            self.sampler.added(told(dict(sorted(self.rows.items()))))
         self.sampler.load_state_dict(state)
 
-    @precondition(lambda self: self.sizes)
+    @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 6))
     def draw(self, count: int) -> None:
         drawn = self.sampler.draw(count, self.generator)
         assert len(drawn) == count
+        self.left = {row for row in self.left if row[0] in self.rows}
         for row in zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True):
             if not self.left:  # the epoch ended with the row before
-                self.left = {(number, at) for number, size in self.sizes.items() for at in range(size)}
+                self.left = {(number, at) for number, size in self.rows.items() for at in range(size)}
             assert row in self.left
             self.left.remove(row)
 
 
-class GroupTwin(RuleBasedStateMachine):
+class GroupTwin(SamplerTwin):
     """Whole groups of different tasks, as many as there are to draw; a reloaded sampler draws what the other would."""
 
     LEAST, MOST, MAX_AGE = 2, 3, 2
@@ -68,8 +57,7 @@ class GroupTwin(RuleBasedStateMachine):
     def begin(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.sampler = self.make()
-        self.rows: dict[int, tuple[str, int]] = {}
-        self.added, self.newest = 0, 0
+        self.newest = 0
 
     def make(self) -> GroupSampler:
         return GroupSampler(self.LEAST, self.MOST, self.MAX_AGE)
@@ -77,18 +65,9 @@ class GroupTwin(RuleBasedStateMachine):
     @rule(tasks=st.text("abcd", min_size=1, max_size=8), step=st.integers(0, 2))
     def add(self, tasks: str, step: int) -> None:
         self.newest += step
-        numbers = range(self.added, self.added + len(tasks))
-        self.sampler.added(told(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)))
-        self.rows |= {number: (task, self.newest) for number, task in zip(numbers, tasks, strict=True)}
-        self.added += len(tasks)
-
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
-        evicted = data.draw(st.lists(st.sampled_from(sorted(self.rows)), unique=True))
-        self.sampler.evicted(evicted)
-        for number in evicted:
-            del self.rows[number]
+        numbers = self.next_numbers(len(tasks))
+        rows = {number: (task, self.newest) for number, task in zip(numbers, tasks, strict=True)}
+        self.note(told(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)), rows)
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), reload=st.booleans())
