@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
 from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
 from trajstore.experience.rules import PolicyVersions, SaveFilter, SelectMode, rule_problems
 from trajstore.experience.store import LEAST_CAPACITY, BufferStore
+
+logger = logging.getLogger(__name__)
 
 SECTION = "exp_manager.experience_replay"
 """Where the keys stand in a trainer's configuration."""
@@ -150,6 +153,24 @@ class ExperienceReplayConfig:
             return ExperienceReplayConfig.from_mapping({} if node is None else node, n_rollout=n_rollout)
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from error
+
+    def warn(self, *, knows_entropy: bool) -> None:
+        """Log what of this has no effect, or another one than its name may say.
+
+        Args:
+            knows_entropy: whether the trainer tells the entropy of trajectories under the current policy.
+        """
+        if self.use_current_policy_entropy and not knows_entropy and self.exp_select_mode in ("argmin", "argmax"):
+            logger.warning(
+                "experience replay: use_current_policy_entropy has no effect: the trainer gives no current_entropy, so"
+                " the saved entropy decides. Set it to false to say so"
+            )
+        if self.save_filter == "positive":
+            logger.warning(
+                "experience replay: save_filter: positive lets every outcome above 0 in: rollouts below"
+                " success_threshold = %g, failures with partial rewards, are replayed too",
+                self.success_threshold,
+            )
 
     def pool_rules(self, n_rollout: int) -> PoolRules:
         """Return the rules of the pool for ``n_rollout`` rollouts per task.

@@ -107,18 +107,7 @@ class ReplayHook(Closing, Generic[Task]):
         self._made = ReplayParts(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
         if config.prepare_in_background:
             self._made.begin_background()
-        by_entropy = config.exp_select_mode in ("argmin", "argmax")
-        if config.use_current_policy_entropy and current_entropy is None and by_entropy:
-            logger.warning(
-                "experience replay: use_current_policy_entropy has no effect: the trainer gives no current_entropy, so"
-                " the saved entropy decides. Set it to false to say so"
-            )
-        if config.save_filter == "positive":
-            logger.warning(
-                "experience replay: save_filter: positive lets every outcome above 0 in: rollouts below"
-                " success_threshold = %g, failures with partial rewards, are replayed too",
-                config.success_threshold,
-            )
+        config.warn(knows_entropy=current_entropy is not None)
 
     # ---- the fixed points of a step ----
 

@@ -25,7 +25,8 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock, naming
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, Report
-from trainer_hooks.verl.rows import NOT_GUIDED, task_id_of
+from trainer_hooks.verl.rows import NOT_GUIDED
+from trainer_hooks.verl.tasks import task_name
 from trajstore.errors import ConfigurationError
 from trajstore.guidance import Guidance, LocalMaker, TrajExpConfig, put_in
 from trajstore.trajectory import AgentTrajectory
@@ -102,7 +103,7 @@ class GuidedRollouts:
         usual = self._block.n_validation if validates else self._block.n_rollout
         counts = _column(prompts, ROLLOUTS_WANTED, usual)
         sources, indices = _column(prompts, "data_source", ""), _column(prompts, "index", "")
-        tasks = [task_id_of(*names) for names in zip(sources, indices, strict=True)]
+        tasks = [task_name(*names) for names in zip(sources, indices, strict=True)]
         plan = [PlannedTask(task, int(count), ()) for task, count in zip(tasks, counts, strict=True)]
         configs = iter(self._allotted(plan, validates=validates))
         rollouts = [[next(configs) for _ in range(one.fresh_rollouts)] for one in plan]

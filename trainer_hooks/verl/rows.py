@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report
+from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
@@ -67,11 +68,6 @@ class Row:
     tag: Mapping[str, Any]
     columns: Mapping[str, Any]
     """By name; token columns are tensors of this row's own length."""
-
-
-def task_id_of(data_source: Any, index: Any) -> str:
-    """Return the name of a task: rows of several data sources may have the same index."""
-    return f"{data_source}:{index}"
 
 
 def session_of(key: str) -> str:
@@ -204,7 +200,7 @@ def _trajectory_of(
         # Of another prompt, where experience was taken out of it.
         rollout_log_probs=None if told is not None and told.exchanged else tokens.rollout_log_probs,
         reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
-        task_id=task_id_of(columns["data_source"], columns["index"]),
+        task_id=task_name(columns["data_source"], columns["index"]),
         data_id=str(columns["data_source"]),
         rollout_id=row.key,
         policy_version=step,

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer_hooks.verl.rows import task_id_of
 from trajstore.errors import ConfigurationError
 
 _MEDIA_KEYS = ("image_key", "video_key", "audio_key")
+
+
+def task_name(data_source: Any, index: Any) -> str:
+    """Return the name of a task: rows of several data sources may have the same index."""
+    return f"{data_source}:{index}"
 
 
 class TaskTable:
@@ -57,10 +61,10 @@ def _tasks(dataset: Any) -> Iterator[str]:
     if frame is None or "data_source" not in names or "extra_info" not in names:
         for position in range(len(dataset)):
             row = dataset[position]
-            yield task_id_of(row["data_source"], row["index"])
+            yield task_name(row["data_source"], row["index"])
         return
     for source, extra in zip(frame["data_source"], frame["extra_info"], strict=True):
-        yield task_id_of(source, (extra or {}).get("index", 0))  # 0 is what the dataset makes of an absent one
+        yield task_name(source, (extra or {}).get("index", 0))  # 0 is what the dataset makes of an absent one
 
 
 def _same_prompt(dataset: Any, first: int, second: int) -> bool:

@@ -30,10 +30,9 @@ from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.guided import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
-from trainer_hooks.verl.rows import task_id_of
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
-from trainer_hooks.verl.tasks import TaskTable
+from trainer_hooks.verl.tasks import TaskTable, task_name
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
 from trajstore.experience.contract import fingerprint_of
@@ -121,7 +120,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         if num_prompts is not None:
             return batch
         progress = (self.global_steps - 1) / max(self.total_training_steps, 1)
-        ids = [task_id_of(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
+        ids = [task_name(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
         plan = self._session.plan(ids, progress, self.global_steps)
         if not any(task.histories for task in plan):
             return batch

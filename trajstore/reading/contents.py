@@ -18,7 +18,7 @@ from trajstore import locks
 from trajstore.columns.conversion import parse_document, trajectory_of
 from trajstore.columns.fields import Axis
 from trajstore.columns.owned import OwnedTrajectory
-from trajstore.columns.schema import Extent, Schema
+from trajstore.columns.schema import Schema
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.machine_code import begin_kernels, kernels
 from trajstore.reading.batch import BatchColumns, Prepared
@@ -264,10 +264,6 @@ class Contents:
         """Return a picture of everything that can be saved; with ``lock`` held, and quickly."""
         return picture_of(self.index, self.residency, self.sources, self._held)
 
-    def in_memory(self, trajectory_id: int) -> bool:
-        """Return whether a trajectory's rows are in memory."""
-        return trajectory_id in self._held
-
     # -- reading ----------------------------------------------------------------------------------
 
     def prepare(self, samples: npt.NDArray[np.int64], first: int, end: int, columns: Sequence[str] | None) -> Prepared:
@@ -372,12 +368,6 @@ class Contents:
                 if column.axis is Axis.DOCUMENT:
                     return str(parse_document(tensor).get("task_id") or "")
             return ""
-
-    def rows_of(self, position: int) -> tuple[Schema, Extent, list[torch.Tensor]]:
-        """Return the columns of the trajectory at a position; they may alias the buffer's memory."""
-        with self.lock:
-            schema, tensors = self._rows_of(position)
-            return schema, self.index.entry(position).extent, tensors
 
     def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
         slot = int(self.index.arrays["shard"][position])

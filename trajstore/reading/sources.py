@@ -23,7 +23,7 @@ from trajstore.reading.residency import MappedShard
 from trajstore.reading.shard_access import fetch_file
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import ids_in_words
+from trajstore.store.log_records import SHARDS_FOLDER, ids_in_words
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class StoreSource(Source):
         needed[index["shard"]] = True
         wrong: dict[int, str] = {}
         told = list(self.catalog.shards.file_sizes(np.flatnonzero(needed)))
-        found = self.directory.sizes("shards", [name for _, names, _ in told for name in names])
+        found = self.directory.sizes(SHARDS_FOLDER, [name for _, names, _ in told for name in names])
         for rows, names, sizes in told:
             there = np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
             for at in np.flatnonzero(there != sizes).tolist():

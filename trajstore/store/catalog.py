@@ -21,6 +21,7 @@ from trajstore.store.committed import NONSENSE, Change, Committed
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import (
     LOG_FOLDER,
+    SHARDS_FOLDER,
     LogTail,
     decode_lines,
     natural,
@@ -68,7 +69,7 @@ class Catalog(Committed):
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (orjson.JSONDecodeError, CorruptStoreError):
-            return bool(directory.names(LOG_FOLDER)) or bool(directory.names("shards"))
+            return bool(directory.names(LOG_FOLDER)) or bool(directory.names(SHARDS_FOLDER))
         return isinstance(values, dict) and values.get("layout") == LAYOUT
 
     @staticmethod
@@ -149,7 +150,7 @@ class Catalog(Committed):
         except StoreNotFoundError:
             raise  # it was there when it was opened
         except FileNotFoundError as error:
-            if self.directory.exists() and self.directory.names("shards"):
+            if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
                 present, _ = self.directory.listing()
                 absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
                 raise CorruptStoreError(

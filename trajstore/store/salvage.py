@@ -20,7 +20,7 @@ from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import decode_each, natural
+from trajstore.store.log_records import SHARDS_FOLDER, decode_each, natural
 from trajstore.store.sealed import (
     INDEX_NAME,
     LAYOUT,
@@ -109,7 +109,7 @@ class SalvagedCatalog(Catalog):
             self._take_snapshot(value, source)
         except (FileNotFoundError, *_BAD_VALUES) as error:
             segments = log_segments(self.directory)
-            if isinstance(error, FileNotFoundError) and not segments and not self.directory.names("shards"):
+            if isinstance(error, FileNotFoundError) and not segments and not self.directory.names(SHARDS_FOLDER):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()

@@ -28,9 +28,9 @@ from trainer_hooks.verl.rows import (
     replayable,
     replayed_row,
     session_of,
-    task_id_of,
     trajectories_of,
 )
+from trainer_hooks.verl.tasks import task_name
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.entry import DEMONSTRATION
@@ -108,7 +108,7 @@ def test_a_row_comes_back_as_it_was(
 def test_what_a_trajectory_says_of_its_row(tmp_path: Path) -> None:
     row = rated(fresh_row("u1", 3, index=17, score=0.75))
     (held,) = through_a_store([recorded(row)], tmp_path)
-    assert held.task_id == task_id_of("sums", 17) == "sums:17"
+    assert held.task_id == task_name("sums", 17) == "sums:17"
     assert (held.data_id, held.rollout_id, held.policy_version) == ("sums", "u1_3_0", 5)
     assert held.tokenizer_fingerprint == "tokens"
     assert held.reward is not None
