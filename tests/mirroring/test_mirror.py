@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +48,12 @@ class Watched(LocalDirectory):
             self._changed()
 
 
+def set_aside(buffer: TrajectoryReplayBuffer) -> str:
+    """Return the name of what the last rollback set aside."""
+    names = buffer._backing.writer.log.catalog.pins.names  # type: ignore[attr-defined]
+    return max((name for name in names if name.startswith("aside-") and "step" not in name), key=len)
+
+
 def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
     """Do to a store whatever can be done to it; ``done`` is called after each step."""
     steps: list[Callable[[], object]] = [
@@ -63,7 +71,7 @@ def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
         lambda: add(buffer, range(14, 18)),
         lambda: buffer.rollback(1),
         lambda: add(buffer, range(18, 20)),
-        lambda: buffer.take_back("aside-12"),
+        lambda: buffer.take_back(set_aside(buffer)),
         lambda: buffer.unpin("early"),
         lambda: buffer.save_point(5, {"a": 5}, keep=1),
         lambda: buffer.evict(buffer.trajectory_ids.tolist()[:-1]),
@@ -262,6 +270,36 @@ def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> Non
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
         wait_until(lambda: "another copy of the store was mirrored there" in str(old.mirror_state))
     assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, IDS_LEFT_OUT + 3: 9}
+
+
+def test_what_nobody_closed_is_mirrored_before_the_interpreter_ends(tmp_path: Path) -> None:
+    code = (
+        "import sys; from tests.mirroring.stores import make\n"
+        "from trajstore.testing.witness import witness\n"
+        "buffer = make(sys.argv[1], sys.argv[2])\n"
+        "buffer.add_trajectories([witness(key) for key in range(5)])\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "store", tmp_path / "mirror"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert keys_at(tmp_path / "mirror") == {number: number for number in range(5)}
+
+
+def test_a_store_in_an_object_store_is_mirrored_too(tmp_path: Path) -> None:
+    name = uuid.uuid4()
+    with make(f"memory://store-{name}/run", f"memory://mirror-{name}/run") as buffer:
+        session(buffer, lambda: level(buffer))
+        expected = keys_of(buffer)
+    assert keys_at(f"memory://mirror-{name}/run") == expected
+    is_sound(f"memory://mirror-{name}/run")
+
+
+def test_what_the_store_notes_of_its_mirror_is_not_old(tmp_path: Path) -> None:
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", interval=0.01)) as buffer:
+        for key in range(3):  # within a second; the last one counts
+            add(buffer, [key])
+            level(buffer)
+        wait_until(lambda: (inspect(tmp_path / "store")["mirror"] or {}).get("newest_id") == 2)
 
 
 def test_a_mirror_elsewhere_is_refused(tmp_path: Path) -> None:

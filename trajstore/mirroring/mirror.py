@@ -56,6 +56,7 @@ class StoreMirror:
         self._tail = Tail(self._directory)
         self._state = MirrorState(self._target.url)
         self._told_at = 0.0
+        self._untold = False
         self._lock = locks.lock("StoreMirror._lock")
         self._parking = Parking()
         self._wake = threading.Event()
@@ -158,6 +159,8 @@ class StoreMirror:
         if self.is_level:
             if self._state.error is not None:
                 self._tell(replace(self._state, error=None, failures=0))
+            elif self._untold:
+                self._tell(self._state)
             self._replica.remove_dead()
             return False
         lease = ReaderLease()
@@ -252,7 +255,8 @@ class StoreMirror:
         changed = state.error != self._state.error
         self._state = state
         now = time.monotonic()
-        if not changed and now - self._told_at < 1.0 and not self._stopping.is_set():
+        self._untold = not changed and now - self._told_at < 1.0 and not self._stopping.is_set()
+        if self._untold:
             return
         self._told_at = now
         document = {name: getattr(state, name) for name in ("url", "generation", "newest_id", "at", "error")}
@@ -283,9 +287,8 @@ class StoreMirror:
         """
         if self.closed:
             return
-        if self._thread.ident is not None:
-            level = self._wait(lambda: self.is_level, self._options.close_timeout)
-            if not level:
+        try:
+            if self._thread.ident is not None and not self._wait(lambda: self.is_level, self._options.close_timeout):
                 state = self._state
                 logger.warning(
                     "%s: closed with %d trajectories that are not on the mirror %s, which has all up to id %d%s",
@@ -295,10 +298,11 @@ class StoreMirror:
                     state.newest_id,
                     f": {state.error}" if state.error else "",
                 )
+        finally:  # also when an interrupt ends the waiting
             self._stopping.set()
             self._wake.set()
+        if self._thread.ident is not None:
             self._thread.join(max(1.0, self._options.close_timeout))
-        self._stopping.set()
 
 
 def mirror_directory(options: Mirror, store: Directory) -> Directory:

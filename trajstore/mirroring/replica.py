@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
@@ -38,6 +39,7 @@ _BATCH_BYTES = 32 << 20  # copied at once, and so in memory at once, unless one 
 _BATCH_FILES = 16
 _LEDGER_BYTES = 1 << 30  # copied between two renewals of the ledger
 _MOST_SEGMENTS = 64
+_ATTEMPTS = 20
 _MOST_LOG_BYTES = 16 << 20
 
 
@@ -63,6 +65,7 @@ class Replica:
         self._lock: WriterLock | None = None
         self._there = np.zeros(0, np.bool_)
         self._row_of: dict[int, int] = {}
+        self._fence = ""
         self._dead: dict[str, int] = {}
         """Files that are to go, and the first generation that does not need them."""
         self._store_id = ""
@@ -89,24 +92,50 @@ class Replica:
         self._lock = self.target.lock_writer()
         self.target.create((SHARDS_FOLDER, LOG_FOLDER))
         self._store_id = log.catalog.store_id
+        there = Catalog(self.target)
+        begun = Catalog.exists(self.target)
+        if begun:
+            there = self._keep_others_out()
         sizes = self.target.sizes(SHARDS_FOLDER)
         ledger = self._read_ledger()
-        there = Catalog(self.target)
-        if Catalog.exists(self.target):
-            there = Catalog.open(self.target)
+        if begun:
             self.generation, self._snapshot_generation = there.generation, there.snapshot_generation
             self.newest_id = there.next_id - 1
             self._snapshot_bytes, self._log_bytes = there.snapshot_bytes, there.log_bytes
             self.pins = {name: head.crc32 for name, head in there.pins.heads.items()}
             self._segments = len(self.target.names(LOG_FOLDER))
-            self.whole_due = bool(there.segment_torn)
+            self.whole_due = bool(there.segment_torn or self._fence)
         else:
             self._check_unused(sizes, ledger)
         with log.lock:
             self._compare(log.catalog, there)
-            unneeded = self._adopt(log.catalog, there, ledger or {}, sizes)
+            self._look_for_rows(log.catalog)
+            needed = log.catalog.needed_shards()
+        unneeded = self._adopt(log.catalog, needed, there, ledger or {}, sizes)
         self._dead = dict.fromkeys(unneeded, max(0, there.generation))
         logger.info("%s: %d shards are there already", self.target.url, int(self._there.sum()))
+
+    def _keep_others_out(self) -> Catalog:
+        """Return what is on the mirror, after which nobody who held it before and was frozen since can add to it.
+
+        In an object store an empty segment is put where such a one would put its next: segments are created only where
+        none is. What comes from here then begins with the index whole, whose version nobody else knows.
+
+        Raises:
+            StoreError: somebody else goes on writing all the time.
+        """
+        for _ in range(_ATTEMPTS):
+            there = Catalog.open(self.target)
+            if self.target.can_append:
+                return there  # its lock goes with the process that holds it
+            self._fence = segment_name(there.generation + 1)
+            try:
+                self.target.append(self._fence, b"")
+            except FileExistsError:
+                continue  # was written just now
+            self.target.confirm()
+            return there
+        raise StoreError(f"{self.target.url}: somebody else writes there all the time; find out who")
 
     def _check_unused(self, sizes: Mapping[str, int], ledger: Mapping[int, int] | None) -> None:
         """Refuse to begin a mirror where something else lies that it would hide or overwrite."""
@@ -140,11 +169,14 @@ class Replica:
             raise StoreError(f"{url}: trajectory {strange} is another one there than here: {_ELSEWHERE}")
 
     def _adopt(
-        self, catalog: Catalog, there: Catalog, ledger: Mapping[int, int], sizes: Mapping[str, int]
+        self,
+        catalog: Catalog,
+        needed: npt.NDArray[np.bool_],
+        there: Catalog,
+        ledger: Mapping[int, int],
+        sizes: Mapping[str, int],
     ) -> list[str]:
         """Find the store's shards that need not be copied; return the files that the store does not need."""
-        self._look_for_rows(catalog)
-        needed = catalog.needed_shards()
 
         def is_whole(manifest: ShardManifest) -> bool:
             return all(sizes.get(file.name) == file.size for file in manifest.files)
@@ -153,7 +185,7 @@ class Replica:
         for row in np.flatnonzero(there.needed_shards()).tolist():
             mirrored = there.shards.manifest(row)
             mine = self._row_of.get(there.shards.number(row))
-            if mine is None or not needed[mine]:
+            if mine is None or mine >= len(needed) or not needed[mine]:
                 continue  # evicted or rewritten since
             if catalog.shards.manifest(mine) != mirrored:
                 raise StoreError(f"{self.target.url}: {mirrored.name} is another shard there than here: {_ELSEWHERE}")
@@ -161,7 +193,7 @@ class Replica:
             lost += not self._there[mine]
         for number, crc in ledger.items():
             row = self._row_of.get(number, -1)
-            if row >= 0 and needed[row] and not self._there[row]:
+            if 0 <= row < len(needed) and needed[row] and not self._there[row]:
                 manifest = catalog.shards.manifest(row)
                 self._there[row] = _crc_of(manifest) == crc and is_whole(manifest)
         if lost:
@@ -280,7 +312,7 @@ class Replica:
         old = [
             name
             for name in self.target.names(LOG_FOLDER)
-            if (first := segment_generation(name)) is not None and first <= before
+            if (first := segment_generation(name)) is not None and first <= before and name != self._fence
         ]
         self.target.remove(old)
         self._segments = 0
@@ -292,7 +324,11 @@ class Replica:
         self.target.check()
         if lines:
             data = b"".join(line.data for line in lines)
-            self.target.append(segment_name(self.generation + 1), data)
+            name = segment_name(self.generation + 1)
+            if name == self._fence:  # is there, and is this mirror's own
+                self.target.publish([EncodedFile(name, [data])])
+            else:
+                self.target.append(name, data)
             self.generation = lines[-1].generation
             self._segments += 1
             self._log_bytes += len(data)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from secrets import randbelow
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import METADATA_NAME
+from trajstore.writing.fencing import SHARDS_OF_A_WRITER
 
 Progress = Callable[[int, int], None]
 """Told (done, total) bytes."""
@@ -35,6 +37,9 @@ MARKER_NAME = "restore.json"
 
 IDS_LEFT_OUT = 1 << 20
 """Ids that a restored store does not give out: the lost one had given out some, and others may have noted them."""
+
+_BLOCKS = 1 << 16
+"""Of numbers of shards; a restored store takes one at random, for another copy may be sending shards to the mirror."""
 
 _ATTEMPTS = 20  # a mirror that is still written moves on meanwhile
 _WHOLE_AT_MOST = 256 << 20  # read into memory at once; larger files are mapped
@@ -216,6 +221,7 @@ class _Copy:
         target.publish([EncodedFile(name, [data]) for name, data in pins.items()])
         said = catalog.metadata()
         newest, catalog.next_id = catalog.next_id - 1, catalog.next_id + IDS_LEFT_OUT
+        catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + 1 + randbelow(_BLOCKS)) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
         target.publish([catalog.metadata_file(**{name: said[name] for name in _KEPT_METADATA if name in said})])
         target.remove([MARKER_NAME], durable=True)

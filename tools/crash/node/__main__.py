@@ -28,7 +28,8 @@ def main() -> int:
     for problem in result.problems:
         sys.stdout.write(f"{problem}\n")
     sys.stdout.write(
-        f"{result.rounds} nodes lost in {time.monotonic() - began:.0f} s, {result.restores_killed} restores killed and "
+        f"{result.rounds} nodes lost in {time.monotonic() - began:.0f} s, {result.frozen} of them only frozen, "
+        f"{result.restores_killed} restores killed and "
         f"taken up: {result.below_watermark} trajectories below the watermark compared, {result.compared} in all, "
         f"{result.lost_above} above it were lost, {len(result.problems)} problems\n"
     )

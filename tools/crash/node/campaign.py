@@ -26,6 +26,7 @@ from trajstore.testing.witness import WitnessError, check_trajectory
 
 _KEYS = 1 << 20  # of one round
 _LONGEST_START = 120.0  # seconds
+_LOCK_TTL = 1.0  # of the mirror: a node that is frozen for longer is taken for lost
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Result:
     compared: int = 0
     below_watermark: int = 0
     lost_above: int = 0
+    frozen: int = 0
 
 
 @dataclass
@@ -101,25 +103,42 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.crash.warm"])
     rng, result, known = random.Random(seed), Result(), _Known()
-    store, mirror, before = folder / "disk" / "store", f"{mirrors}/store", set[int]()
+    disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
+    options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
+    frozen: Any = None
     for number in range(rounds):
         journal = folder / f"journal_{number}"
         journal.touch()
-        given = (str(store), mirror, storage_options, str(journal), seed * 1000 + number, number * _KEYS)
+        store = disks / str(number)
+        given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
         child = context.Process(target=work, args=given)
         child.start()
         _wait_for_ready(child, journal)
+        if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
+            child.join(rng.random())
+            os.kill(frozen.pid, signal.SIGCONT)
         child.join(0.05 + 2.0 * rng.random() ** 2)
         if child.exitcode is not None:
             result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
-        child.kill()
-        child.join()
+        if frozen is not None:
+            frozen.kill()
+            frozen.join()
+            frozen = None
+        if storage_options and rng.random() < 0.4 and child.exitcode is None:
+            os.kill(child.pid, signal.SIGSTOP)
+            frozen, result.frozen = child, result.frozen + 1
+            time.sleep(2 * _LOCK_TTL)
+        else:
+            child.kill()
+            child.join()
         known.read(journal)
-        shutil.rmtree(folder / "disk")
+        if frozen is None:
+            shutil.rmtree(disks)
         result.rounds += 1
         if known.watermark < 0 and not before:
             mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
             continue
+        store = disks / str(number + 1)
         if rng.random() < 0.3:
             result.restores_killed += _killed_restore(context, mirror, storage_options, store, rng)
         try:
@@ -128,6 +147,9 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         except (TrajstoreError, WitnessError) as error:
             result.problems.append(f"round {number}: {type(error).__name__}: {error}")
             break
+    if frozen is not None:
+        frozen.kill()
+        frozen.join()
     return result
 
 
