@@ -40,6 +40,7 @@ ORDER = (
     "StoreMirror._lock",
     "Arena._lock",
     "Helpers._lock",
+    "PartialMaps._lock",
     "ReadCache._mutex",
     "_Download.lock",
     "LocalDirectory._mutex",

@@ -35,6 +35,7 @@ from tools.bench import (
     t16_verl,
     t17_priorities,
     t19_ray,
+    t20_ranges,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -70,6 +71,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t17": t17_priorities.figures,
     "guided": guided.figures,
     "t19": t19_ray.figures,
+    "t20": t20_ranges.figures,
     "samplers": samplers.figures,
     "space": space.figures,
     "rlinf": rlinf.figures,

@@ -116,6 +116,11 @@ class Directory(ABC):
     """Whether ``append`` works; otherwise each commit publishes a log segment of its own."""
 
     @property
+    def reads_ranges(self) -> bool:
+        """Whether :meth:`map_rows` fetches less than whole files."""
+        return False
+
+    @property
     @abstractmethod
     def url(self) -> str:
         """Path or URL, as it is shown to people."""
@@ -182,6 +187,17 @@ class Directory(ABC):
         Raises:
             CorruptStoreError: it is absent, has another size, or is no file.
         """
+
+    def map_rows(self, name: str, size: int) -> FileMap:
+        """Return a file mapped, of which some rows will be read.
+
+        It may be a :class:`~trajstore.files.partial.PartialMap`, of which nothing is there until it is asked for with
+        :func:`~trajstore.files.partial.fetched`.
+
+        Raises:
+            CorruptStoreError: it is absent, has another size, or is no file (of a partial one, once it is read).
+        """
+        return self.map(name, size)
 
     def check(self) -> None:  # noqa: B027  # most cannot be taken away
         """Return if what this writer writes to is still there and still its own.

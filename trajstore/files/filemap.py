@@ -21,7 +21,34 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+_MAP_FIXED = 0x10
+
 _FAILED = 2 * sys.maxsize + 1  # MAP_FAILED, (void *) -1
+
+
+def madvise(address: int, nbytes: int, advice: int) -> None:
+    """Tell the system what becomes of mapped pages.
+
+    Raises:
+        OSError: it does not do that.
+    """
+    if nbytes and _madvise(address, nbytes, advice):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def remap(address: int, descriptor: int, nbytes: int) -> None:
+    """Put another file in place of one that is mapped for writing.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    if not nbytes:
+        return
+    found = _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    if found in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class FileMap:
@@ -32,6 +59,7 @@ class FileMap:
         nbytes: size of the file.
         sequential: the file will be read from beginning to end. Otherwise rows are drawn at random, and reading ahead
             would read what nobody wants.
+        protection: of the pages, as the system's ``mmap`` takes it.
 
     Attributes:
         address: of the first byte; 0 if the file is empty.
@@ -43,12 +71,14 @@ class FileMap:
 
     __slots__ = ("__weakref__", "address", "nbytes")
 
-    def __init__(self, descriptor: int, nbytes: int, *, sequential: bool = False) -> None:
+    def __init__(
+        self, descriptor: int, nbytes: int, *, sequential: bool = False, protection: int = mmap.PROT_READ
+    ) -> None:
         self.address = 0
         self.nbytes = nbytes
         if not nbytes:
             return  # an empty map is an error to the system
-        address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
         if address in (None, _FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.files.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
+from trajstore.files.signed_ranges import SignedRanges
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
 
@@ -34,6 +35,7 @@ class ObjectStore:
         self.url = url.rstrip("/") if not url.endswith("://") else url
         self._options = options
         self._opened: tuple[int, Any, str] | None = None
+        self._signed: tuple[int, SignedRanges] | None = None
         self.keeps_create = False
         """Whether the store was seen to refuse to create an object that is there."""
         self.keeps_match = False
@@ -58,6 +60,46 @@ class ObjectStore:
         fs, root = self._filesystem()
         with self._naming(name):
             return bytes(fs.cat_file(root + name, start=start) if start else fs.cat_file(root + name))
+
+    def ranges(self, pieces: Sequence[tuple[str, int, int]], at_once: int) -> list[bytes | OSError]:
+        """Return the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, or why there are none.
+
+        Args:
+            pieces: what is asked for.
+            at_once: most requests under way.
+        """
+        fs, root = self._filesystem()
+        full = [(root + name, start, stop) for name, start, stop in pieces]
+        found: list[Any] = self._signed_ranges(fs, at_once, full)
+        rest = [at for at, data in enumerate(found) if data is None]
+        if rest:
+            more = {"batch_size": at_once} if hasattr(fs, "loop") else {}
+            paths, starts, stops = zip(*[full[at] for at in rest], strict=True)
+            with self._naming(""):
+                answers = fs.cat_ranges(list(paths), list(starts), list(stops), on_error="return", **more)
+            for at, data in zip(rest, answers, strict=True):
+                found[at] = data
+        return [self._judged(piece, data) for piece, data in zip(pieces, found, strict=True)]
+
+    def _signed_ranges(self, fs: Any, at_once: int, pieces: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
+        if not self.takes_conditions:
+            return [None] * len(pieces)
+        if self._signed is None or self._signed[0] != os.getpid():
+            self._signed = os.getpid(), SignedRanges(fs, at_once)
+        return self._signed[1].fetch(pieces)
+
+    def _judged(self, piece: tuple[str, int, int], data: Any) -> bytes | OSError:
+        """Return what came for a range, or an error that names the object."""
+        name, start, stop = piece
+        try:
+            with self._naming(name):
+                if isinstance(data, BaseException):
+                    raise data
+                if len(data) != stop - start:
+                    raise OSError(errno.EIO, f"{len(data):,} bytes arrived of {stop - start:,} from {start:,} on")
+        except OSError as error:
+            return error
+        return bytes(data)
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object with one PUT, replacing it if it is there."""

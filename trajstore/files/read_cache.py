@@ -54,7 +54,7 @@ class ReadCache:
         """
         name = hashlib.sha256(key.encode()).hexdigest()
         with self._mutex:
-            folder = self._open_folder()
+            folder = self.open_folder()
             one = self._downloads.setdefault(name, _Download())
         path = folder / name
         with one.lock:
@@ -96,7 +96,8 @@ class ReadCache:
                 os.unlink(path)
             total -= size
 
-    def _open_folder(self) -> Path:
+    def open_folder(self) -> Path:
+        """Return the folder, made if it is absent."""
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             return self._folder

@@ -21,6 +21,8 @@ from trajstore.files.base import Buffer, Directory, EncodedFile, Reader, ReaderL
 from trajstore.files.filemap import FileMap
 from trajstore.files.holder import LOCK_NAME
 from trajstore.files.object_store import ObjectStore
+from trajstore.files.partial import PartialMaps
+from trajstore.files.ranges import RangeFetcher
 from trajstore.files.read_cache import ReadCache
 from trajstore.files.remote_leases import RemoteReaderLease, RemoteReaders
 from trajstore.files.remote_lock import RemoteWriterLock
@@ -51,6 +53,8 @@ class RemoteDirectory(Directory):
         url: fsspec URL of the directory.
         cache_dir: folder of local copies, kept for later runs. None: a temporary one.
         cache_bytes: bytes of local copies; the least recently used go first.
+        range_reads: batches fetch the rows that are drawn, and not the shards in which they are. What was fetched is
+            kept up to ``cache_bytes``, in a place of its own beside the copies of whole files.
         lock_ttl: seconds without a sign of life after which others may take the writer's lock.
         lease_ttl: seconds without a sign of life after which a writer takes a reader for dead. A reader writes its
             lease again every third of it.
@@ -69,6 +73,7 @@ class RemoteDirectory(Directory):
         *,
         cache_dir: str | Path | None = None,
         cache_bytes: int = 4 << 30,
+        range_reads: bool = False,
         lock_ttl: float = 60.0,
         lease_ttl: float = 600.0,
         **options: Any,
@@ -81,6 +86,8 @@ class RemoteDirectory(Directory):
             raise ConfigurationError(f"lease_ttl is {lease_ttl}, must be more than 0 seconds")
         self._objects = ObjectStore(url, options)
         self._cache = ReadCache(None if cache_dir is None else Path(cache_dir).absolute(), cache_bytes)
+        self._range_reads, self._cache_bytes = range_reads, cache_bytes
+        self._partial = self._make_partial()
         self._lock_ttl = lock_ttl
         self._lease_ttl = lease_ttl
         self._lock: RemoteWriterLock | None = None
@@ -88,7 +95,16 @@ class RemoteDirectory(Directory):
         self._readers = RemoteReaders(self._objects)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_versions": {}}  # another process is another writer
+        return {**self.__dict__, "_lock": None, "_versions": {}, "_partial": None}  # another process is another writer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._partial = self._make_partial()
+
+    def _make_partial(self) -> PartialMaps | None:
+        if not self._range_reads:
+            return None
+        return PartialMaps(RangeFetcher(self._objects, self._gone), self._cache.open_folder, self._cache_bytes)
 
     @property
     def url(self) -> str:
@@ -105,6 +121,7 @@ class RemoteDirectory(Directory):
         inner._objects = self._objects.inner(check_name(name))
         inner._lock, inner._versions = None, {}
         inner._readers = RemoteReaders(inner._objects)
+        inner._partial = inner._make_partial()
         return inner
 
     def read(self, name: str, offset: int = 0) -> bytes:
@@ -134,10 +151,20 @@ class RemoteDirectory(Directory):
             key = f"{url}\n{info.size}\n{info.version}"
             return self._cache.map(key, info.size, partial(self._objects.download, name, info.size), sequential)
         except FileNotFoundError as error:
-            raise CorruptStoreError(
-                f"{url}: is missing, but the index names it; a writer that evicts may have deleted it since "
-                f"(a reader that is cut off for {self._lease_ttl:g} s counts as gone): refresh(), or load it again"
-            ) from error
+            raise self._gone(name) from error
+
+    def _gone(self, name: str) -> CorruptStoreError:
+        return CorruptStoreError(
+            f"{self._objects.url_of(name)}: is missing, but the index names it; a writer that evicts may have deleted "
+            f"it since (a reader that is cut off for {self._lease_ttl:g} s counts as gone): refresh(), or load it again"
+        )
+
+    @property
+    def reads_ranges(self) -> bool:
+        return self._partial is not None
+
+    def map_rows(self, name: str, size: int) -> FileMap:
+        return self.map(name, size) if self._partial is None else self._partial.map(check_name(name), size)
 
     def check(self) -> None:
         self._check_lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import SchemaMismatchError, listed
+from trajstore.files.partial import PartialMap, fetched
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.gather import Located, allocate, gather
 from trajstore.reading.residency import UNAVAILABLE, Reading, Residency
@@ -42,26 +44,46 @@ class Prepared:
     """Where dtypes differ: rows of one kind each, with their converted columns in the order of ``specs``."""
     residency: Residency
     reading: Reading
+    partial: list[PartialMap]
+    """Files whose rows must be fetched before they are copied."""
 
     def read(self, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """Return the rows, by dotted column name; once, and without ``Contents.lock``.
 
         Raises:
             ConfigurationError: a tensor of ``out`` does not fit.
+            OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
         try:
             targets = allocate(self.specs, len(self.located.slot), out)
-            if not self.parts:
-                gather(self.located, self.addresses, self.axes, self.numbers, self.specs, targets)
-            for part, specs in self.parts:
-                converted = allocate(specs, len(part.rows), None)
-                numbers = np.array(part.numbers, np.int64)
-                gather(self.located.of(part.rows), self.addresses, self.axes, numbers, specs, converted)
-                for target, tensor in zip(targets, converted, strict=True):
-                    target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
+            with fetched(self.partial, self._pieces) if self.partial else nullcontext():
+                self._copy(targets)
         finally:
             self.residency.end_reading(self.reading)
         return {spec.name: target for spec, target in zip(self.specs, targets, strict=True)}
+
+    def _copy(self, targets: list[torch.Tensor]) -> None:
+        if not self.parts:
+            gather(self.located, self.addresses, self.axes, self.numbers, self.specs, targets)
+        for part, specs in self.parts:
+            converted = allocate(specs, len(part.rows), None)
+            numbers = np.array(part.numbers, np.int64)
+            gather(self.located.of(part.rows), self.addresses, self.axes, numbers, specs, converted)
+            for target, tensor in zip(targets, converted, strict=True):
+                target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
+
+    def _pieces(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return address and size in bytes of every row that is to be copied."""
+        everything = [(self.located, self.numbers.tolist(), self.specs)]
+        parts = [(self.located.of(part.rows), part.numbers, specs) for part, specs in self.parts]
+        addresses, sizes = [], []
+        for located, numbers, specs in parts or everything:
+            for number, spec in zip(numbers, specs, strict=True):
+                axes = self.axes[located.slot, number]
+                rows = located.rows[axes, np.arange(len(axes))]
+                addresses.append(self.addresses[located.slot, number] + rows * spec.row_nbytes)
+                sizes.append(np.full(len(axes), spec.row_nbytes, np.int64))
+        return np.concatenate(addresses), np.concatenate(sizes)
 
 
 class BatchColumns:

@@ -288,6 +288,7 @@ class Contents:
             [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
             self.residency,
             reading,
+            self.residency.partial_maps(located.slot),
         )
         self.forget_decoded()
         return prepared

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from trajstore import locks
 from trajstore.columns.schema import ColumnSpec, Extent, Kind, Schema
+from trajstore.files.partial import PartialMap
 
 UNAVAILABLE = -1
 """Slot of a trajectory that was kept in memory only and has left it: no slot at all."""
@@ -56,6 +57,9 @@ class MappedShard:
     extent: Extent | None = None
     """Extent of a shard of one trajectory whose index does not tell extra rows and document."""
 
+    partial: Sequence[PartialMap] = ()
+    """Files of which only what is asked for is there."""
+
 
 class ShardOpener(Protocol):
     """Opens shards of one source by row."""
@@ -90,6 +94,7 @@ class Residency:
         self._numbers: dict[ColumnSpec, int] = {}
         self._signatures: dict[tuple[Kind | int, ...], int] = {}
         self._sampled: list[tuple[Kind, tuple[int, ...]]] = []
+        self._partial: dict[int, Sequence[PartialMap]] = {}
         self._mapped: OrderedDict[int, int] = OrderedDict()
         self._maps = 0
         self._map_limit = map_limit
@@ -216,6 +221,8 @@ class Residency:
                 undecoded.append(slot)
                 continue
             self._make_resident(slot, shard)
+            if shard.partial:
+                self._partial[slot] = shard.partial
             self._mapped[slot] = shard.maps
             self._maps += shard.maps
             if shard.extent is not None:
@@ -223,6 +230,12 @@ class Residency:
         if self._maps > self._map_limit:
             self._unmap_oldest(set(np.unique(slots).tolist()))
         return undecoded
+
+    def partial_maps(self, slots: npt.NDArray[np.int64]) -> list[PartialMap]:
+        """Return the files of resident slots whose rows must be fetched before they are read."""
+        if not self._partial:
+            return []
+        return [one for slot in np.unique(slots).tolist() for one in self._partial.get(slot, ())]
 
     def _make_resident(self, slot: int, shard: Rows) -> None:
         numbers, signature = self._numbered(shard.schema)
@@ -278,6 +291,7 @@ class Residency:
         if slot not in self._mapped:
             return None
         self._maps -= self._mapped.pop(slot)
+        self._partial.pop(slot, None)
         self._schemas.pop(slot)
         self.signature[slot] = -1
         return self._owners.pop(slot)

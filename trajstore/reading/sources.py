@@ -5,6 +5,7 @@ Shards of a buffer are opened with ``Contents.lock`` held; tables of what was lo
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import Directory
+from trajstore.files.partial import PartialMap
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader
 from trajstore.formats.checksums import check_file
@@ -24,6 +26,8 @@ from trajstore.reading.shard_access import fetch_file
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import SHARDS_FOLDER, ids_in_words
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class StoreSource(Source):
     def __init__(self, catalog: Catalog, checked: bool = False) -> None:
         self.checked = checked
         self._sound: set[str] = set()
+        self._told_whole: set[str] = set()
         self.catalog = catalog
         self.directory = catalog.directory
         self._reader: tuple[int, ShardReader] | None = None  # the next trajectory is often in the same shard
@@ -162,11 +167,25 @@ class StoreSource(Source):
         manifest = self.manifest(row)
         self._check(row, manifest)
         if any(place is None for place in manifest.places):
+            self._tell_whole(manifest)
             return None
-        maps = [self.directory.map(file.name, file.size) for file in manifest.files]
+        open_file = self.directory.map if self.checked else self.directory.map_rows  # checksums are of whole columns
+        maps = [open_file(file.name, file.size) for file in manifest.files]
         bases = [mapped.address for mapped in maps]
         addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
-        return MappedShard(manifest.schema, addresses, maps, maps=len(maps))
+        partial = [one for one in maps if isinstance(one, PartialMap)]
+        return MappedShard(manifest.schema, addresses, maps, maps=len(maps), partial=partial)
+
+    def _tell_whole(self, manifest: ShardManifest) -> None:
+        if self.directory.reads_ranges and manifest.format not in self._told_whole:
+            self._told_whole.add(manifest.format)
+            logger.warning(
+                "%s: range_reads has no effect on %s, whose columns are compressed or pickled: such shards of format "
+                "%s are fetched whole",
+                self.directory.url,
+                manifest.name,
+                manifest.format,
+            )
 
     def reader(self, row: int) -> ShardReader:
         if self._reader is None or self._reader[0] != row:

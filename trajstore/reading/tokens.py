@@ -15,6 +15,7 @@ from trajstore.columns.document import decode_document
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, ColumnSpec
 from trajstore.errors import CorruptStoreError, SchemaMismatchError
+from trajstore.files.partial import PartialMap, fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
 from trajstore.reading.residency import Reading, Residency
@@ -43,7 +44,12 @@ class TokenRows:
     """
 
     def __init__(
-        self, contents: Contents, positions: IntArray, columns: Mapping[str, _Column], documents: IntArray
+        self,
+        contents: Contents,
+        positions: IntArray,
+        columns: Mapping[str, _Column],
+        documents: IntArray,
+        partial: Sequence[PartialMap],
     ) -> None:
         index = contents.index.arrays
         of = {name: index[name][positions].astype(np.int64) for name in ("trajectory_id", "steps", "extra", "document")}
@@ -54,6 +60,7 @@ class TokenRows:
         self._document_sizes = of["document"]
         self._residency: Residency = contents.residency
         self._reading: Reading = contents.residency.begin_reading()
+        self._partial = partial
 
     def end(self) -> None:
         """Let go of the rows."""
@@ -66,7 +73,23 @@ class TokenRows:
             starts: where the first token of each trajectory goes, ``[n]``. A column of the response begins where the
                 response does.
             total: places of the batch.
+
+        Raises:
+            OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
+        with fetched(self._partial, self._pieces):
+            return self._copied(starts, total)
+
+    def _pieces(self) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of the rows of each trajectory in each column."""
+        addresses, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for column in self._columns.values():
+            counts = self.responses if column.axis is Axis.RESPONSE else self.lengths
+            addresses.append(column.sources)
+            sizes.append(counts * np.array([dtype.itemsize for dtype in column.dtypes], np.int64))
+        return np.concatenate(addresses), np.concatenate(sizes)
+
+    def _copied(self, starts: IntArray, total: int) -> dict[str, torch.Tensor]:
         result = {}
         for name, column in self._columns.items():
             counts = self.responses if column.axis is Axis.RESPONSE else self.lengths
@@ -93,6 +116,10 @@ class TokenRows:
         Raises:
             CorruptStoreError: one is damaged; names its trajectory.
         """
+        with fetched(self._partial, lambda: (self._documents, self._document_sizes)):
+            return self._decoded_documents()
+
+    def _decoded_documents(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         rows = zip(self.ids.tolist(), self._documents.tolist(), self._document_sizes.tolist(), strict=True)
         for number, address, size in rows:
@@ -144,7 +171,8 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         bases = np.array([address for _, address in specs], np.int64)
         columns[name] = _Column(axis, [spec.torch_dtype for spec, _ in specs], bases + starts[axis] * widths)
     bases = np.array([columns[DOCUMENT][1] if DOCUMENT in columns else 0 for columns in of_each], np.int64)
-    rows = TokenRows(contents, positions, columns, np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0))
+    documents = np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0)
+    rows = TokenRows(contents, positions, columns, documents, residency.partial_maps(slots))
     contents.forget_decoded()
     return rows
 

@@ -10,6 +10,7 @@ import torch
 
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import Schema
+from trajstore.files.partial import fetched
 from trajstore.reading.residency import Residency
 from trajstore.reading.sources import Source
 from trajstore.store.index import START_OF, TrajectoryIndex
@@ -43,11 +44,18 @@ def rows_at(
             for number, column in enumerate(schema.columns)
         ]
     schema = residency.schema(slot)
-    tensors = []
-    for column, base in zip(schema.columns, residency.addresses_of(slot), strict=True):
-        rows, width = extent.rows(column.axis), column.row_nbytes
-        tensor = torch.empty((rows, *column.row_shape), dtype=column.torch_dtype)
-        if tensor.nbytes:
-            ctypes.memmove(tensor.data_ptr(), base + starts[column.axis] * width, tensor.nbytes)
-        tensors.append(tensor)
+    tensors = [
+        torch.empty((extent.rows(column.axis), *column.row_shape), dtype=column.torch_dtype)
+        for column in schema.columns
+    ]
+    addresses = [
+        base + starts[column.axis] * column.row_nbytes
+        for column, base in zip(schema.columns, residency.addresses_of(slot), strict=True)
+    ]
+    partial = residency.partial_maps(np.array([slot], np.int64))
+    sizes = [tensor.nbytes for tensor in tensors]
+    with fetched(partial, lambda: (np.array(addresses, np.int64), np.array(sizes, np.int64))):
+        for tensor, address in zip(tensors, addresses, strict=True):
+            if tensor.nbytes:
+                ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
     return schema, tensors

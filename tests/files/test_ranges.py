@@ -1,0 +1,346 @@
+"""Reading the rows that are drawn from an object store, and not the shards in which they are."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.errors import CorruptStoreError
+from trajstore.files import ranges
+from trajstore.files.object_store import ObjectStore
+from trajstore.files.partial import BLOCK, PartialMap, PartialMaps, Range, fetched
+from trajstore.files.ranges import ATTEMPTS, RangeFetcher
+from trajstore.files.remote import RemoteDirectory
+from trajstore.testing.directory import open_files
+from trajstore.testing.witness import check_batch, check_trajectory, witness
+
+CONTENT = np.random.default_rng(0).integers(0, 256, 40 * BLOCK + 17, np.uint8).tobytes()
+
+
+class Server:
+    """Ranges of one file, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Range] = []
+
+    def __call__(self, pieces: Any) -> list[bytes]:
+        self.asked += pieces
+        return [CONTENT[piece.start : piece.stop] for piece in pieces]
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def read(one: PartialMap, *pieces: tuple[int, int]) -> list[bytes]:
+    """Return bytes ``[start, stop)`` of a file."""
+    starts = np.array([start for start, _ in pieces], np.int64)
+    stops = np.array([stop for _, stop in pieces], np.int64)
+    with fetched([one], lambda: (starts + one.address, stops - starts)):
+        return [bytes(one.view[start:stop]) for start, stop in pieces]
+
+
+def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
+    maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
+    one = maps.map("a", len(CONTENT))
+    chance = random.Random(3)
+    for _ in range(60):
+        pieces = []
+        for _ in range(chance.randint(1, 5)):
+            start = chance.randrange(len(CONTENT))
+            pieces.append((start, min(len(CONTENT), start + chance.choice((1, 50, BLOCK, 3 * BLOCK)))))
+        assert read(one, *pieces) == [CONTENT[start:stop] for start, stop in pieces]
+    covered = server.asked
+    assert len(covered) < 60
+    blocks = [block for piece in covered for block in range(piece.start // BLOCK, -(-piece.stop // BLOCK))]
+    assert len(one.there) == 41
+    assert maps.fetched == sum(piece.stop - piece.start for piece in covered)
+    assert set(np.flatnonzero(one.there).tolist()) == set(blocks)
+    assert list(tmp_path.iterdir()) == []
+    assert open_files(str(tmp_path)) == 0
+
+
+def test_neighbours_are_fetched_with_one_request(server: Server, tmp_path: Path) -> None:
+    one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
+    read(one, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (30 * BLOCK, 30 * BLOCK + 1))
+    assert server.asked == [Range("a", 0, 3 * BLOCK), Range("a", 30 * BLOCK, 31 * BLOCK)]
+    read(one, (BLOCK, BLOCK + 1))
+    assert len(server.asked) == 2
+    read(one, (len(CONTENT) - 1, len(CONTENT)))
+    assert server.asked[-1] == Range("a", 40 * BLOCK, len(CONTENT))
+
+
+def test_the_least_recently_used_files_are_emptied(server: Server, tmp_path: Path) -> None:
+    maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
+    files = [maps.map(name, len(CONTENT)) for name in "abc"]
+    for one in files:
+        read(one, (0, 10 * BLOCK))
+    assert [int(one.there.sum()) for one in files] == [0, 10, 10]
+    for one in files:
+        assert read(one, (0, 10 * BLOCK)) == [CONTENT[: 10 * BLOCK]]
+    with fetched(files, lambda: (np.array([one.address for one in files]), np.full(3, len(CONTENT)))):
+        assert all(one.there.all() for one in files), "what is being read stays"
+        assert all(bytes(one.view) == CONTENT for one in files)
+    assert sum(int(one.there.sum()) for one in files) <= 25
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Server, tmp_path: Path) -> None:
+    maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
+    one, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
+    read(one, (0, 20 * BLOCK))
+    child = os.fork()
+    if child == 0:
+        right = read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
+        read(other, (0, 20 * BLOCK))  # which empties the first one
+        os._exit(0 if right and not one.there.any() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert one.there.sum() == 20
+    assert read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
+
+
+# -- fetching -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def objects() -> ObjectStore:
+    store = ObjectStore(f"memory://bucket-{uuid.uuid4()}/run", {})
+    store.put("a", CONTENT)
+    return store
+
+
+def fetcher(objects: ObjectStore, pauses: list[float]) -> RangeFetcher:
+    return RangeFetcher(objects, lambda name: CorruptStoreError(f"{name} is gone"), random.Random(0), pauses.append)
+
+
+def test_what_fails_is_tried_again_after_growing_pauses(objects: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = ObjectStore.ranges, []
+
+    def failing(self: ObjectStore, pieces: Any, at_once: int) -> list[bytes | OSError]:
+        calls.append(len(pieces))
+        answers = real(self, pieces, at_once)
+        return [
+            OSError(errno.EBUSY, "slow down", "a") if len(calls) < 4 and at else answers[at]
+            for at in range(len(answers))
+        ]
+
+    monkeypatch.setattr(ObjectStore, "ranges", failing)
+    pauses: list[float] = []
+    found = fetcher(objects, pauses)([Range("a", 0, 10), Range("a", 10, 20), Range("a", 5, 7)])
+    assert found == [CONTENT[:10], CONTENT[10:20], CONTENT[5:7]]
+    assert calls == [3, 2, 1]
+    assert [0.05 <= pauses[0] <= 0.15, 0.1 <= pauses[1] <= 0.3] == [True, True]
+
+
+def test_in_the_end_the_error_says_what_failed(objects: ObjectStore) -> None:
+    pauses: list[float] = []
+    with pytest.raises(OSError, match=rf"arrived of .* \(1 of 2 ranges could not be fetched in {ATTEMPTS} att.*/a'"):
+        fetcher(objects, pauses)([Range("a", 0, 10), Range("a", len(CONTENT) - 1, len(CONTENT) + 9)])
+    assert len(pauses) == ATTEMPTS - 1
+    with pytest.raises(CorruptStoreError, match="b is gone"):
+        fetcher(objects, pauses)([Range("a", 0, 10), Range("b", 0, 1)])
+
+
+# -- whole stores -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the bytes of each range that is fetched."""
+    sizes: list[int] = []
+    real = ObjectStore.ranges
+
+    def counting(self: ObjectStore, pieces: Any, at_once: int) -> list[bytes | OSError]:
+        sizes.extend(stop - start for _, start, stop in pieces)
+        return real(self, pieces, at_once)
+
+    monkeypatch.setattr(ObjectStore, "ranges", counting)
+    monkeypatch.setattr(ranges, "_FIRST_PAUSE", 0.0)
+    return sizes
+
+
+def reader_of(url: str, **options: Any) -> TrajectoryReplayBuffer:
+    reader = TrajectoryReplayBuffer(
+        sample_window_size=0, enable_cache=False, storage_options={"range_reads": True, **options}
+    )
+    reader.load_checkpoint(url)
+    return reader
+
+
+@pytest.fixture(params=["pt", "zarr"])
+def store(request: pytest.FixtureRequest) -> str:
+    if request.param == "zarr":
+        pytest.importorskip("zarr", reason="needs the extra 'zarr'")
+    url = f"memory://bucket-{uuid.uuid4()}/run"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, trajectory_format=request.param) as buffer:
+        for key in range(6):
+            buffer.add_trajectories([witness(key, scale=40)])
+            buffer.flush()
+    return url
+
+
+def test_draws_are_those_of_whole_shards(store: str, asked: list[int]) -> None:
+    with reader_of(store) as reader:
+        whole = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
+        whole.load_checkpoint(store)
+        for _ in range(5):
+            ours, theirs = reader.sample(16), whole.sample(16)
+            check_batch(ours)
+            assert all(torch.equal(ours[name], theirs[name]) for name in ("actions", "rewards", "dones"))
+        assert sum(asked) > 0
+        assert check_trajectory(reader.get(3), 40) == 3
+        before = sum(asked)
+        assert check_trajectory(reader.get(3), 40) == 3
+        assert sum(asked) == before, "what was fetched stays"
+        whole.close()
+
+
+def test_a_small_cache_gives_the_same_rows(store: str) -> None:
+    with reader_of(store, cache_bytes=0) as reader:
+        for _ in range(5):
+            check_batch(reader.sample(16))
+
+
+def test_only_what_is_drawn_is_fetched(asked: list[int]) -> None:
+    url = f"memory://bucket-{uuid.uuid4()}/run"
+    images = torch.randint(0, 256, (64, 4, 64, 64, 3), dtype=torch.uint8)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.randn(64, 4, 1), curr_obs={"images": images})])
+    with reader_of(url) as reader:
+        batch = reader.sample(8)
+    assert batch["curr_obs"]["images"].nbytes <= sum(asked) < 2 * batch["curr_obs"]["images"].nbytes
+
+
+def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
+    url = f"memory://bucket-{uuid.uuid4()}/run"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+        buffer.add_trajectories(
+            [
+                AgentTrajectory(
+                    input_ids=torch.arange(number, number + 5000), messages=[{"role": "user", "content": "x"}]
+                )
+                for number in range(40)
+            ]
+        )
+    with reader_of(url) as reader:
+        for number in (3, 17):
+            assert torch.equal(reader.get(number).input_ids, torch.arange(number, number + 5000))
+        assert sum(asked) < 0.25 * 40 * 5000 * 8
+        drawn = reader.sample_trajectories(4)
+        assert all(int(one.input_ids[0]) < 40 for one in drawn)
+
+
+def test_formats_without_places_are_said(caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
+    url = f"memory://bucket-{uuid.uuid4()}/run"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, trajectory_format="pkl") as buffer:
+        for key in range(2):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+    with caplog.at_level(logging.WARNING), reader_of(url) as reader:
+        check_batch(reader.sample(8))
+    said = [record.getMessage() for record in caplog.records if "range_reads has no effect" in record.getMessage()]
+    assert len(said) == 1
+    assert asked == []
+
+
+def test_rows_that_cannot_be_fetched_are_an_error_and_nothing_else(
+    store: str, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reader_of(store) as reader:
+        with monkeypatch.context() as patch:
+
+            def failing(self: ObjectStore, pieces: Any, at_once: int) -> list[bytes | OSError]:
+                return [OSError(errno.EIO, "no answer", name) for name, _, _ in pieces]
+
+            patch.setattr(ObjectStore, "ranges", failing)
+            for call in (lambda: reader.sample(8), lambda: reader.get(0)):
+                with pytest.raises(OSError, match=r"no answer .* ranges could not be fetched in"):
+                    call()
+        check_batch(reader.sample(8))
+
+
+def test_verified_shards_are_fetched_whole(store: str, asked: list[int]) -> None:
+    with TrajectoryReplayBuffer(
+        sample_window_size=0, enable_cache=False, verify_shards=True, storage_options={"range_reads": True}
+    ) as reader:
+        reader.load_checkpoint(store)
+        check_batch(reader.sample(8))
+    assert asked == []
+
+
+def test_a_directory_that_reads_ranges_travels(store: str) -> None:
+    import pickle
+
+    directory = pickle.loads(pickle.dumps(RemoteDirectory(store, range_reads=True)))
+    assert directory.reads_ranges
+    (name, *_) = directory.names("shards")
+    assert isinstance(directory.map_rows(name, directory.size(name)), PartialMap)
+
+
+# -- by signed URLs -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3_store(s3_url: str, s3_options: dict[str, Any]) -> str:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=s3_url, storage_options=s3_options) as buffer:
+        for key in range(3):
+            buffer.add_trajectories([witness(key, scale=40)])
+            buffer.flush()
+    return s3_url
+
+
+def test_ranges_of_s3_come_by_signed_urls(
+    s3_store: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsspec.asyn.AsyncFileSystem._cat_ranges", None)
+    with reader_of(s3_store, **s3_options) as reader:
+        check_batch(reader.sample(32))
+
+
+@pytest.mark.parametrize("broken", ["signing", "some answers", "all answers", "connections"])
+def test_what_does_not_come_by_signed_urls_comes_by_the_client(
+    s3_store: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    import s3fs
+    import urllib3
+
+    real, calls = urllib3.PoolManager.request, []
+
+    def request(self: Any, method: str, url: str, **options: Any) -> Any:
+        calls.append(url)
+        if broken == "connections":
+            raise urllib3.exceptions.SSLError("a certificate that only the client knows")
+        if broken == "all answers" or (broken == "some answers" and len(calls) % 2):
+            url = f"{url}wrong"
+        return real(self, method, url, **options)
+
+    def sign(self: Any, path: str, **options: Any) -> str:
+        raise PermissionError("no credentials to sign with")
+
+    monkeypatch.setattr(urllib3.PoolManager, "request", request)
+    if broken == "signing":
+        monkeypatch.setattr(s3fs.S3FileSystem, "sign", sign)
+    with reader_of(s3_store, **s3_options) as reader:
+        for _ in range(3):
+            check_batch(reader.sample(32))
+    if broken != "some answers":
+        assert len(set(calls)) <= 3, "it is not tried again"
+
+
+def test_a_shard_that_is_gone_is_said(s3_store: str, s3_options: dict[str, Any]) -> None:
+    directory = RemoteDirectory(s3_store, **s3_options)
+    with reader_of(s3_store, **s3_options) as reader:
+        directory.remove(directory.names("shards"))
+        with pytest.raises(CorruptStoreError, match=r"shards/shard_\d+\.pt: is missing, but .*refresh"):
+            reader.sample(8)

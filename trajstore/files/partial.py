@@ -1,0 +1,259 @@
+"""Files of which only what is asked for has been fetched: mapped, with holes, and filled range by range."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore import locks
+from trajstore.files.filemap import FileMap, madvise, remap
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 4096
+"""Bytes that are there or not, as one: a page. What is fetched begins and ends with one."""
+
+JOINED = 16 << 10
+"""Ranges that lie no further apart than this many bytes are fetched as one: a request costs more."""
+
+Addresses = npt.NDArray[np.int64]
+"""Addresses or sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes ``[start, stop)`` of a file that are to be fetched."""
+
+    name: str
+    start: int
+    stop: int
+
+
+Fetch = Callable[[Sequence[Range]], Sequence[bytes]]
+"""Returns the bytes of ranges, several at once."""
+
+
+class PartialMap(FileMap):
+    """A file as large as one elsewhere, whose blocks are there or not. Its name is gone: it ends with its map.
+
+    Args:
+        home: fetches.
+        name: of the file elsewhere.
+        nbytes: its size.
+        folder: in which the blocks lie.
+
+    Attributes:
+        there: per block, whether it was fetched.
+        is_whole: whether all of them were.
+        users: readings that go on.
+    """
+
+    __slots__ = ("_pid", "home", "is_whole", "name", "there", "users")
+
+    def __init__(self, home: PartialMaps, name: str, nbytes: int, folder: Path) -> None:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(nbytes)
+            super().__init__(file.fileno(), nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.home = home
+        self.name = name
+        self.there: npt.NDArray[np.bool_] = np.zeros(-(-nbytes // BLOCK), np.bool_)
+        self.is_whole = not nbytes
+        self.users = 0
+        self._pid = os.getpid()
+
+    def own(self, folder: Callable[[], Path]) -> None:
+        """In a forked child, take an empty file of its own in place of its parent's, which the parent may empty."""
+        if self._pid == os.getpid():
+            return
+        with tempfile.TemporaryFile(dir=folder()) as file:
+            file.truncate(self.nbytes)
+            remap(self.address, file.fileno(), self.nbytes)
+        self.there[:] = self.is_whole = False
+        self.users = 0
+        self._pid = os.getpid()
+
+    def lacking(self, starts: Addresses, sizes: Addresses) -> list[Range]:
+        """Return what has to be fetched of these bytes, neighbours joined.
+
+        Args:
+            starts: of each piece within the file, ``[n]``.
+            sizes: of each in bytes, more than 0, ``[n]``.
+        """
+        first, last = starts // BLOCK, (starts + sizes - 1) // BLOCK
+        counts = last - first + 1
+        blocks = np.repeat(first - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
+        blocks = np.unique(blocks[~self.there[blocks]])
+        if not len(blocks):
+            return []
+        breaks = np.flatnonzero(np.diff(blocks) > JOINED // BLOCK + 1) + 1
+        begins, ends = blocks[np.append(0, breaks)], blocks[np.append(breaks - 1, len(blocks) - 1)] + 1
+        return [
+            Range(self.name, begin * BLOCK, min(end * BLOCK, self.nbytes))
+            for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def fill(self, piece: Range, data: bytes) -> int:
+        """Take in a range that was fetched; return how many bytes are there that were not."""
+        ctypes.memmove(self.address + piece.start, data, len(data))
+        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+        new = int(np.count_nonzero(~self.there[blocks]))
+        self.there[blocks] = True
+        self.is_whole = bool(self.there.all())
+        return new * BLOCK
+
+    def empty(self) -> int:
+        """Give everything back that was fetched; return how many bytes it was."""
+        held = int(np.count_nonzero(self.there)) * BLOCK
+        madvise(self.address, self.nbytes, mmap.MADV_REMOVE)
+        self.there[:] = self.is_whole = False
+        return held
+
+
+class PartialMaps:
+    """The partly fetched files of one directory, together bounded. Safe to call from several threads.
+
+    Args:
+        fetch: returns the bytes of ranges.
+        folder: returns where blocks lie.
+        limit: bytes of all blocks together. Files that nobody reads at the moment are emptied, the least recently used
+            first.
+    """
+
+    def __init__(self, fetch: Fetch, folder: Callable[[], Path], limit: int) -> None:
+        self._fetch = fetch
+        self._folder = folder
+        self._limit = limit
+        self._lock = locks.lock("PartialMaps._lock")
+        self._held = 0
+        self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
+        self._unbounded = False
+        self._pid = os.getpid()
+        self.fetched = 0
+        """Bytes that were fetched."""
+        self.requests = 0
+        """Ranges that were fetched."""
+
+    def map(self, name: str, nbytes: int) -> PartialMap:
+        """Return a file of which nothing is there yet."""
+        return PartialMap(self, name, nbytes, self._folder())
+
+    @contextmanager
+    def reading(self, maps: Sequence[PartialMap], pieces: Callable[[], tuple[Addresses, Addresses]]) -> Iterator[None]:
+        """Fetch what lacks of pieces of memory, and keep it there meanwhile.
+
+        Args:
+            maps: those that are read, of this directory.
+            pieces: returns the address of each piece and its size in bytes, both ``[n]``; those outside of the maps are
+                passed over. Not called if everything is there.
+
+        Raises:
+            OSError: something could not be fetched; names the file.
+        """
+        self._be_at_home()
+        with self._lock:
+            for one in maps:
+                one.own(self._folder)
+                one.users += 1
+        try:
+            lacking = [one for one in maps if not one.is_whole]
+            if lacking:
+                self._bring(lacking, *pieces())
+            yield
+        finally:
+            with self._lock:
+                for one in maps:
+                    one.users -= 1
+                self._shrink()
+
+    def _be_at_home(self) -> None:
+        """In a forked child, forget what the parent has; one of its threads may have held the lock."""
+        if self._pid != os.getpid():
+            self._lock = locks.lock("PartialMaps._lock")
+            self._used.clear()
+            self._held, self._pid = 0, os.getpid()
+
+    def _bring(self, maps: Sequence[PartialMap], addresses: Addresses, sizes: Addresses) -> None:
+        ordered = sorted(maps, key=lambda one: one.address)
+        bases = np.array([one.address for one in ordered], np.int64)
+        place = np.searchsorted(bases, addresses, side="right") - 1
+        order = np.argsort(place, kind="stable")
+        edges = np.searchsorted(place[order], np.arange(len(ordered) + 1))
+        wanted: list[tuple[PartialMap, Range]] = []
+        for number, one in enumerate(ordered):
+            mine = order[edges[number] : edges[number + 1]]
+            starts, lengths = addresses[mine] - one.address, sizes[mine]
+            inside = (starts < one.nbytes) & (lengths > 0)
+            wanted += [(one, piece) for piece in one.lacking(starts[inside], lengths[inside])]
+        if not wanted:
+            return
+        pieces = self._fetch([piece for _, piece in wanted])
+        with self._lock:
+            for (one, piece), data in zip(wanted, pieces, strict=True):
+                self._held += one.fill(piece, data)
+                self.fetched += len(data)
+            self.requests += len(wanted)
+            for one in ordered:
+                self._used.pop(id(one), None)
+                self._used[id(one)] = weakref.ref(one)
+
+    def _shrink(self) -> None:
+        """Empty files that nobody reads until the rest is below the limit."""
+        if self._held <= self._limit or self._unbounded:
+            return
+        self._held = sum(int(np.count_nonzero(one.there)) * BLOCK for one in self._living())
+        for one in self._living():
+            if self._held <= self._limit:
+                return
+            if one.users:
+                continue
+            try:
+                self._held -= one.empty()
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                self._unbounded = True
+                logger.warning(
+                    "%s: this file system gives no part of a file back: what was fetched of shards is not bounded by "
+                    "cache_bytes there (%s)",
+                    self._folder(),
+                    error,
+                )
+                return
+
+    def _living(self) -> list[PartialMap]:
+        """Return the files that are mapped still, the least recently fetched from first."""
+        found = []
+        for key, reference in list(self._used.items()):
+            one = reference()
+            if one is None:
+                del self._used[key]
+            else:
+                found.append(one)
+        return found
+
+
+@contextmanager
+def fetched(maps: Sequence[PartialMap], pieces: Callable[[], tuple[Addresses, Addresses]]) -> Iterator[None]:
+    """Let pieces of memory be there meanwhile, as far as they lie in these maps; see :meth:`PartialMaps.reading`.
+
+    Raises:
+        OSError: something could not be fetched; names the file.
+        CorruptStoreError: a file is gone.
+    """
+    with ExitStack() as readings:
+        for home in dict.fromkeys(one.home for one in maps):
+            readings.enter_context(home.reading([one for one in maps if one.home is home], pieces))
+        yield
