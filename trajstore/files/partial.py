@@ -136,7 +136,7 @@ class PartialMaps:
         self._fetch = fetch
         self._folder = folder
         self._limit = limit
-        self._lock = locks.lock("PartialMaps._lock")
+        self._lock = _new_lock()
         self._held = 0
         self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
         self._unbounded = False
@@ -181,7 +181,7 @@ class PartialMaps:
     def _be_at_home(self) -> None:
         """In a forked child, forget what the parent has; one of its threads may have held the lock."""
         if self._pid != os.getpid():
-            self._lock = locks.lock("PartialMaps._lock")
+            self._lock = _new_lock()
             self._used.clear()
             self._held, self._pid = 0, os.getpid()
 
@@ -243,6 +243,10 @@ class PartialMaps:
             else:
                 found.append(one)
         return found
+
+
+def _new_lock() -> locks.Lock:
+    return locks.lock("PartialMaps._lock")
 
 
 @contextmanager
