@@ -136,11 +136,8 @@ class PartialMaps:
         self._fetch = fetch
         self._folder = folder
         self._limit = limit
-        self._lock = _new_lock()
-        self._held = 0
-        self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
+        self._begin()
         self._unbounded = False
-        self._pid = os.getpid()
         self.fetched = 0
         """Bytes that were fetched."""
         self.requests = 0
@@ -162,7 +159,8 @@ class PartialMaps:
         Raises:
             OSError: something could not be fetched; names the file.
         """
-        self._be_at_home()
+        if self._pid != os.getpid():
+            self._begin()
         with self._lock:
             for one in maps:
                 one.own(self._folder)
@@ -178,12 +176,12 @@ class PartialMaps:
                     one.users -= 1
                 self._shrink()
 
-    def _be_at_home(self) -> None:
-        """In a forked child, forget what the parent has; one of its threads may have held the lock."""
-        if self._pid != os.getpid():
-            self._lock = _new_lock()
-            self._used.clear()
-            self._held, self._pid = 0, os.getpid()
+    def _begin(self) -> None:
+        """Know of no files; in a forked child, one of the parent's threads may have held the lock."""
+        self._lock = locks.lock("PartialMaps._lock")
+        self._held = 0
+        self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
+        self._pid = os.getpid()
 
     def _bring(self, maps: Sequence[PartialMap], addresses: Addresses, sizes: Addresses) -> None:
         ordered = sorted(maps, key=lambda one: one.address)
@@ -243,10 +241,6 @@ class PartialMaps:
             else:
                 found.append(one)
         return found
-
-
-def _new_lock() -> locks.Lock:
-    return locks.lock("PartialMaps._lock")
 
 
 @contextmanager
