@@ -64,14 +64,19 @@ def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path
     assert problems == [f"the checkpoint of step {step} has no sound cut of ours"]
 
 
+SAID = {"role": "assistant", "content": "1", "author": "llm"}
+"""The text of a response, which rollouts have on disk."""
+
+
 def make_store(path: Path, trajectories: list[AgentTrajectory]) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         buffer.add_trajectories(trajectories)
 
 
 def test_loss_is_seen(tmp_path: Path) -> None:
-    kept = AgentTrajectory(rollout_id="kept_0_0", task_id="digit:1", policy_version=1)
-    make_store(rollouts_path(tmp_path), [kept])
+    kept = AgentTrajectory(rollout_id="kept_0_0", task_id="digit:1", policy_version=1, messages=[SAID])
+    bare = AgentTrajectory(rollout_id="bare_0_0", task_id="digit:1", policy_version=1)
+    make_store(rollouts_path(tmp_path), [kept, bare])
     make_store(pool_path(tmp_path), [])
     problems: list[str] = []
     promises = Promises()
@@ -79,14 +84,16 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     found = look(tmp_path, promises, "run", "exact", problems.append)
     assert (found.rollouts, found.between, found.expected.step, problems) == (1, False, 0, [])
 
-    promises.take({"event": "acknowledged", "rollouts": {"1": ["lost_0_0", "0" * 32]}}, problems.append)
+    promises.take({"event": "acknowledged", "rollouts": {"1": ["bare_0_0", digest(bare)]}}, problems.append)
+    promises.take({"event": "acknowledged", "rollouts": {"2": ["lost_0_0", "0" * 32]}}, problems.append)
     promises.take({"event": "acknowledged", "rollouts": {"0": ["again_0_0", "0" * 32]}}, problems.append)
     promises.take({"event": "pooled", "entries": {"digit:1": [0]}}, problems.append)
     assert len(problems) == 1
     assert problems.pop().startswith("id 0 was given to")
     look(tmp_path, promises, "run", "exact", problems.append)
     assert problems == [
-        "rollout 1 (lost_0_0) was acknowledged and is lost",
+        "rollout 1 (bare_0_0) has lost its text",
+        "rollout 2 (lost_0_0) was acknowledged and is lost",
         "trajectory 0 of task digit:1 was in the pool, committed, and is lost",
     ]
 
@@ -115,6 +122,7 @@ def rollout(
 ) -> AgentTrajectory:
     """Return a rollout with the tokens of its name; ``of``: how many the step made of its task."""
     return AgentTrajectory(
+        messages=[SAID],
         input_ids=torch.tensor([1, *name.encode()]),
         loss_mask=torch.tensor([0, *[1] * len(name)]),
         response_start=1,

@@ -194,7 +194,7 @@ def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, 
             tell(f"rollout {number} ({wanted[0]}) was acknowledged and is lost")
         elif contents[number] != wanted:
             tell(f"rollout {number} is {contents[number]}, {wanted} was acknowledged")
-        elif present[number].messages[-1].get("author") is None:
+        elif not any("author" in message for message in present[number].messages):
             tell(f"rollout {number} ({wanted[0]}) has lost its text")
     return {content[0]: content[1] for content in contents.values()}
 
