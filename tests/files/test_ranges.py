@@ -16,7 +16,7 @@ import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
-from trajstore.files import ranges
+from trajstore.files import filemap, ranges
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.partial import BLOCK, PartialMap, PartialMaps, Range, fetched
 from trajstore.files.ranges import ATTEMPTS, RangeFetcher
@@ -108,6 +108,22 @@ def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Serve
     assert os.waitpid(child, 0)[1] == 0
     assert one.there.sum() == 20
     assert read(one, (0, 20 * BLOCK)) == [CONTENT[: 20 * BLOCK]]
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
+
+    def full(address: int, nbytes: int, advice: int) -> None:
+        raise OSError(errno.EFAULT, "writing there would end the process")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(filemap, "madvise", full)
+        with pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
+            read(one, (0, 10))
+    assert told.value.errno == errno.ENOSPC
+    assert read(one, (0, 10)) == [CONTENT[:10]]
 
 
 # -- fetching -----------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ class TestS3WholeBucket(DirectoryConformance):
         ("memory://bucket", {"lock_ttl": 0}),
         ("memory://bucket", {"lock_ttl": float("nan")}),
         ("memory://bucket", {"cache_bytes": -1}),
+        ("memory://bucket", {"lease_ttl": 0}),
+        ("memory://bucket", {"range_reads": "yes"}),
     ],
 )
 def test_wrong_arguments_are_refused(url: str, options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ process could map no more files than it may open. The system itself needs none: 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -22,6 +23,7 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23
 
 _FAILED = 2 * sys.maxsize + 1  # MAP_FAILED, (void *) -1
 
@@ -35,6 +37,24 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
     if nbytes and _madvise(address, nbytes, advice):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def make_writable(address: int, nbytes: int) -> None:
+    """Give mapped pages their place on the disk, so that writing to them cannot fail: that would end the process.
+
+    Older systems than Linux 5.14 cannot do that.
+
+    Raises:
+        OSError: there is no space for them.
+    """
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno == errno.EFAULT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def remap(address: int, descriptor: int, nbytes: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore import locks
-from trajstore.files.filemap import FileMap, madvise, remap
+from trajstore.files.filemap import FileMap, madvise, make_writable, remap
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,12 @@ class PartialMap(FileMap):
         ]
 
     def fill(self, piece: Range, data: bytes) -> int:
-        """Take in a range that was fetched; return how many bytes are there that were not."""
+        """Take in a range that was fetched; return how many bytes are there that were not.
+
+        Raises:
+            OSError: there is no space for it.
+        """
+        make_writable(self.address + piece.start, len(data))
         ctypes.memmove(self.address + piece.start, data, len(data))
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         new = int(np.count_nonzero(~self.there[blocks]))
@@ -200,7 +205,15 @@ class PartialMaps:
         pieces = self._fetch([piece for _, piece in wanted])
         with self._lock:
             for (one, piece), data in zip(wanted, pieces, strict=True):
-                self._held += one.fill(piece, data)
+                try:
+                    self._held += one.fill(piece, data)
+                except OSError as error:
+                    raise OSError(
+                        error.errno,
+                        f"{error.strerror}: no place for what was fetched of {piece.name}; free some, or choose "
+                        "another cache_dir or fewer cache_bytes",
+                        str(self._folder()),
+                    ) from error
                 self.fetched += len(data)
             self.requests += len(wanted)
             for one in ordered:

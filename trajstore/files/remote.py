@@ -82,6 +82,8 @@ class RemoteDirectory(Directory):
             raise ConfigurationError(f"cache_bytes is {cache_bytes}, must be at least 0")
         if not lock_ttl > 0:
             raise ConfigurationError(f"lock_ttl is {lock_ttl}, must be more than 0 seconds")
+        if not isinstance(range_reads, bool):
+            raise ConfigurationError(f"range_reads is {range_reads!r}, must be True or False")
         if not lease_ttl > 0:
             raise ConfigurationError(f"lease_ttl is {lease_ttl}, must be more than 0 seconds")
         self._objects = ObjectStore(url, options)
