@@ -262,14 +262,15 @@ def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> Non
         add(buffer, range(3))
     restore(tmp_path / "mirror", tmp_path / "new")
     with make(tmp_path / "new", tmp_path / "mirror") as buffer:
-        assert add(buffer, [9]) == [IDS_LEFT_OUT + 3]
+        (new,) = add(buffer, [9])
+        assert new >= IDS_LEFT_OUT + 3
         level(buffer)
         with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
             wait_until(lambda: "is being written by" in str(old.mirror_state))
             add(old, range(3, 7))
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
         wait_until(lambda: "another copy of the store was mirrored there" in str(old.mirror_state))
-    assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, IDS_LEFT_OUT + 3: 9}
+    assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, new: 9}
 
 
 def test_what_nobody_closed_is_mirrored_before_the_interpreter_ends(tmp_path: Path) -> None:

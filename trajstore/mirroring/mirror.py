@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _ROUND_BYTES = 256 << 20  # of shards, copied between two publications while the mirror is behind
 _FIRST_PAUSE = 1.0
+_LONGEST_END = 5.0  # seconds that closing waits for a request under way
 
 
 class StoreMirror:
@@ -302,7 +303,7 @@ class StoreMirror:
             self._stopping.set()
             self._wake.set()
         if self._thread.ident is not None:
-            self._thread.join(max(1.0, self._options.close_timeout))
+            self._thread.join(_LONGEST_END)
 
 
 def mirror_directory(options: Mirror, store: Directory) -> Directory:

@@ -36,10 +36,11 @@ MARKER_NAME = "restore.json"
 """In a directory that is being made: of which mirror. Gone when it is a store."""
 
 IDS_LEFT_OUT = 1 << 20
-"""Ids that a restored store does not give out: the lost one had given out some, and others may have noted them."""
+"""Least number of ids that a restored store leaves out: the lost one had given out some, others may have noted them."""
 
 _BLOCKS = 1 << 16
-"""Of numbers of shards; a restored store takes one at random, for another copy may be sending shards to the mirror."""
+"""Of ids and of numbers of shards; a restored store begins with one at random. So two that are made of one mirror, or
+one and the one that only seemed lost, neither give out the same ids nor name shards alike."""
 
 _ATTEMPTS = 20  # a mirror that is still written moves on meanwhile
 _WHOLE_AT_MOST = 256 << 20  # read into memory at once; larger files are mapped
@@ -54,7 +55,8 @@ class Restored:
         mirror: what was restored from.
         target: the new store.
         trajectories: how many are live.
-        newest_id: highest id that the mirror knew; -1 without any.
+        newest_id: highest id that the mirror knew; -1 without any. Where an earlier attempt had brought everything, the
+            highest that is live.
         next_id: the first id that the new store gives out.
         nbytes: bytes of the store's shards and states.
         copied: how many of these were copied now; the others an interrupted attempt had brought.
@@ -183,7 +185,7 @@ def _ended(source: Directory, target: Directory) -> Restored:
         source.url,
         target.url,
         trajectories=len(made.index),
-        newest_id=made.next_id - 1 - IDS_LEFT_OUT,
+        newest_id=int(made.index["trajectory_id"].max(initial=-1)),
         next_id=made.next_id,
         nbytes=int(made.shards.nbytes()[made.needed_shards()].sum()),
     )
@@ -220,8 +222,9 @@ class _Copy:
         target.remove([name for name in left if name not in kept and name not in pins], durable=True)
         target.publish([EncodedFile(name, [data]) for name, data in pins.items()])
         said = catalog.metadata()
-        newest, catalog.next_id = catalog.next_id - 1, catalog.next_id + IDS_LEFT_OUT
-        catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + 1 + randbelow(_BLOCKS)) * SHARDS_OF_A_WRITER
+        newest, block = catalog.next_id - 1, 1 + randbelow(_BLOCKS)
+        catalog.next_id += block * IDS_LEFT_OUT
+        catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
         target.publish([catalog.metadata_file(**{name: said[name] for name in _KEPT_METADATA if name in said})])
         target.remove([MARKER_NAME], durable=True)

@@ -52,7 +52,7 @@ class _Known:
     watermark: int = -1
 
     def read(self, journal: Path) -> None:
-        """Take in what a round has noted."""
+        """Take in what a round has noted; its watermark is the one that counts now."""
         self.watermark = -1
         shown: set[int] = set()
         for line in journal.read_text().splitlines():
@@ -124,6 +124,7 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
             frozen.kill()
             frozen.join()
             frozen = None
+            known.read(folder / f"journal_{number - 1}")  # it may have had the mirror for longer than it seemed
         if storage_options and rng.random() < 0.4 and child.exitcode is None:
             os.kill(child.pid, signal.SIGSTOP)
             frozen, result.frozen = child, result.frozen + 1
