@@ -51,9 +51,16 @@ class _Known:
     may_be_gone: set[int] = field(default_factory=set)
     watermark: int = -1
 
-    def read(self, journal: Path) -> None:
-        """Take in what a round has noted; its watermark is the one that counts now."""
-        self.watermark = -1
+    def read(self, journal: Path, *, woken: bool = False) -> None:
+        """Take in what a round has noted; its watermark is the one that counts now.
+
+        Args:
+            journal: of the round.
+            woken: it was read before, and its process was only frozen. What that has noted since was promised only as
+                far as its own mirror went.
+        """
+        keys: dict[int, int] = {}
+        watermark = -1
         shown: set[int] = set()
         for line in journal.read_text().splitlines():
             try:
@@ -61,14 +68,19 @@ class _Known:
             except json.JSONDecodeError:
                 continue  # the last line, cut by the kill
             self.offered.update(said.get("keys", ()))
-            self.keys.update((number, key) for number, key in said.get("added", ()))
+            keys.update((number, key) for number, key in said.get("added", ()))
             self.may_be_gone.update(said.get("evicting", ()))
             if "live" in said:  # a rollback has returned; before it, these are there as well
                 self.may_be_gone -= shown & set(said["live"])
             elif "rolling_back" in said:
                 shown = set(said["ids"]) - self.may_be_gone
                 self.may_be_gone |= shown
-            self.watermark = max(self.watermark, said.get("watermark", -1))
+            watermark = max(watermark, said.get("watermark", -1))
+        if woken:
+            self.keys.update((number, key) for number, key in keys.items() if number <= watermark)
+        else:
+            self.keys.update(keys)
+            self.watermark = watermark
 
 
 @contextmanager
@@ -124,7 +136,7 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
             frozen.kill()
             frozen.join()
             frozen = None
-            known.read(folder / f"journal_{number - 1}")  # it may have had the mirror for longer than it seemed
+            known.read(folder / f"journal_{number - 1}", woken=True)
         if storage_options and rng.random() < 0.4 and child.exitcode is None:
             os.kill(child.pid, signal.SIGSTOP)
             frozen, result.frozen = child, result.frozen + 1
