@@ -132,3 +132,10 @@ def test_links_lead_somewhere(project_root: Path) -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_every_package_says_on_which_floor_it_is(project_root: Path) -> None:
+    house = (project_root / "docs" / "design" / "house.md").read_text()
+    floors = {name: floor for floor, name in re.findall(r"^\| (\d+) \| `(\w+)` \|", house, re.MULTILINE)}
+    for path in sorted((project_root / "trajstore").glob("*/__init__.py")):
+        assert f"Floor {floors[path.parent.name]} of ``docs/design/house.md``" in path.read_text(), path

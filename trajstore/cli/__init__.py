@@ -1,5 +1,7 @@
 """The command line: ``trajstore inspect``, ``verify``, ``copy``, ``repair``, ``restore``, ``rollback`` and others.
 
+Floor 10 of ``docs/design/house.md``: imports from lower floors only.
+
 Each command is one thin file over a function that can be imported and called without it. Commands
 import what they need when they run, so that ``trajstore --help`` loads neither torch nor numpy.
 

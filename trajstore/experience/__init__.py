@@ -1,5 +1,7 @@
 """Experience replay for GRPO: the pool of successful rollouts, and the mixing of its tasks into batches.
 
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+
 Imports run downward: ``exchange`` (pools to files and back), ``mixing`` → ``pool`` → ``keeping``, ``scoring`` →
 ``cut``, ``ledger``, ``notices``, ``diagnosis`` → ``journal`` → ``store``, ``selection``, ``compact`` →
 ``rules``, ``entry`` → ``buckets``, ``outcomes``; ``transcripts`` makes demonstrations of conversations, ``similarity``

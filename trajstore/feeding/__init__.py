@@ -1,4 +1,7 @@
-"""Feeding a learner: batches drawn and read ahead, exact and elastic resume."""
+"""Feeding a learner: batches drawn and read ahead, exact and elastic resume.
+
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shard formats by name."""
+"""Shard formats by name.
+
+Floor 2 of ``docs/design/house.md``: imports from lower floors only.
+"""
 
 from __future__ import annotations
 

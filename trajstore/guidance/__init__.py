@@ -1,5 +1,7 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+
 Imports run downward: ``manager``, ``worth`` → ``updates``, ``worker`` → ``local``, ``client``, ``endpoint`` →
 ``summary``, ``json_http``, ``trouble`` → ``maker``, ``experience``, ``metadata`` → ``allocation``,
 ``context``.

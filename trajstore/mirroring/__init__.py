@@ -1,1 +1,4 @@
-"""A copy of a store that follows its writer to another place, and the way back: see docs/design/mirror.md."""
+"""A copy of a store that follows its writer to another place, and the way back: see docs/design/mirror.md.
+
+Floor 5 of ``docs/design/house.md``: imports from lower floors only.
+"""

@@ -1,5 +1,7 @@
 """For runs that come from RLinf: its names, on trajstore's store.
 
+Floor 7 of ``docs/design/house.md``: imports from lower floors only.
+
 ``from trajstore.rlinf import TrajectoryReplayBuffer, Trajectory, EmbodiedTrajectoryBuilder`` stands in for the imports
 from ``rlinf.data.storage.replay`` and ``rlinf.data.schema``: the classes of trajstore with the members that RLinf's
 workers and tools call besides. The how-to ``docs/howto/rlinf.md`` tells the rest.

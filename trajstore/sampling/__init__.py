@@ -1,4 +1,7 @@
-"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows."""
+"""Which rows are drawn: samplers, and what they weigh. Pure: trajectories told and a generator give rows.
+
+Floor 4 of ``docs/design/house.md``: imports from lower floors only.
+"""
 
 from __future__ import annotations
 
