@@ -254,6 +254,16 @@ def test_a_state_that_no_buffer_can_take_up(store: Path, name: str, value: dict[
     assert [problem.file for problem in verify(store).problems] == [name]
 
 
+def test_a_pin_that_names_what_was_never_committed(store: Path) -> None:
+    file = store / "pins/kept.json"
+    pin = unseal("pin", file.read_bytes(), "")
+    file.write_bytes(seal("pin", orjson.dumps(pin | {"ids": [*pin["ids"], [900, 901]]})))
+    with pytest.raises(errors.CorruptStoreError, match="'kept' names 2 trajectories that are missing"):
+        TrajectoryReplayBuffer().load_checkpoint(store, pin="kept")
+    assert [problem.file for problem in verify(store).problems] == ["pins/kept.json"]
+    read(store)  # all else is served
+
+
 @pytest.mark.parametrize("generation", [[[]], -1, None, "7"])
 def test_metadata_without_a_sensible_generation(store: Path, generation: Any) -> None:
     values = orjson.loads((store / METADATA_NAME).read_bytes())

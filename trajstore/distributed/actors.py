@@ -18,6 +18,7 @@ NAMESPACE = "trajstore"
 
 _PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
 _LONGEST_PAUSE = 2.0
+_LOOK_AGAIN = 2.0  # seconds after which it is asked whether a silent actor has ended
 
 
 def ray() -> ModuleType:
@@ -42,6 +43,7 @@ def away() -> tuple[type[Exception], ...]:
 
     return (
         exceptions.RayActorError,
+        exceptions.ActorUnschedulableError,  # its node is lost, and it has not ended yet
         exceptions.GetTimeoutError,
         exceptions.ObjectLostError,
         exceptions.NodeDiedError,
@@ -139,6 +141,25 @@ class Stores:
         if rank not in self._about:
             self._about[rank] = self.call(rank, "describe")
         return self._about[rank]
+
+    def node_of(self, rank: int) -> str | None:
+        """Return the node on which a store is; None if its actor has ended for good, as one of a lost node does.
+
+        Raises:
+            StoreUnreachableError: it neither answered nor ended for ``deadline`` seconds.
+        """
+        until = time.monotonic() + self.deadline
+        while rank in self._actors:
+            try:
+                about: ServedStore = self.call(rank, "describe", deadline=min(_LOOK_AGAIN, self.deadline))
+            except StoreUnreachableError:
+                if time.monotonic() >= until:
+                    raise
+                self.forget(rank)
+            else:
+                self._about[rank] = about
+                return about.node
+        return None
 
     def stop(self, rank: int) -> None:
         """Close a store and end its actor; nothing to do for one that does not answer but to end it."""

@@ -58,7 +58,7 @@ def start_stores(
         StoreUnreachableError: a store does not start.
     """
     wanted = dict(options)
-    taken = {known.describe(rank).node for rank in known.ranks} if per_node else set()
+    taken = {known.node_of(rank) for rank in known.ranks} if per_node else set()
     rank = 0
     for strategy in placed:
         if per_node:
@@ -70,6 +70,8 @@ def start_stores(
         rank += 1
     found = Stores(known.name, known.namespace, known.deadline)
     for number in found.ranks:
+        if found.node_of(number) is None:
+            continue
         about = found.describe(number)
         if (about.path, dict(about.options)) != (path, wanted):
             raise ConfigurationError(

@@ -157,6 +157,7 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
         result.problems.append(Problem(METADATA_NAME, f"belongs to another store than {INDEX_NAME}"))
     for name in catalog.pins.names:
         _check_state(pin_name(name), catalog.pins.state(name), result)
+        _check_named(catalog, name, result)
     _check_saved_states(catalog, result)
     _check_entries(catalog, result)
     ids_in = _ids_by_shard(catalog)
@@ -275,6 +276,16 @@ def _check_state(file: str, values: Mapping[str, Any], result: Verification) -> 
         CheckpointState.from_json(values)
     except CorruptStoreError as error:
         result.problems.append(Problem(file, str(error)))
+
+
+def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
+    """Check that all trajectories are there which a pin names."""
+    if (lacking := catalog.lacking(name)) > 0:
+        text = f"names {lacking:,} trajectories that are missing"
+        if catalog.pins.heads[name].generation > catalog.generation:
+            result.notes.append(f"the pin {name!r} {text}: the commits after generation {catalog.generation} are gone")
+        else:
+            result.problems.append(Problem(pin_name(name), text))
 
 
 def _check_saved_states(catalog: Catalog, result: Verification) -> None:

@@ -250,15 +250,25 @@ class Committed:
             columns = part.take(positions)
             columns["weights"] = index.weights.extend(part.weights, columns["weights"].tolist())
             index.append(columns)
-        lacking = int((ranges[:, 1] - ranges[:, 0] + 1).sum()) - len(index)
+        lacking = self.lacking(name)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
-                f"the pin {name!r} names {lacking} trajectories that are missing: a writer that had lost the store to "
-                "another one made it; let go of it with unpin"
+                f"the pin {name!r} names {lacking} trajectories that are missing: commits were lost, or a writer that "
+                "had lost the store to another one made it; let go of it with unpin"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))
         return index
+
+    def lacking(self, name: str) -> int:
+        """Return how many of the trajectories that a checkpoint inside the store names are in no commit.
+
+        Raises:
+            StoreNotFoundError: there is no such checkpoint.
+        """
+        ranges = self.pins.ranges(name)
+        named = int((ranges[:, 1] - ranges[:, 0] + 1).sum())
+        return named - sum(len(part.positions_in(ranges)) for part in (self.pinned, self.index))
 
     # -- saving -----------------------------------------------------------------------------------
 
