@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.local import LocalDirectory
+from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.verify import verify
+from trajstore.mirroring.restoring import restore
 from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
@@ -385,3 +388,29 @@ def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
         reader.load_checkpoint(tmp_path / "run")
         keys_there = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
     assert keys_there == list(range(9))
+
+
+def test_a_checkpoint_that_would_make_a_store_a_run_of_ranks_is_refused(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+        with pytest.raises(errors.ConfigurationError, match="rank_0 would make a run of ranks"):
+            buffer.save_checkpoint(tmp_path / "store/rank_0")
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert len(reader) == 1
+
+
+@pytest.mark.parametrize("copy", [copy_store, repair_store, restore])
+def test_a_copy_within_its_own_source_is_refused(tmp_path: Path, copy: Callable[..., object]) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+    with pytest.raises(errors.ConfigurationError, match="or the other way round"):
+        copy(tmp_path / "store", tmp_path / "store/inner")
+    assert verify(tmp_path / "store").sound
+
+
+def test_repair_says_that_points_are_not_copied(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.save_point(7)
+    copied = repair_store(tmp_path / "store", tmp_path / "repaired")
+    assert copied.problems == ["pins/: 1 saved points and pins are not copied; the copy cannot go back to them"]

@@ -18,7 +18,7 @@ from trajstore import (
     run_points,
     save_run_point,
 )
-from trajstore.buffer.runs import RunPoint, unite_points
+from trajstore.buffer.runs import RunPoint, _choose, unite_points
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.inspection.inspect import inspect
@@ -92,9 +92,9 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     assert errors.keys() == {0, 2}
     assert all(step == 3 and "a rank does not answer" in text for step, text in errors.values())
     assert run_points(run) == [
-        RunPoint(1, RANKS, (), 6),
-        RunPoint(2, RANKS, (), 12),
-        RunPoint(3, RANKS, (1,), 3 + 9),
+        RunPoint(1, RANKS, (), 6, RANKS),
+        RunPoint(2, RANKS, (), 12, RANKS),
+        RunPoint(3, RANKS, (1,), 3 + 9, RANKS),
     ]
     sentence = "the saved point of step 3 is incomplete: of 3 ranks, it is not in rank_1"
     found = verify(run)
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     for rank, (step, state, keys) in answers.items():
         assert (step, state) == (2, {"step": 2, "rank": rank})
         assert keys == sorted(100 * step + 10 * rank + k for step in (1, 2) for k in range(rank + 1))
-    assert run_points(run) == [RunPoint(3, RANKS, (), 15), RunPoint(4, RANKS, (), 18)]
+    assert run_points(run) == [RunPoint(3, RANKS, (), 15, RANKS), RunPoint(4, RANKS, (), 18, RANKS)]
     assert verify(run).sound
     done = roll_back(run, 3)
     assert done.trajectories == 15
@@ -129,7 +129,7 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
 def test_points_of_ranks_that_do_not_say_how_many_they_are() -> None:
     point = SavedPoint(5, 1, 2, 0)
     assert unite_points({0: [point], 1: [point], 2: []}) == [RunPoint(5, 3, (2,), 4)]
-    assert unite_points({0: [SavedPoint(5, 1, 2, 0, ranks=3)], 1: [point]}) == [RunPoint(5, 3, (2,), 4)]
+    assert unite_points({0: [SavedPoint(5, 1, 2, 0, ranks=3)], 1: [point]}) == [RunPoint(5, 3, (2,), 4, 3)]
     assert unite_points({}) == []
 
 
@@ -148,3 +148,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         roll_back_run(TrajectoryReplayBuffer())
     with pytest.raises(StoreNotFoundError):
         run_points(tmp_path / "nowhere")
+
+
+def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(tmp_path: Path) -> None:
+    """What two ranks saved together is not taken for a new run by three, nor gone back to by one."""
+    for rank in range(2):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"rank_{rank}") as buffer:
+            buffer.add_trajectories([witness(rank)])
+            buffer._points.save(10, None, None, 2)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_0") as buffer:
+        assert _choose(buffer, None, 2) == 10
+        for ranks in (1, 3):
+            with pytest.raises(ConfigurationError, match=f"2 ranks saved.*has {ranks}.*step-10"):
+                _choose(buffer, None, ranks)

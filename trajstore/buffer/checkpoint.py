@@ -29,6 +29,7 @@ from trajstore.formats import FORMATS
 from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
+from trajstore.reading.places import is_of_rank
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import START_OF, TrajectoryIndex, starts_of
@@ -110,6 +111,12 @@ def _check_replaceable(target: LocalDirectory) -> None:
     if LOCK_NAME in files and target.size(LOCK_NAME):
         raise ConfigurationError(
             f"{target.url}: is a store that is being written; give the checkpoint its own directory"
+        )
+    above = LocalDirectory(target.path.resolve().parent)
+    if is_of_rank(target.path.name) and METADATA_NAME in above.listing()[0]:
+        raise ConfigurationError(
+            f"{target.url}: {above.url} is a store, which a folder {target.path.name} would make a run of ranks; "
+            "give the checkpoint its own directory"
         )
 
 

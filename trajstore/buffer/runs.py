@@ -30,15 +30,17 @@ class RunPoint:
 
     Attributes:
         step: of the model.
-        ranks: how many ranks save it together.
+        ranks: how many ranks save it together, or more, where there are stores of more.
         lacking: numbers of the ranks that do not have it; a run cannot go back to such a point.
         trajectories: how many it names, in all stores that have it.
+        saved_by: how many ranks saved it together; None if it does not say.
     """
 
     step: int
     ranks: int
     lacking: tuple[int, ...]
     trajectories: int
+    saved_by: int | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -58,7 +60,8 @@ def unite_points(points: Mapping[int, Sequence[SavedPoint]]) -> list[RunPoint]:
         # Points that were saved by each store by itself do not say how many belong together: all that there are.
         ranks = max([point.ranks or 0 for point in have.values()] + [max(points, default=-1) + 1])
         lacking = tuple(rank for rank in range(ranks) if rank not in have)
-        found.append(RunPoint(step, ranks, lacking, sum(point.trajectories for point in have.values())))
+        trajectories = sum(point.trajectories for point in have.values())
+        found.append(RunPoint(step, ranks, lacking, trajectories, max(p.ranks or 0 for p in have.values()) or None))
     return found
 
 
@@ -144,17 +147,17 @@ def roll_back_run(
         The step, None if the run has no complete point (nothing was changed); and this rank's state of it.
 
     Raises:
-        ConfigurationError: the store is not that of this rank.
+        ConfigurationError: the store is not that of this rank, or another number of ranks saved the run's points.
         StoreNotFoundError: there is no such point, or a rank lacks it; says which.
         StoreWriteError: a rank could not go back, or did not answer; names it.
     """
     import torch.distributed as dist
 
-    rank, _ = _rank_in(buffer, group)
+    rank, ranks = _rank_in(buffer, group)
     decided: list[Any] = [None, None]
     if rank == 0:
         try:
-            decided[0] = _choose(buffer, step)
+            decided[0] = _choose(buffer, step, ranks)
         except Exception as error:  # to be raised by every rank
             decided[1] = error
     try:
@@ -177,14 +180,17 @@ def roll_back_run(
     return chosen, state
 
 
-def _choose(buffer: TrajectoryReplayBuffer, step: int | None) -> int | None:
+def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int | None:
     """Return the step to go back to.
 
     Raises:
+        ConfigurationError: another number of ranks saved it together.
         StoreNotFoundError: some rank does not have the one that was asked for.
     """
     run = _run_of(buffer)
     points = run_points(run, **buffer._storage_options)
+    for point in points:
+        _check_ranks(run, point, ranks)
     complete = [point.step for point in points if point.is_complete]
     for point in points:
         if not point.is_complete:
@@ -194,6 +200,15 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None) -> int | None:
     wanted = [point for point in points if point.step == step]
     why = incomplete_sentence(wanted[0]) if wanted else f"no saved point of step {step}"
     raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
+
+
+def _check_ranks(run: str, point: RunPoint, ranks: int) -> None:
+    if point.saved_by not in (None, ranks):
+        raise ConfigurationError(
+            f"{run}: {point.saved_by} ranks saved step {point.step} together, this job has {ranks}; begin a new run, "
+            f"and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
+            f"pin={point_name(point.step)!r}, ...)"
+        )
 
 
 def incomplete_sentence(point: RunPoint) -> str:

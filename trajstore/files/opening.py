@@ -26,3 +26,11 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
 
         return RemoteDirectory(text, **options)
     return LocalDirectory(Path(text.removeprefix("file://")))
+
+
+def nested(one: Directory, other: Directory) -> bool:
+    """Return whether two directories are the same, or one lies in the other."""
+    mine, its = (
+        url.rstrip("/") if "://" in url else str(Path(url).resolve()).rstrip("/") for url in (one.url, other.url)
+    )
+    return f"{mine}/".startswith(f"{its}/") or f"{its}/".startswith(f"{mine}/")

@@ -9,10 +9,11 @@ from typing import Any
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import nested, open_directory
 from trajstore.inspection.verify import verify
 from trajstore.reading.places import Place, find_place
 from trajstore.store.log_records import ids_in_words
+from trajstore.store.saved_points import PINS_FOLDER
 
 Progress = Callable[[int, int], None]
 """Told (done, total) shards."""
@@ -92,6 +93,11 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         )
         copied = _copy(place.url, to, lost, progress, strict=False)
         copied.problems = [f"{problem.file}: {problem.message}" for problem in found.problems]
+        points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
+        if points:
+            copied.problems.append(
+                f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied; the copy cannot go back to them"
+            )
         return copied
 
     return _each(find_place(source), str(target), repair, lenient=True)
@@ -104,6 +110,8 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     directory = open_directory(target)
     if directory.exists() and directory.names():
         raise ConfigurationError(f"{target}: is not empty; give the copy a directory of its own")
+    if nested(open_directory(place.url), directory):
+        raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
     if place.kind == "store":
         return copy(place, target)
     result = Copied(place.url, target, problems=list(place.lacking))

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import orjson
 from trajstore import locks
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError
 from trajstore.files.base import Directory, EncodedFile, ReaderLease
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import nested, open_directory
 from trajstore.interrupts import Parking
 from trajstore.mirroring.options import MIRRORED_NAME, Mirror, MirrorState
 from trajstore.mirroring.replica import Replica
@@ -314,8 +313,7 @@ def mirror_directory(options: Mirror, store: Directory) -> Directory:
         MissingDependencyError: the file system's package is not installed.
     """
     target = open_directory(options.url, **options.storage_options)
-    mine, other = (url.rstrip("/") if "://" in url else str(Path(url).resolve()) for url in (store.url, target.url))
-    if f"{mine}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mine}/"):
+    if nested(store, target):
         raise ConfigurationError(
             f"mirror {target.url}: one lies in the other of mirror and store {store.url}; mirror to another directory"
         )

@@ -19,7 +19,7 @@ import orjson
 
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError, listed
 from trajstore.files.base import Buffer, Directory, EncodedFile
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import nested, open_directory
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
@@ -113,6 +113,8 @@ def restore(
     options = dict(storage_options or {})
     source = open_directory(mirror, **(options if "://" in str(mirror) else {}))
     into = open_directory(target, **(options if "://" in str(target) else {}))
+    if nested(source, into):
+        raise ConfigurationError(f"{into.url}: lies in {source.url}, or the other way round; restore to another place")
     kind, ranks = kind_of(source), ranks_of(source)
     if kind == "store" and ranks.directories:
         raise ConfigurationError(mixed_sentence(source.url, ranks.names))
