@@ -96,6 +96,18 @@ def test_the_least_recently_used_files_are_emptied(server: Server, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_file_that_needs_nothing_more_is_in_use_all_the_same(server: Server, tmp_path: Path) -> None:
+    maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
+    first, second = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
+    read(first, (0, 10 * BLOCK))
+    read(second, (0, 10 * BLOCK))
+    read(first, (0, BLOCK))  # is there
+    third = maps.map("c", len(CONTENT))
+    read(third, (0, 10 * BLOCK))
+    assert first.there.any()
+    assert not second.there.any()
+
+
 def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Server, tmp_path: Path) -> None:
     maps = PartialMaps(server, lambda: tmp_path, 25 * BLOCK)
     one, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))

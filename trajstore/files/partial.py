@@ -179,6 +179,8 @@ class PartialMaps:
             with self._lock:
                 for one in maps:
                     one.users -= 1
+                    if id(one) in self._used:  # also one that needed nothing: it is in use all the same
+                        self._used.move_to_end(id(one))
                 self._shrink()
 
     def _begin(self) -> None:
@@ -217,7 +219,6 @@ class PartialMaps:
                 self.fetched += len(data)
             self.requests += len(wanted)
             for one in ordered:
-                self._used.pop(id(one), None)
                 self._used[id(one)] = weakref.ref(one)
 
     def _shrink(self) -> None:
@@ -245,7 +246,7 @@ class PartialMaps:
                 return
 
     def _living(self) -> list[PartialMap]:
-        """Return the files that are mapped still, the least recently fetched from first."""
+        """Return the files that are mapped still, the least recently used first."""
         found = []
         for key, reference in list(self._used.items()):
             one = reference()
