@@ -39,11 +39,11 @@ def _cached(workload: Workload, columns: dict[str, torch.Tensor], options: Optio
     with TrajectoryReplayBuffer(seed=SEED, sample_window_size=0) as buffer:
         buffer.add_trajectories(workload.trajectories)
         check_equal(buffer, RawGather(columns, workload.batch, SEED))
-        return _compare("T1", f"sample, cached, {workload.name}", 1.25, buffer, columns, workload, options)
+        return _compare("T1", f"sample, cached, {workload.name}", 1.0, buffer, columns, workload, options)
 
 
 def _uncached(workload: Workload, columns: dict[str, torch.Tensor], options: Options) -> Iterator[Figure]:
-    for kind, target in (("pt", 1.5), ("zarr", None)):
+    for kind, target in (("pt", 1.1), ("zarr", None)):
         open_buffer = partial(
             TrajectoryReplayBuffer,
             seed=SEED,

@@ -19,7 +19,7 @@ from tools.bench.workloads import RawGather, Workload, image, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
 from trajstore.feeding import ReplayLoader
 
-TARGET = 0.6
+TARGET = 0.4
 PREFETCH = 4
 
 

@@ -20,7 +20,7 @@ from trajstore.files.opening import open_directory
 from trajstore.reading.gather import locate
 from trajstore.store.catalog import Catalog
 
-TARGET = 2.0
+TARGET = 1.1
 SEED = 3
 
 

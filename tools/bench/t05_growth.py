@@ -18,7 +18,7 @@ from tools.bench.timing import ratio, seconds
 from tools.bench.workloads import small_trajectory
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 
-TARGET = 0.9
+TARGET = 0.95
 LIST = 16
 
 

@@ -53,7 +53,7 @@ def figures(options: Options) -> Iterator[Figure]:
         "T6",
         "durable adds, 1 KB, trajectories/s over 1 / fdatasync",
         total / median(ours) * sync,
-        3.0,
+        5.0,
         at_least=True,
         details={
             "ratio_one_by_one": total / median(one_by_one) * sync,

@@ -57,11 +57,11 @@ def _of_store(options: Options, sharding: str, total: int, writer: WriterOptions
             "T9",
             f"{name}, over cp -r",
             ratio(ours, plain),
-            0.1,
+            0.1 if sharding == "default" else 0.25,
             details={"ratio_to_synced_copy": ratio(ours, synced), "files": files, "checkpoint_s": median(ours)},
         )
         held, usual = _held(buffer, small_trajectory(generator, 0), options)
-        target = 50.0 if sharding == "default" else None
+        target = 20.0 if sharding == "default" else None
         yield Figure(
             "T9",
             f"{name}, adders held",

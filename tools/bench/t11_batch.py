@@ -25,7 +25,7 @@ from trainer_hooks.batch import BatchRow, build_batch, to_tensordict
 from trajstore.trajectory import AgentTrajectory
 
 ROWS, PROMPT, RESPONSE, TURNS, GROUP = 512, 300, 700, 3, 8
-TARGET = 1.5
+TARGET = 1.0
 STORED = ("input_ids", "attention_mask", "loss_mask", "recorded_old_log_probs")
 
 

@@ -26,7 +26,7 @@ from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 
 ROWS, TOKENS = 64, 2048
 CLIP_LOW, CLIP_HIGH, OFF_CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 1.0, 3.0
-TIME_TARGET, MEMORY_TARGET = 0.6, 0.5
+TIME_TARGET, MEMORY_TARGET = 0.2, 0.5
 
 
 class Inputs(NamedTuple):

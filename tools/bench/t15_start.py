@@ -21,12 +21,12 @@ def figures(options: Options) -> Iterator[Figure]:
         options.repeats,
         warmup=min(1, options.repeats - 1),
     )
-    yield Figure("T15", "trajstore --help", median(show_help), 0.3, "s", details={"python_alone": median(nothing)})
+    yield Figure("T15", "trajstore --help", median(show_help), 0.1, "s", details={"python_alone": median(nothing)})
     yield Figure(
         "T15",
         "import trajstore over import torch",
         ratio(store, torch),
-        1.15,
+        1.1,
         details={"with_the_buffer": ratio(buffer, torch), "torch_s": median(torch)},
     )
 
