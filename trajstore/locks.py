@@ -31,7 +31,7 @@ ORDER = (
     "Rewriter._one",
     "Intake.lock",
     "Points._one",
-    "CommitLog.lock",
+    "CommitLog._lock",
     "Prefetcher._changed",
     "Contents.lock",
     "Residency._lock",

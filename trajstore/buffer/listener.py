@@ -1,6 +1,6 @@
 """How a buffer learns what its writer did, without the writer's threads keeping the buffer alive.
 
-All that the writer tells is told with ``CommitLog.lock`` held; ``Contents.lock`` is taken under it.
+All that the writer tells is told with ``CommitLog._lock`` held; ``Contents.lock`` is taken under it.
 """
 
 from __future__ import annotations

@@ -128,10 +128,7 @@ class PointsOfBuffer:
 
     def saved(self) -> list[SavedPoint]:
         """See :attr:`TrajectoryReplayBuffer.saved_points`."""
-        writer = self._own("saved_points")
-        with writer.log.lock:
-            catalog = writer.log.catalog
-            return [SavedPoint.of(head) for head in catalog.pins.points(catalog.generation)]
+        return self._own("saved_points").points.saved()
 
 
 def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:

@@ -78,14 +78,14 @@ class StoreMirror:
     @property
     def behind(self) -> int:
         """Live trajectories of the store that are not on the mirror."""
-        with self._log.lock:
-            ids = self._log.catalog.index["trajectory_id"]
+        with self._log.standing_still() as catalog:
+            ids = catalog.index["trajectory_id"]
             return len(ids) - int(np.searchsorted(ids, self._state.newest_id, side="right"))
 
     @property
     def is_level(self) -> bool:
         """Whether the mirror shows what the store has committed, saved points included."""
-        with self._log.lock:
+        with self._log.standing_still():
             return self._is_level()
 
     def _is_level(self) -> bool:
@@ -165,13 +165,13 @@ class StoreMirror:
             return False
         lease = ReaderLease()
         try:
-            with self._log.lock:
-                lease = self._directory.announce_reader(self._log.catalog.generation)
+            with self._log.standing_still() as catalog:
+                lease = self._directory.announce_reader(catalog.generation)
                 picture = self._picture(whole=self._replica.whole_due)
                 lease.settle(picture.generation)
             lines = None if self._replica.whole_due else self._lines(picture)
             if picture.whole is None and lines is None:
-                with self._log.lock:
+                with self._log.standing_still():
                     picture = self._picture(whole=True)
                     lease.settle(picture.generation)
             return self._bring(picture, lines)
@@ -233,8 +233,7 @@ class StoreMirror:
 
     def _moved_on(self, picture: Picture, rows: Sequence[int]) -> bool:
         """Return whether the store itself no longer needs what could not be read."""
-        with self._log.lock:
-            catalog = self._log.catalog
+        with self._log.standing_still() as catalog:
             needed = catalog.needed_shards()
             heads = catalog.pins.heads
             points = any(name not in heads or heads[name].crc32 != head.crc32 for name, head in picture.pins.items())

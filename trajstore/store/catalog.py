@@ -2,7 +2,7 @@
 
 A catalog is what a writer keeps up to date and what a reader loads and refreshes. It needs no lock on the directory:
 a snapshot is replaced by rename, the log only grows, and what both say overlaps without harm. Among threads, a writer's
-is guarded by ``CommitLog.lock``, that of a follower by ``View.steady``.
+is guarded by ``CommitLog._lock``, that of a follower by ``View.steady``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Entries are in the order in which trajectories were added, the oldest first. Dropping the oldest moves
 a boundary; everything else that sampling asks for is one search in the running total of samples.
 
-Whoever holds an index guards it: ``Contents.lock`` what a buffer shows, ``CommitLog.lock`` a writer's catalog.
+Whoever holds an index guards it: ``Contents.lock`` what a buffer shows, ``CommitLog._lock`` a writer's catalog.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -36,8 +37,23 @@ _MAX_RECORDS = 20_000
 """Records of the log after which the index is written whole, or a sixteenth of the entries if that is more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a thread may do while no other one changes the store, see :meth:`CommitLog.turn`.
+
+    Attributes:
+        commit: see :meth:`CommitLog._commit`.
+        keep_house: see :meth:`CommitLog.keep_house`.
+    """
+
+    commit: Callable[[Sequence[Sequence[NewShard]]], None]
+    keep_house: Callable[[], None]
+
+
 class CommitLog:
     """Appends commits and evictions to the log, and writes the index whole now and then.
+
+    Methods take its lock themselves; the few that expect it to be held say within which of them to call.
 
     Args:
         directory: where; created if absent, continued if it holds a store.
@@ -52,8 +68,7 @@ class CommitLog:
 
     def __init__(self, directory: Directory, format_name: str, snapshot_bytes: int, listener: CommitListener) -> None:
         self.directory = directory
-        self.lock = locks.lock("CommitLog.lock")
-        """Held for every change; ``commit`` and ``keep_house`` leave it to the caller, the rest take it."""
+        self._lock = locks.lock("CommitLog._lock")
         self.must_keep_house = False
         """Whether ``keep_house`` is to be called: half a record may stand in the log, or the last call has failed."""
         self._snapshot_bytes = snapshot_bytes
@@ -70,12 +85,24 @@ class CommitLog:
     def changing(self) -> Iterator[None]:
         """Hold the lock for a change that the writer's user asked for."""
         check_process(self._pid, self.directory.url)  # first: in a forked child the lock may never come free
-        with self.lock:
+        with self._lock:
             self.check_open()
             yield
 
+    @contextmanager
+    def standing_still(self) -> Iterator[Catalog]:
+        """Let nothing be committed, evicted or deleted by others while the caller is at the catalog."""
+        with self._lock:
+            yield self.catalog
+
+    @contextmanager
+    def turn(self) -> Iterator[Turn]:
+        """Let one thread choose what it commits, commit it and tell of it, before another one does the same."""
+        with self._lock:
+            yield Turn(self._commit, self._keep_house)
+
     def check_open(self) -> None:
-        """Refuse a closed writer; the caller holds the lock.
+        """Refuse a closed writer; within :meth:`changing`, or while it is chosen what to read.
 
         Raises:
             StoreClosedError: it was closed.
@@ -85,12 +112,12 @@ class CommitLog:
 
     def close(self) -> None:
         """Refuse every further change from outside."""
-        with self.lock:
+        with self._lock:
             self._closed = True
 
     # -- commits ----------------------------------------------------------------------------------
 
-    def commit(self, commits: Sequence[Sequence[NewShard]]) -> None:
+    def _commit(self, commits: Sequence[Sequence[NewShard]]) -> None:
         """Append commits to the log in one go, take them into the catalog, and tell the listener.
 
         Whatever can fail for the shards' own sake is done before the append; what is durable never fails afterwards.
@@ -143,6 +170,15 @@ class CommitLog:
 
     def keep_house(self) -> None:
         """Evict what retention wants evicted, and write the index if the log has grown much.
+
+        Raises:
+            StoreWriteError: it could not be written; nothing of it happened.
+        """
+        with self.turn() as turn:
+            turn.keep_house()
+
+    def _keep_house(self) -> None:
+        """Do what :meth:`keep_house` says, with the lock held.
 
         Raises:
             StoreWriteError: it could not be written; nothing of it happened.
@@ -235,17 +271,17 @@ class CommitLog:
 
     def space(self) -> tuple[int, int]:
         """Return bytes of the live trajectories, and bytes of the files that they and the pins need."""
-        with self.lock:
+        with self._lock:
             catalog = self.catalog
             return int(catalog.index["nbytes"].sum()), int(catalog.shards.nbytes()[catalog.needed_shards()].sum())
 
     def collect_garbage(self) -> None:
         """Delete what nobody needs any more."""
-        with self.lock:
+        with self._lock:
             self.garbage.collect(self.catalog)
 
     def release_pins(self, names: Sequence[str]) -> None:
-        """Let go of pins; evicted trajectories that only they named are deleted. The caller holds the lock."""
+        """Let go of pins; evicted trajectories that only they named are deleted. Within :meth:`changing`."""
         # Durably, before any shard goes: power loss must not bring back a pin without the files that it names.
         self.directory.remove([pin_name(name) for name in names], durable=True)
         before = int(self.catalog.pinned["nbytes"].sum())
@@ -254,7 +290,7 @@ class CommitLog:
         self.garbage.collect(self.catalog)
 
     def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex) -> None:
-        """Commit other live and pinned entries than there are, by writing the index whole; the caller holds the lock.
+        """Commit other live and pinned entries than there are, by writing the index whole; within :meth:`changing`.
 
         The one commit that is not in the log: whoever follows finds that the log does not go on, and loads again.
 
@@ -286,7 +322,7 @@ class CommitLog:
         Args:
             choose: called while nothing can be committed or evicted; None where there is nothing to read.
         """
-        with self.lock:
+        with self._lock:
             chosen = choose()
             held = chosen is not None
             self.garbage.holds += held
@@ -294,7 +330,7 @@ class CommitLog:
             yield chosen
         finally:
             if held:
-                with self.lock:
+                with self._lock:
                     self.garbage.holds -= 1
                     if self.garbage.put_off and not self._closed:
                         self.garbage.collect(self.catalog)
@@ -307,7 +343,7 @@ class CommitLog:
         Raises:
             StoreWriteError: it could not be written; the log still has everything.
         """
-        with self.lock:
+        with self._lock:
             if self.catalog.generation > self.catalog.snapshot_generation:
                 self._write_snapshot(self.catalog)
                 self._segment = segment_name(self.catalog.generation + 1)
@@ -337,7 +373,7 @@ class CommitLog:
 
         Not part of the durable order: what is missed now comes later.
         """
-        if not self.renewal_due or not self.lock.acquire(blocking=False):
+        if not self.renewal_due or not self._lock.acquire(blocking=False):
             return
         try:
             if not self._closed and self._out_of_step is None and not self._snapshots.renew(self.catalog):
@@ -345,7 +381,7 @@ class CommitLog:
         except (OSError, StoreLockedError) as error:
             logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
         finally:
-            self.lock.release()
+            self._lock.release()
 
 
 def check_process(pid: int, url: str) -> None:

@@ -1,6 +1,6 @@
 """What a commit is: the shards to be recorded, the line of the log, what the listener is told. Pure; no I/O.
 
-Lines are made with ``CommitLog.lock`` held, for they go on from what the catalog has.
+Lines are made with ``CommitLog._lock`` held, for they go on from what the catalog has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Deleting what nobody needs: leftovers of a crash, evicted shards, log segments behind a snapshot.
 
-All of it is called with ``CommitLog.lock`` held, or before the writer has a second thread.
+All of it is called with ``CommitLog._lock`` held, or before the writer has a second thread.
 """
 
 from __future__ import annotations

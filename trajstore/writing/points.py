@@ -59,7 +59,7 @@ class Points:
         self._directory = log.directory
         self._one = locks.lock("Points._one")
         """Held by one change at a time: what a point has written and not yet named must not pass for left over."""
-        with log.lock:
+        with log.changing():
             if not log.directory.can_append:
                 self._claim()
             self._end_interrupted()
@@ -121,6 +121,11 @@ class Points:
         except OSError as error:
             raise StoreWriteError(f"{error}: nothing {what}") from error
 
+    def saved(self) -> list[SavedPoint]:
+        """Return the points that are there, lowest step first."""
+        with self._log.standing_still() as catalog:
+            return [SavedPoint.of(head) for head in catalog.pins.points(catalog.generation)]
+
     # -- saving -----------------------------------------------------------------------------------
 
     def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
@@ -156,7 +161,7 @@ class Points:
             with self._changing():
                 self._publish(pin_file(name, ids, generation, **told), "was saved")
         finally:
-            with self._log.lock:
+            with self._log.standing_still():
                 catalog.pins.arrived(name)
                 catalog.load_pins()
         with self._changing():
@@ -179,7 +184,7 @@ class Points:
             )
 
     def _release(self, heads: Sequence[PinHead]) -> None:
-        """Let go of pins, and delete state files that none names; the caller holds the lock."""
+        """Let go of pins, and delete state files that none names; within :meth:`_changing`."""
         if heads:
             names = [head.name for head in heads]
             logger.info("%s: lets go of %s", self._directory.url, ", ".join(names))
@@ -274,7 +279,7 @@ class Points:
     # -- what a crash leaves ----------------------------------------------------------------------
 
     def _end_interrupted(self) -> None:
-        """Bring to its end what an interrupted writer began; the caller holds the lock."""
+        """Bring to its end what an interrupted writer began; within ``CommitLog.changing``."""
         catalog = self._log.catalog
         asides = [head for head in catalog.pins.heads.values() if head.back_to is not None]
         self._release([head for head in asides if head.generation > catalog.generation])  # the rollback never came
@@ -297,7 +302,7 @@ class Points:
         return True
 
     def _rename_void(self) -> None:
-        """Give points that a rollback made void the name of what it set aside; the caller holds the lock."""
+        """Give points that a rollback made void the name of what it set aside; within :meth:`_changing`."""
         catalog = self._log.catalog
         void = catalog.pins.void(catalog.generation)
         heads = catalog.pins.heads

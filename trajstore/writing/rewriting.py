@@ -162,8 +162,8 @@ class Rewriter:
                 logger.warning("%s: shards could not be rewritten: %s", self._directory.url, error)
             except Exception:  # a bug; the store goes on without rewriting, which costs disk space only
                 logger.exception("%s: shards could not be rewritten", self._directory.url)
-            with self._log.lock:  # an eighth of what is live can be evicted until it is worth another look
-                pause = max(SLACK_BYTES, int(self._log.catalog.index["nbytes"].sum()) // 8)
+            live, _ = self._log.space()  # an eighth of it can be evicted until it is worth another look
+            pause = max(SLACK_BYTES, live // 8)
 
     def _wait(self, seconds: float | None) -> None:
         """Wait for :meth:`note` or :meth:`stop`; all that came so far counts once."""
@@ -197,7 +197,7 @@ class Rewriter:
             return True
 
     def _choose(self, everything: bool) -> _Chosen | None:
-        """Return what is worth rewriting; the caller holds the log's lock."""
+        """Return what is worth rewriting; called while the log stands still."""
         self._log.check_open()
         catalog = self._log.catalog
         usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()

@@ -1,4 +1,4 @@
-"""``trajectory_index.json`` written whole, and ``metadata.json`` beside it. Called with ``CommitLog.lock`` held."""
+"""``trajectory_index.json`` written whole, and ``metadata.json`` beside it. Called with ``CommitLog._lock`` held."""
 
 from __future__ import annotations
 

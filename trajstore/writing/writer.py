@@ -3,7 +3,7 @@
 The way of a group: taken from the queue by a pool thread, encoded, published (files durable), then, in
 the order of ids, committed in the log (one append for all groups that are ready), then visible. What a
 crash leaves at each point is written in docs/design/store.md. Groups are encoded and published without a lock, and
-committed with ``CommitLog.lock`` held.
+committed with ``CommitLog._lock`` held.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.interrupts import uninterrupted
 from trajstore.writing.callbacks import CommitCallbacks
-from trajstore.writing.commit_log import CommitLog, check_process
+from trajstore.writing.commit_log import CommitLog, Turn, check_process
 from trajstore.writing.commits import CommitListener
 from trajstore.writing.groups import Group
 from trajstore.writing.options import WriterOptions
@@ -126,7 +126,7 @@ class StoreWriter:
         except (OSError, StoreLockedError) as error:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
         if self.log.must_keep_house or self._listener.to_evict():
-            uninterrupted(self._keep_house_now)
+            uninterrupted(self.log.keep_house)
         if self.log.renewal_due:
             uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
@@ -134,13 +134,9 @@ class StoreWriter:
     def retain(self) -> None:
         """Evict what retention wants evicted; a failure is logged, and tried again by the next commit or flush."""
         try:
-            uninterrupted(self._keep_house_now)
+            uninterrupted(self.log.keep_house)
         except StoreWriteError as error:
             logger.warning("%s: retention could not be applied: %s", self.directory.url, error)
-
-    def _keep_house_now(self) -> None:
-        with self.log.lock:
-            self.log.keep_house()
 
     def compact(self) -> None:
         """Rewrite shards until no row of them is dead and no two small ones are left.
@@ -216,15 +212,15 @@ class StoreWriter:
 
     def _commit_ready(self) -> None:
         """Commit all groups whose turn it is; if an earlier one is not published yet, that one's thread does it."""
-        with self.log.lock:
+        with self.log.turn() as turn:
             groups = self.queue.take_ready()
             while groups:
                 try:
-                    committed = self._commit(groups)
+                    committed = self._commit(turn, groups)
                 except Exception as error:  # as above
                     self._fail(groups, error)
                     return
-                failure = self._keep_house()
+                failure = self._keep_house(turn)
                 overcome = self.queue.finish(committed)
                 if overcome:
                     logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
@@ -237,32 +233,32 @@ class StoreWriter:
                             self._callbacks.put(tuple(group.ids))
                 groups = groups[len(committed) :]
 
-    def _commit(self, groups: list[Group]) -> list[Group]:
-        """Commit groups, at least the first one, with the log's lock held; return those that are done with.
+    def _commit(self, turn: Turn, groups: list[Group]) -> list[Group]:
+        """Commit groups, at least the first one; return those that are done with.
 
         Raises:
             StoreWriteError: the log could not be written.
             MemoryError: there is none.
         """
         try:
-            self.log.commit([[part.new_shard() for part in group.parts] for group in groups if group.parts])
+            turn.commit([[part.new_shard() for part in group.parts] for group in groups if group.parts])
         except (TrajstoreError, MemoryError, OSError):
             raise
         except Exception as error:  # whatever it is, it must not stop what comes behind
             if len(groups) > 1:
-                return self._commit(groups[:1])
+                return self._commit(turn, groups[:1])
             (group,) = groups
             self._set_aside(group, [Unwritable(group.ids, group.nbytes, error)])
             group.parts = []
         return groups
 
-    def _keep_house(self) -> StoreWriteError | None:
+    def _keep_house(self, turn: Turn) -> StoreWriteError | None:
         """Evict and take a snapshot if it is time; return what went wrong. The commit itself stands.
 
         It is tried again by ``flush`` and after the next commit.
         """
         try:
-            self.log.keep_house()
+            turn.keep_house()
         except StoreWriteError as error:
             logger.warning("%s", error)
             return error
