@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreError, TrajstoreError, UnsafeContentError
 from trajstore.files.base import Directory
-from trajstore.formats import open_shard
-from trajstore.formats.base import ShardManifest
-from trajstore.formats.checksums import check_file
 from trajstore.inspection.foreign import iterate_rlinf
 from trajstore.inspection.points import incomplete_points
+from trajstore.inspection.shard_damage import damage_in
 from trajstore.reading.places import Place, find_place, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
-from trajstore.reading.shard_access import ShardAccess, fetch_file
+from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import SHARDS_FOLDER, decode_lines, ranges_of
@@ -167,11 +164,11 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
     for done, row in enumerate(needed):
         manifest = catalog.shards.manifest(row)
         named.update(file.name for file in manifest.files)
-        problems = check_shard(directory, manifest)
-        whole[row] = not problems
-        if problems:
+        damage = damage_in(directory, manifest)
+        whole[row] = not damage
+        if damage:
             lost = tuple((low, high) for low, high in ranges_of(ids_in(row)))
-            result.problems.extend(replace(problem, lost=lost) for problem in problems)
+            result.problems.extend(Problem(file, message, lost) for file, message in damage)
         result.files += len(manifest.files)
         result.nbytes += sum(file.size for file in manifest.files)
         if progress is not None:
@@ -237,37 +234,6 @@ def _is_cut_short(data: bytes, offset: int) -> bool:
     if zeros:
         return zeros == len(data) or (offset + zeros) % _SECTOR == 0
     return _BEGINNING.match(data) is not None
-
-
-def check_shard(directory: Directory, manifest: ShardManifest) -> list[Problem]:
-    """Return what is wrong with the files of one shard: sizes, checksums, columns that cannot be decoded."""
-    problems = []
-    for number, file in enumerate(manifest.files):
-        try:
-            data = memoryview(fetch_file(directory, manifest, file.name))
-        except (StoreError, OSError) as error:
-            problems.append(Problem(file.name, str(error)))
-            continue
-        try:
-            for message in check_file(data, manifest, number):
-                problems.append(Problem(file.name, message.removeprefix(f"{file.name}: ")))
-        finally:
-            data.release()
-    if not problems and None in manifest.places:
-        problems.extend(_check_decoding(directory, manifest))
-    return problems
-
-
-def _check_decoding(directory: Directory, manifest: ShardManifest) -> list[Problem]:
-    """Decode the columns that are not mapped."""
-    try:
-        reader = open_shard(partial(fetch_file, directory, manifest), manifest)
-        for column, place in enumerate(manifest.places):
-            if place is None:
-                reader.rows(column, 0, manifest.rows[column])
-    except (StoreError, OSError) as error:  # but not a package that is not installed: that is no damage
-        return [Problem(manifest.files[0].name, str(error))]
-    return []
 
 
 def _check_state(file: str, values: Mapping[str, Any], result: Verification) -> None:

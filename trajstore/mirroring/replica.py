@@ -6,24 +6,21 @@ The order of every change, and what a crash leaves at each point, is written in 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
+from trajstore.errors import ConfigurationError, StoreError, listed
 from trajstore.files.base import Directory, EncodedFile, WriterLock
 from trajstore.files.filemap import FileMap
-from trajstore.files.holder import holder_document
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
-from trajstore.mirroring.options import LEDGER_NAME
+from trajstore.mirroring.ledger import Ledger, crc_of
 from trajstore.mirroring.source import Line, Picture
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, manifest_to_json, segment_generation, segment_name
+from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, segment_generation, segment_name
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.writing.commit_log import CommitLog
@@ -68,13 +65,13 @@ class Replica:
         self._fence = ""
         self._dead: dict[str, int] = {}
         """Files that are to go, and the first generation that does not need them."""
-        self._store_id = ""
         self._snapshot_generation = -1
         self._snapshot_bytes = 0
         self._segments = 0
         self._log_bytes = 0
-        self._listed_in_ledger = False
+        self._ledger = Ledger(target, source.url)
         self._unlisted = 0
+        """Bytes that were copied since the ledger was written."""
 
     # -- opening ----------------------------------------------------------------------------------
 
@@ -82,7 +79,7 @@ class Replica:
         """Become the mirror's writer, and find out what is there.
 
         Args:
-            log: the store's; its lock is taken for comparing only.
+            log: the store's; it stands still for comparing only.
 
         Raises:
             StoreLockedError: somebody else writes there.
@@ -91,13 +88,12 @@ class Replica:
         """
         self._lock = self.target.lock_writer()
         self.target.create((SHARDS_FOLDER, LOG_FOLDER))
-        self._store_id = log.catalog.store_id
         there = Catalog(self.target)
         begun = Catalog.exists(self.target)
         if begun:
             there = self._keep_others_out()
         sizes = self.target.sizes(SHARDS_FOLDER)
-        ledger = self._read_ledger()
+        ledger = self._ledger.read(log.catalog.store_id)
         if begun:
             self.generation, self._snapshot_generation = there.generation, there.snapshot_generation
             self.newest_id = there.next_id - 1
@@ -107,10 +103,10 @@ class Replica:
             self.whole_due = bool(there.segment_torn or self._fence)
         else:
             self._check_unused(sizes, ledger)
-        with log.lock:
-            self._compare(log.catalog, there)
-            self._look_for_rows(log.catalog)
-            needed = log.catalog.needed_shards()
+        with log.standing_still() as catalog:
+            self._compare(catalog, there)
+            self._look_for_rows(catalog)
+            needed = catalog.needed_shards()
         unneeded = self._adopt(log.catalog, needed, there, ledger or {}, sizes)
         self._dead = dict.fromkeys(unneeded, max(0, there.generation))
         logger.info("%s: %d shards are there already", self.target.url, int(self._there.sum()))
@@ -195,7 +191,7 @@ class Replica:
             row = self._row_of.get(number, -1)
             if 0 <= row < len(needed) and needed[row] and not self._there[row]:
                 manifest = catalog.shards.manifest(row)
-                self._there[row] = _crc_of(manifest) == crc and is_whole(manifest)
+                self._there[row] = crc_of(manifest) == crc and is_whole(manifest)
         if lost:
             logger.warning("%s: files of %d shards are absent or cut; they are copied again", self.target.url, lost)
             self.whole_due = True
@@ -316,8 +312,9 @@ class Replica:
         ]
         self.target.remove(old)
         self._segments = 0
-        if self._listed_in_ledger or before < 0:
-            self._write_ledger(None)
+        if self._ledger.lists_shards or before < 0:
+            self._ledger.write(())
+            self._unlisted = 0
 
     def publish_lines(self, picture: Picture, lines: Sequence[Line]) -> None:
         """Append records to the mirror's log; every shard that they name is there."""
@@ -371,38 +368,15 @@ class Replica:
         for name in going:
             del self._dead[name]
 
-    # -- the ledger -------------------------------------------------------------------------------
-
-    def _read_ledger(self) -> dict[int, int] | None:
-        """Return what was copied and is not named yet: by shard number a checksum of what is known of it.
-
-        None if the ledger is absent, or another store's.
-        """
-        try:
-            value = orjson.loads(self.target.read(LEDGER_NAME))
-            copied = {int(number): int(crc) for number, crc in value["copied"]}
-        except FileNotFoundError:
-            return None
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, CorruptStoreError):
-            logger.warning("%s/%s: cannot be read; what it lists is copied again", self.target.url, LEDGER_NAME)
-            return {}
-        self._listed_in_ledger = bool(copied)
-        return copied if value.get("store_id") == self._store_id else None
-
     def begin(self, catalog: Catalog) -> None:
         """Say whose mirror this is to be, before anything is copied to an empty place."""
         if self.generation < 0:
             self._write_ledger(catalog)
 
-    def _write_ledger(self, catalog: Catalog | None) -> None:
-        """Write down which shards are there; None: the index names them all."""
-        copied = []
-        if catalog is not None:
-            for row in np.flatnonzero(self._there).tolist():
-                copied.append((catalog.shards.number(row), _crc_of(catalog.shards.manifest(row))))
-        document = {"store_id": self._store_id, "source": self._source.url, **holder_document(), "copied": copied}
-        self.target.publish([EncodedFile(LEDGER_NAME, [orjson.dumps(document)])])
-        self._listed_in_ledger = bool(copied)
+    def _write_ledger(self, catalog: Catalog) -> None:
+        """Write down which shards are there."""
+        rows = np.flatnonzero(self._there).tolist()
+        self._ledger.write((catalog.shards.number(row), catalog.shards.manifest(row)) for row in rows)
         self._unlisted = 0
 
 
@@ -413,8 +387,3 @@ def _strange_id(there: TrajectoryIndex, here: TrajectoryIndex) -> int | None:
     )
     other = np.flatnonzero(here["uuid"][mine] != there["uuid"][theirs])
     return int(ids[other[0]]) if len(other) else None
-
-
-def _crc_of(manifest: ShardManifest) -> int:
-    """Return a checksum of all that is known of a shard."""
-    return zlib.crc32(orjson.dumps([manifest_to_json(manifest, 0), manifest.schema.to_json()]))

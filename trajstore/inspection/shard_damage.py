@@ -1,0 +1,46 @@
+"""What is wrong with the files of one shard. They are read whole, and changed by nobody."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from trajstore.errors import StoreError
+from trajstore.files.base import Directory
+from trajstore.formats import open_shard
+from trajstore.formats.base import ShardManifest
+from trajstore.formats.checksums import check_file
+from trajstore.reading.shard_access import fetch_file
+
+
+def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
+    """Return the damage of a shard, each a file's name and a message: sizes, checksums, columns that decode to nothing.
+
+    Raises:
+        MissingDependencyError: the format's package is not installed, which is no damage.
+    """
+    damage = []
+    for number, file in enumerate(manifest.files):
+        try:
+            data = memoryview(fetch_file(directory, manifest, file.name))
+        except (StoreError, OSError) as error:
+            damage.append((file.name, str(error)))
+            continue
+        try:
+            damage += [(file.name, text.removeprefix(f"{file.name}: ")) for text in check_file(data, manifest, number)]
+        finally:
+            data.release()
+    if not damage and None in manifest.places:
+        damage += _damage_in_decoded(directory, manifest)
+    return damage
+
+
+def _damage_in_decoded(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
+    """Decode the columns that are not mapped."""
+    try:
+        reader = open_shard(partial(fetch_file, directory, manifest), manifest)
+        for column, place in enumerate(manifest.places):
+            if place is None:
+                reader.rows(column, 0, manifest.rows[column])
+    except (StoreError, OSError) as error:
+        return [(manifest.files[0].name, str(error))]
+    return []
