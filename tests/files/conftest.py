@@ -33,3 +33,9 @@ def s3_url(s3_options: dict[str, Any]) -> str:
     bucket = f"bucket-{uuid.uuid4()}"
     s3fs.S3FileSystem(**s3_options).mkdir(bucket)
     return f"s3://{bucket}/runs/run1"
+
+
+@pytest.fixture
+def memory_url() -> str:
+    """Return the URL of a folder in memory that no other test has."""
+    return f"memory://bucket-{uuid.uuid4()}/run1"

@@ -1,0 +1,146 @@
+"""Copies of remote files on the local disk: made once, bounded, gone with their directory unless a folder was named."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import (
+    CorruptStoreError,
+)
+from trajstore.files.object_store import ObjectStore
+from trajstore.files.opening import open_directory
+from trajstore.files.remote import RemoteDirectory
+from trajstore.testing.directory import publish
+from trajstore.testing.witness import check_trajectory, witness
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the name of each object that is downloaded."""
+    names: list[str] = []
+    download = ObjectStore.download
+
+    def counting(self: ObjectStore, name: str, size: int, target: Path) -> None:
+        names.append(name)
+        download(self, name, size, target)
+
+    monkeypatch.setattr(ObjectStore, "download", counting)
+    return names
+
+
+def test_a_copy_is_made_once_and_outlives_the_process(memory_url: str, tmp_path: Path, downloads: list[str]) -> None:
+    publish(open_directory(memory_url), a=b"1", b=b"2")
+    for _ in range(2):
+        directory = RemoteDirectory(memory_url, cache_dir=tmp_path / "cache")
+        assert [directory.map(name).view.tobytes() for name in "abab"] == [b"1", b"2", b"1", b"2"]
+    assert downloads == ["a", "b"]
+
+
+def test_directories_do_not_share_copies(tmp_path: Path) -> None:
+    for content in (b"1", b"2"):
+        directory = RemoteDirectory(f"memory://bucket-{uuid.uuid4()}", cache_dir=tmp_path)
+        publish(directory, a=content)
+        assert directory.map("a").view.tobytes() == content
+
+
+def test_least_recently_used_copies_go_first(memory_url: str, tmp_path: Path, downloads: list[str]) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=250)
+    publish(directory, a=b"a" * 100, b=b"b" * 100, c=b"c" * 100)
+    copies = {}
+    for age, name in enumerate("ba"):  # as if b had been used last
+        held = directory.map(name)
+        (copies[name],) = set(tmp_path.iterdir()) - set(copies.values())
+        long_ago = time.time() - 20 - age
+        os.utime(copies[name], (long_ago, long_ago))
+    directory.map("c")
+    assert not copies["a"].exists()
+    assert copies["b"].exists()
+    assert held.view.tobytes() == b"a" * 100
+    assert directory.map("a").view.tobytes() == b"a" * 100
+    assert downloads == ["b", "a", "c", "a"]
+
+
+def test_maps_stay_when_their_copies_go(memory_url: str, tmp_path: Path) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path, cache_bytes=0)
+    publish(directory, a=b"1", b=b"2")
+    first, second = directory.map("a"), directory.map("b")
+    assert list(tmp_path.iterdir()) == []
+    assert (first.view.tobytes(), second.view.tobytes()) == (b"1", b"2")
+
+
+def test_temporary_copies_go_with_their_directory(
+    memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory = open_directory(memory_url)
+    publish(directory, a=b"1")
+    directory.map("a")
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) == 1
+    del directory
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_relative_cache_stays_where_it_was(memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    directory = RemoteDirectory(memory_url, cache_dir="cache")
+    publish(directory, a=b"1")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    directory.map("a")
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [None, b"12", b"12345"])
+def test_a_broken_download_leaves_nothing(
+    memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
+    publish(directory, a=b"1234")
+
+    def broken(self: MemoryFileSystem, remote: str, local: str) -> None:
+        Path(local).write_bytes(content or b"1")
+        if content is None:
+            raise ConnectionError("connection lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "get_file", broken)
+        with pytest.raises(OSError, match=rf"(connection lost|arrived of 4): '{memory_url}/a'"):
+            directory.map("a")
+    assert list(tmp_path.iterdir()) == []
+    assert directory.map("a").view.tobytes() == b"1234"
+
+
+def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
+    directory = RemoteDirectory(memory_url, cache_dir=tmp_path)
+    publish(directory, a=b"1234")
+    directory.map("a")
+    (copy,) = tmp_path.iterdir()
+    copy.write_bytes(b"12")
+    assert directory.map("a").view.tobytes() == b"1234"
+
+
+def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
+        for key in range(2):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+        reader = TrajectoryReplayBuffer(sample_window_size=0)
+        reader.load_checkpoint(memory_url)
+        for name in open_directory(memory_url).names("readers"):  # as if it had been cut off for too long
+            open_directory(memory_url).remove([name])
+        buffer.evict([0])
+        with pytest.raises(CorruptStoreError, match=r"shard_\d+.* may have deleted it since .*refresh\(\)"):
+            reader.get(0)
+        assert reader.refresh()
+        assert reader.trajectory_ids.tolist() == [1]
+        assert check_trajectory(reader.get(1)) == 1

@@ -1,0 +1,301 @@
+"""The writer's lock in an object store: heartbeats, taking over, and what a writer that was taken over from can do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import orjson
+import pytest
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import (
+    StoreLockedError,
+    WriterFencedError,
+)
+from trajstore.files.base import Directory, EncodedFile
+from trajstore.files.holder import LOCK_NAME, holder_document
+from trajstore.files.object_store import ObjectStore
+from trajstore.files.opening import open_directory
+from trajstore.files.remote import RemoteDirectory
+from trajstore.store.catalog import Catalog
+from trajstore.testing.directory import publish
+from trajstore.testing.waiting import wait_until
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.writing.fencing import fence
+
+
+def lock_text(**changes: Any) -> bytes:
+    return orjson.dumps({**holder_document(), "token": "other", "ttl": 60.0, "heartbeat": time.time(), **changes})
+
+
+def write_lock(directory: Directory, text: bytes) -> None:
+    directory.publish([EncodedFile(LOCK_NAME, [text])])
+
+
+def dead_process() -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+def test_live_lock_of_another_machine_is_respected(memory_url: str) -> None:
+    directory = open_directory(memory_url)
+    write_lock(directory, lock_text(host="elsewhere", pid=dead_process()))
+    with pytest.raises(StoreLockedError, match=r"on elsewhere since \d{4}-"):
+        directory.lock_writer()
+    assert b"elsewhere" in directory.read(LOCK_NAME)
+
+
+def test_lock_without_heartbeat_is_taken_over(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=4)
+    write_lock(directory, lock_text(host="elsewhere", heartbeat=time.time() - 61))
+    with directory.lock_writer():
+        assert b"elsewhere" not in directory.read(LOCK_NAME)
+        with pytest.raises(StoreLockedError):
+            open_directory(memory_url).lock_writer()
+    assert directory.names() == []
+
+
+def test_lock_of_a_dead_process_of_this_machine_is_taken_over(memory_url: str) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=0.2)
+    with directory.lock_writer():
+        mine = orjson.loads(directory.read(LOCK_NAME))
+    write_lock(directory, orjson.dumps({**mine, "token": "other", "ttl": 3600, "pid": dead_process()}))
+    directory.lock_writer().release()
+    in_another_container = {**mine, "token": "other", "ttl": 3600, "pid": dead_process(), "pid_namespace": 1}
+    write_lock(directory, orjson.dumps(in_another_container))
+    with pytest.raises(StoreLockedError):
+        directory.lock_writer()
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"heartbeat": "x", "ttl": 1}', b'{"heartbeat": 0}'])
+def test_unreadable_lock_is_left_to_people(memory_url: str, text: bytes) -> None:
+    directory = open_directory(memory_url)
+    write_lock(directory, text)
+    with pytest.raises(StoreLockedError, match=r"another process.*delete writer\.lock"):
+        directory.lock_writer()
+    assert directory.read(LOCK_NAME) == text
+
+
+def test_heartbeat_goes_on(s3_url: str, s3_options: dict[str, Any]) -> None:
+    directory = RemoteDirectory(s3_url, lock_ttl=6, **s3_options)
+    with directory.lock_writer():
+        first = orjson.loads(directory.read(LOCK_NAME))["heartbeat"]
+        wait_until(lambda: orjson.loads(directory.read(LOCK_NAME))["heartbeat"] > first)
+        publish(directory, a=b"1")
+        with pytest.raises(StoreLockedError):
+            open_directory(s3_url, **s3_options).lock_writer()
+
+
+def test_writer_that_lost_its_lock_cannot_write(memory_url: str) -> None:
+    directory, other = RemoteDirectory(memory_url, lock_ttl=0.1), open_directory(memory_url)
+    lock = directory.lock_writer()
+
+    def lost() -> bool:
+        write_lock(other, lock_text(host="elsewhere", pid=1))  # again: a heartbeat under way may write over it
+        try:
+            publish(directory, a=b"1")
+        except StoreLockedError:
+            return True
+        return False
+
+    wait_until(lost)
+    for call in (
+        lambda: publish(directory, a=b"1"),
+        lambda: directory.append("log/1", b"x"),
+        lambda: directory.remove(["a"]),
+    ):
+        with pytest.raises(StoreLockedError, match=r"taken over.*process 1 on elsewhere"):
+            call()
+    lock.release()
+    assert b"elsewhere" in other.read(LOCK_NAME), "the lock of the other writer must stay"
+
+
+def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RemoteDirectory(memory_url, lock_ttl=0.1)
+    lock = directory.lock_writer()
+
+    def unreachable(self: ObjectStore, name: str, start: int = 0) -> bytes:
+        raise OSError(5, "unreachable", self.url_of(name))
+
+    def stopped() -> bool:
+        try:
+            publish(directory, a=b"1")
+        except StoreLockedError as error:
+            return "could not be renewed" in str(error)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "read", unreachable)
+        wait_until(stopped)
+    wait_until(lambda: not stopped())
+    lock.release()
+    assert directory.names() == ["a"]
+    publish(directory, b=b"2")  # nobody holds it, nobody is refused
+
+
+def test_one_of_many_gets_the_lock(s3_url: str, s3_options: dict[str, Any]) -> None:
+    def take(_: int) -> bool:
+        try:
+            open_directory(s3_url, **s3_options).lock_writer()
+        except StoreLockedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(take, range(16))) == 1
+
+
+# -- writers that others took over from ---------------------------------------------------------------
+
+
+@pytest.fixture
+def s3_url_soon_lost(s3_url: str, s3_options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the URL of a store and options with which its lock is lost soon."""
+    return s3_url, {**s3_options, "lock_ttl": 0.5}
+
+
+def take_over(url: str, options: dict[str, Any]) -> Directory:
+    """Return a directory whose lock was taken from a writer that gives no sign of life."""
+    directory = RemoteDirectory(url, **options)
+
+    def taken() -> bool:
+        try:
+            directory.lock_writer()
+        except StoreLockedError:
+            return False
+        return True
+
+    wait_until(taken)
+    return directory
+
+
+class Frozen:
+    """Stops all requests of one directory, as if its process was stopped, until it is thawed."""
+
+    def __init__(self, directory: RemoteDirectory, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+        self.reached, self.thawed = threading.Event(), threading.Event()
+        objects, at_last = directory._objects, at
+        for name in ("create", "put", "put_if", "delete", "delete_if", "stamped", "version", "read"):
+            monkeypatch.setattr(objects, name, self._stopping(name, getattr(objects, name), at_last))
+
+    def _stopping(self, request: str, real: Callable[..., Any], at: str) -> Callable[..., Any]:
+        def call(name: str, *arguments: Any) -> Any:
+            if f"{request} {name}".startswith(at):
+                self.reached.set()
+            if self.reached.is_set():
+                assert self.thawed.wait(60)
+            return real(name, *arguments)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("request_", "change"),
+    [
+        ("put_if metadata.json", lambda directory: publish(directory, **{"metadata.json": b"late"})),
+        ("put_if pins/a", lambda directory: publish(directory, pins__a=b"late")),
+        ("version pins/b", lambda directory: publish(directory, pins__b=b"late")),
+        ("delete_if pins/a", lambda directory: directory.remove(["pins/a"])),
+        ("create log/1", lambda directory: directory.append("log/1", b"late")),
+    ],
+)
+def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
+    request_: str,
+    change: Callable[[Directory], None],
+    s3_url_soon_lost: tuple[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, options = s3_url_soon_lost
+    directory = RemoteDirectory(url, **options)
+    lock = directory.lock_writer()
+    publish(directory, **{"metadata.json": b"1"}, pins__a=b"1")
+    frozen = Frozen(directory, monkeypatch, request_)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(change, directory)
+        assert frozen.reached.wait(60)
+        heir = take_over(url, options)
+        publish(heir, **{"metadata.json": b"2"}, pins__a=b"2", pins__b=b"2")
+        heir.append("log/1", b"2")
+        frozen.thawed.set()
+        with pytest.raises(WriterFencedError, match=r"was taken over .* process \d+ on .* write nothing more"):
+            late.result(60)
+    for name in ("metadata.json", "pins/a", "pins/b", "log/1"):
+        assert heir.read(name) == b"2"
+    lock.release()
+    publish(heir, pins__b=b"3")  # the lock is the heir's still
+
+
+def test_heirs_replace_what_came_late(s3_url_soon_lost: tuple[str, dict[str, Any]]) -> None:
+    url, options = s3_url_soon_lost
+    with RemoteDirectory(url, **options).lock_writer():
+        pass
+    heir = take_over(url, options)
+    publish(heir, pins__a=b"1")
+    publish(RemoteDirectory(url, **options), pins__a=b"late")  # knows of no lock, as what is under way does not
+    publish(heir, pins__a=b"2")
+    assert heir.read("pins/a") == b"2"
+
+
+def test_a_released_lock_stays_and_says_so(s3_url: str, s3_options: dict[str, Any]) -> None:
+    directory = open_directory(s3_url, **s3_options)
+    directory.lock_writer().release()
+    assert orjson.loads(directory.read(LOCK_NAME))["released"] is True
+    with directory.lock_writer(), pytest.raises(StoreLockedError):
+        open_directory(s3_url, **s3_options).lock_writer()
+
+
+def test_each_writer_has_shard_numbers_of_its_own(memory_url: str) -> None:
+    for number in range(3):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+            if number != 1:  # also one that commits nothing has taken its numbers
+                buffer.add_trajectories([witness(number)])
+    names = open_directory(memory_url).names("shards")
+    assert names == sorted(f"shards/shard_{block << 32}.pt" for block in (1, 3))
+
+
+def test_fences_outlive_snapshots(memory_url: str) -> None:
+    for number in range(3):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+            buffer.add_trajectories([witness(number)])
+    directory = open_directory(memory_url)
+    fences = Catalog.open(directory).fences
+    assert [f"log/{generation:016d}.log" for generation in fences] == directory.names("log")
+    assert len(fences) == 3
+
+
+def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opened_it(memory_url: str) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
+        for change in (lambda: buffer.add_trajectories([witness(1)]), lambda: buffer.evict([0]), buffer.compact):
+            late = Catalog.open(open_directory(memory_url))
+            fence(late.directory, late)  # knows of no lock
+            buffer.add_trajectories([witness(0)])
+            buffer.flush()
+            late.refresh()
+            fence(late.directory, late)
+            change()
+    reader = TrajectoryReplayBuffer(sample_window_size=0)
+    reader.load_checkpoint(memory_url)
+    assert {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()} == {
+        1: 1,
+        2: 0,
+        3: 0,
+    }
+    reader.close()
+
+
+def test_a_server_that_keeps_no_conditions_is_told_by_name(
+    s3_url: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = ObjectStore._put
+    monkeypatch.setattr(ObjectStore, "_put", lambda self, name, data, **condition: put(self, name, data))
+    with open_directory(s3_url, **s3_options).lock_writer():
+        (said,) = [record.getMessage() for record in caplog.records if "If-Match" in record.getMessage()]
+    assert "is not kept out when it wakes: it can replace their index, metadata, pins and lock" in said
