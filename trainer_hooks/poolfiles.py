@@ -72,7 +72,7 @@ class PoolFiles:
         if later is not None:
             logger.warning(
                 "experience pool: %s is after step %d, where this run begins, and is not loaded; resume from a"
-                " checkpoint of that step, give another pool_path, or import it: trajstore pool import",
+                " checkpoint of that step, give another pool_path, or import it (`trajstore pool import`)",
                 later,
                 step,
             )

@@ -69,7 +69,7 @@ class MissingDependencyError(TrajstoreError, ImportError):
     """An optional package is needed for what was asked."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs the package {package!r}: install it with  pip install 'trajstore[{extra}]'")
+        super().__init__(f"this needs the package {package!r}: install it with `pip install 'trajstore[{extra}]'`")
 
 
 class StoreError(TrajstoreError):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cli.stores import Run
+from tests.cli.stores import Run, write_store
 from tests.experience.conftest import build
 from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
+from trajstore.experience.tokenizers import HUB_TIMEOUT
 
 RULES = PoolRules(n_rollout=4)
 
@@ -113,7 +115,7 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
     assert {task: len(several) for task, several in held(tmp_path / "pool").items()} == {"a": 1, "b": 1}
     for words, message in (
         ((tmp_path, "--outcome", 1.0), "--outcome"),
-        ((source, "--tokenizer", tmp_path / "none"), "cannot be loaded"),
+        ((source, "--tokenizer", tmp_path / "none"), "no such folder"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--replace"), "--replace"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
     ):
@@ -131,3 +133,92 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(run: Run, tm
     code, _, err = run("pool", "import", tmp_path / "pool", source, "--tokenizer", tmp_path / "tokenizer")
     assert code == FAILED
     assert "made with tokenizer" in err
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(path)): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
+    write_rollouts(tmp_path / "rollouts")
+    write_rollouts(tmp_path / "plain")
+    write_store(tmp_path / "steps", range(2))
+    write_store(tmp_path / "run" / "rank_0", range(2))
+    files = tmp_path / "experience_pool" / "step_40"
+    shutil.copytree(shared_fixtures / "experience_pool_cmt" / "linear" / "step_40", files)
+    source = write(tmp_path / "demos.jsonl", conversation("a"))
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    for place, message in (
+        ("plain", r"holds 15 trajectories (ids 0 to 14) and no experience pool"),
+        ("steps", "holds 2 trajectories (ids 0 to 1) and no experience pool"),
+        ("run", "holds a run directory with rank_0"),
+        ("experience_pool/step_40", "holds the files of a pool, not its store"),
+    ):
+        before = files_of(tmp_path / place)
+        for words in (
+            ("import", tmp_path / place, tmp_path / "rollouts"),
+            ("import", tmp_path / place, files, "--replace"),
+            ("import", tmp_path / place, source, "--tokenizer", tmp_path / "tokenizer"),
+            ("export", tmp_path / place, tmp_path / "new"),
+        ):
+            code, out, err = run("pool", *words)
+            assert (code, out) == (FAILED, ""), words
+            assert message in err, words
+        assert files_of(tmp_path / place) == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_begun_where_there_is_nothing_to_import(run: Run, tmp_path: Path) -> None:
+    assert run("pool", "import", tmp_path / "pool", tmp_path / "absent")[0] == FAILED
+    assert not (tmp_path / "pool").exists()
+
+
+def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts")
+    code, out, _ = run("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
+    assert code == 0
+    assert "0 trajectories of 0 tasks" in out
+    assert "of 15 rollouts" in out
+    assert "not taken: 15 are no successes: the highest outcome is 0.7, success_threshold 1" in out
+    code, out, _ = run("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1, "--json")
+    told = json.loads(out)
+    assert (told["trajectories"], told["read"]) == (0, 15)
+    assert told["left_out"] == ["15 are of solved tasks: every rollout of a step is a success, and no later one failed"]
+    words = ("--success-threshold", 0.7, "--n-rollout", 40)
+    code, out, _ = run("pool", "import", tmp_path / "bounds", tmp_path / "rollouts", *words)
+    assert "4 are of tasks with not more than 0 or not fewer than 8 successes out of 40 (n_rollout)" in out
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "nameless")) as buffer:
+        buffer.add_trajectories([build("", 1), build("a", 2, None), build("b", 3, metadata={REPLAY_MARK: True})])
+    code, out, _ = run("pool", "import", tmp_path / "none", tmp_path / "nameless")
+    assert code == 0
+    assert "not taken: 1 have no task_id" in out
+    assert "not taken: 1 came out of a pool themselves" in out
+    assert "not taken: 1 (no_outcome)" in out
+
+
+def test_a_tokenizer_that_is_nowhere_is_told_soon(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("transformers")
+    asked: list[tuple[str, float]] = []
+
+    def answer(_: object, name: str, *, timeout: float) -> None:
+        asked.append((name, timeout))
+        raise OSError("nobody there")
+
+    monkeypatch.setattr(hub.HfApi, "model_info", answer)
+    source = write(tmp_path / "demos.jsonl", conversation("a"))
+    words = ("pool", "import", tmp_path / "pool", source, "--tokenizer")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    code, _, err = run(*words, "no-such/tokenizer")
+    assert code == FAILED
+    assert "no such folder, not in the cache of the model hub on this machine" in err
+    assert "nobody there" in err
+    assert asked == [("no-such/tokenizer", HUB_TIMEOUT)]
+    code, _, err = run(*words, tmp_path / "absent")
+    assert (code, len(asked)) == (FAILED, 1)
+    assert "no such folder, and no name of a model hub" in err
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    code, _, err = run(*words, "no-such/tokenizer")
+    assert (code, len(asked)) == (FAILED, 1)
+    assert "HF_HUB_OFFLINE is set" in err
+    assert not (tmp_path / "pool").exists()

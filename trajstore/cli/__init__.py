@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     out = Output(sys.stdout)
+    code = 0
     try:
         if options.version:
             from importlib.metadata import version  # takes longer than all the rest
@@ -68,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out.line(version("trajstore"))
             return 0
         if options.run is None:
-            parser.error("a command is needed; see  trajstore --help")
-        code: int = options.run(options, out)
+            parser.error("a command is needed; see `trajstore --help`")
+        code = int(options.run(options, out))
         out.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # Whoever read the output (head, less) has enough of it. Keep the interpreter from flushing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return code
     except CorruptStoreError as error:
         return _fail(str(error), DAMAGED)
     except (TrajstoreError, OSError) as error:

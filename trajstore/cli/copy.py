@@ -36,11 +36,12 @@ def _repair(options: Namespace, out: Output) -> int:
 
 
 def _write(copied: Copied, options: Namespace, out: Output) -> int:
+    """Write what was copied; return 1 if something of it was lost."""
     if options.json:
         out.json(copied.to_json())
     else:
         _write_one(copied, out)
-    return 0
+    return int(not copied.is_whole)
 
 
 def _write_one(copied: Copied, out: Output) -> None:
@@ -74,7 +75,8 @@ REPAIR = Command(
     summary="copy what is whole of a damaged store to a new one",
     description=(
         "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
-        "is lost. Nothing of the damaged store is changed or deleted."
+        "is lost. Nothing of the damaged store is changed or deleted. Exit code 0: all trajectories are in the new "
+        "store; 1: some are lost."
     ),
     configure=_configure,
     run=_repair,

@@ -69,7 +69,7 @@ def _run(options: Namespace, out: Output) -> int:
         write_trajectory(report, out)
     else:
         write_report(report, out, each=options.each)
-    return 0
+    return int(bool(report.get("integrity", {}).get("problems")))
 
 
 def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
@@ -116,7 +116,7 @@ def _write_points(report: dict[str, Any], out: Output) -> None:
             back_to, count, nbytes = f"{a['rolled_back_to']:,}", f"{a['trajectories']:,}", format_bytes(a["bytes"])
             lines.append((a["name"], back_to, count, nbytes, ", ".join(map(str, a["steps"]))))
         out.table(lines, right=(1, 2, 3))
-        out.line("  trajstore rollback PATH --take-back NAME shows them again")
+        out.line("  `trajstore rollback PATH --take-back NAME` shows them again")
 
 
 def _whole(lacking: list[int]) -> str:
@@ -146,7 +146,7 @@ def _write_parts(report: dict[str, Any], out: Output) -> None:
             )
         )
     out.table(rows, right=(1, 2, 3, 6))
-    out.line("  trajstore inspect PATH/PART shows one of them in full, --each all")
+    out.line("  `trajstore inspect PATH/PART` shows one of them in full, --each all")
 
 
 def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -298,7 +298,7 @@ def _write_integrity(report: dict[str, Any], out: Output) -> None:
             out.line(f"  and {len(problems) - _SHOWN:,} more; --json lists all")
     out.line()
     names = _problems(len(problems)) if problems else "all files there, sizes fit"
-    out.line(f"  at a glance: {names} (trajstore verify checks every checksum)")
+    out.line(f"  at a glance: {names} (`trajstore verify` checks every checksum)")
 
 
 COMMAND = Command(
@@ -306,7 +306,7 @@ COMMAND = Command(
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids and integrity at a glance. "
-        "Reads RLinf's directories and experience pools too. Writes nothing."
+        "Reads RLinf's directories and experience pools too. Writes nothing. Exit code 1: it lists problems."
     ),
     configure=_configure,
     run=_run,

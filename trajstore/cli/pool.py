@@ -82,12 +82,20 @@ def _run(options: Namespace, out: Output) -> int:
                 "trajectories": done.trajectories,
                 "tasks": done.tasks,
                 "refused": dict(done.refused),
+                "read": done.read,
+                "left_out": list(done.left_out),
+                "unreadable": done.unreadable,
             }
         )
-        return 0
-    out.line(f"{where}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
+        return int(bool(done.unreadable))
+    read = f" of {done.read:,} rollouts" if done.read else ""
+    out.line(f"{where}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}{read}")
     _tell(done.refused, out)
-    return 0
+    for reason in done.left_out:
+        out.line(f"not taken: {reason}")
+    if done.unreadable:
+        out.line(f"{done.source}: {done.unreadable:,} trajectories are damaged and left out; see `trajstore verify`")
+    return int(bool(done.unreadable))
 
 
 def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> int:
@@ -116,6 +124,7 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
                 "trajectories": done.trajectories,
                 "tasks": done.tasks,
                 "refused": dict(done.refused),
+                "highest_failure": done.highest_failure,
                 "bad": [{"line": one.line, "reason": one.reason} for one in done.bad],
             }
         )
@@ -125,6 +134,11 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
             f" {done.trajectories:,} trajectories of {done.tasks:,} tasks"
         )
         _tell(done.refused, out)
+        if done.highest_failure is not None:
+            out.line(
+                f"the highest outcome of those not worth keeping is {done.highest_failure:g}, success_threshold"
+                f" {rules.success_threshold:g}"
+            )
         for one in done.bad:
             out.line(f"{done.source}:{one.line}: {one.reason}")
     return int(bool(done.bad))
@@ -143,8 +157,8 @@ COMMAND = Command(
         "Export: write the pool in a store as the files difficulty2task_dict.json, skip_uid_set.json and"
         " task2trajectories.pkl; the run that uses it may go on. Import: fill a pool from such files, from a store"
         " of rollouts, which enter as they would have during training, or from a file of transcripts, which are"
-        " replayed with the log-probs of the policy that trains. Exit code 1: some lines are no transcripts, the others"
-        " are in the pool."
+        " replayed with the log-probs of the policy that trains. Exit code 1: some lines are no transcripts, or some"
+        " trajectories are damaged; the others are in the pool."
     ),
     configure=_configure,
     run=_run,

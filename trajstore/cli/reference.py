@@ -52,7 +52,8 @@ def reference() -> str:
         "| code | meaning |",
         "| --- | --- |",
         "| 0 | done; `verify`: sound |",
-        f"| {DAMAGED} | something is damaged |",
+        f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it, `repair` and `pool` say what they had to "
+        "leave out, the others have done nothing |",
         f"| {FAILED} | it could not be done: no store there, a value out of range, a package that is not installed, "
         "a full disk |",
         f"| {INTERRUPTED} | interrupted (Ctrl-C) |",

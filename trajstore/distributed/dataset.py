@@ -327,7 +327,7 @@ class StoreDatasink(Datasink[str | None]):
 
     def __init__(self, path: str | Path, **options: Any) -> None:
         if "://" in str(path):
-            raise ConfigurationError(f"{path}: write to a local path, and copy the run there (trajstore copy)")
+            raise ConfigurationError(f"{path}: write to a local path, and copy the run there (`trajstore copy`)")
         self._path = Path(path).absolute()
         self._options = options
         self._check_empty()

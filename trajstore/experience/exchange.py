@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trajstore.closing import Closing
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
+from trajstore.experience.journal import JOURNAL_KEY
+from trajstore.experience.outcomes import count_outcomes, is_known, is_replayed, outcome_of
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import in_bounds, is_worth_keeping
 from trajstore.experience.store import BufferStore
-from trajstore.reading.places import POOL_FILES
+from trajstore.reading.places import POOL_FILES, find_place
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -30,6 +34,12 @@ class Exchanged:
     """Tasks with trajectories."""
     refused: Counter[str]
     """How many were not taken, by reason."""
+    read: int = 0
+    """Rollouts of a store that were looked at; 0 where a pool's files were read."""
+    left_out: tuple[str, ...] = ()
+    """A sentence on each kind of rollout of a store that was never to enter, with their number."""
+    unreadable: int = 0
+    """Trajectories of the store that was read which are damaged, and left out."""
 
 
 def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exchanged:
@@ -42,13 +52,17 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
 
     Raises:
         StoreNotFoundError: there is no store.
+        ConfigurationError: what lies there is no pool.
         CorruptStoreError: the store holds no pool that can be understood.
         StoreWriteError: the folder did not reach the disk.
     """
+    check_is_pool(store)
     with _Reader(store) as reader:
         manager = ExperienceManager(rules, store=reader)
         manager.save_experience_pool_to_disk(folder)
-        return _exchanged(store, manager)
+        return Exchanged(
+            str(store), len(manager), len(manager.get_task_ids()), manager.refused, unreadable=reader.unreadable
+        )
 
 
 def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, replace: bool = False) -> Exchanged:
@@ -62,22 +76,32 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
         replace: whether a pool that holds something may be replaced by files. Rollouts are always added.
 
     Raises:
-        ConfigurationError: the pool holds something and is not to be replaced, or is of another tokenizer.
+        ConfigurationError: what lies at ``store`` is no pool; or the pool holds something and is not to be replaced, or
+            is of another tokenizer.
         StoreNotFoundError: there is nothing at ``source``.
         StoreLockedError: a run is using the store.
         CorruptStoreError: what lies there cannot be read.
     """
     path = Path(source)
     files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
+    if files is None:
+        with _Reader(source) as reader:  # before a pool is begun: there may be nothing to read
+            rollouts, unreadable = reader.rollouts(), reader.unreadable
+    check_is_pool(store)
     buffer = BufferStore.open(store)
     try:
         manager = ExperienceManager(rules, store=buffer)
         if files is None:
-            with _Reader(source) as reader:
-                for step, made in itertools.groupby(reader.rollouts(), lambda one: one.policy_version):
-                    manager.global_steps = manager.global_steps if step is None else step
-                    rollouts = list(made)
-                    manager.admit(rollouts, _asked(rollouts))
+            left_out = _Reasons(rules)
+            with_task = [one for one in rollouts if one.task_id]
+            left_out.count("have no task_id", len(rollouts) - len(with_task))
+            for step, made in itertools.groupby(with_task, lambda one: one.policy_version):
+                manager.global_steps = manager.global_steps if step is None else step
+                several = list(made)
+                asked = _asked(several)
+                left_out.look(several, asked, manager.skip_uid_set)
+                manager.admit(several, asked)
+            said, read = left_out.sentences(), len(rollouts) + unreadable
         else:
             if len(manager) and not replace:
                 raise ConfigurationError(
@@ -85,14 +109,102 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
                     " (--replace), or give another store"
                 )
             manager.load_experience_pool_from_disk(files)
+            said, read, unreadable = (), 0, 0
         manager.flush()
-        return _exchanged(files or source, manager)
+        return Exchanged(
+            str(files or source),
+            len(manager),
+            len(manager.get_task_ids()),
+            manager.refused,
+            read=read,
+            left_out=said,
+            unreadable=unreadable,
+        )
     finally:
         buffer.close()
 
 
-def _exchanged(source: str | Path, manager: ExperienceManager) -> Exchanged:
-    return Exchanged(str(source), len(manager), len(manager.get_task_ids()), manager.refused)
+def check_is_pool(store: str | Path) -> None:
+    """Refuse a place that holds something, but no pool: entries among other trajectories would be lost to both.
+
+    Nothing there, and a store without a trajectory, pass.
+
+    Raises:
+        ConfigurationError: it holds something else; says what.
+        CorruptStoreError: what lies there cannot be read.
+    """
+    try:
+        place = find_place(store)
+    except StoreNotFoundError:
+        return
+    if place.kind != "store":
+        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
+        found = what.get(place.kind) or f"a run directory with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{store}: holds {found}; give the directory of the pool's store")
+    with _Reader(store) as reader:
+        numbers = reader.ids()
+        if not numbers or reader.holds_pool():
+            return
+    raise ConfigurationError(
+        f"{store}: holds {len(numbers):,} trajectories (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
+        " whose entries would lie among them; give the pool a directory of its own"
+    )
+
+
+class _Reasons:
+    """Why rollouts of a store do not enter: counted where the pool itself counts nothing."""
+
+    def __init__(self, rules: PoolRules) -> None:
+        self._rules = rules
+        self._counts: Counter[str] = Counter()
+        self._below = 0
+        self._highest: float | None = None
+
+    def count(self, reason: str, number: int) -> None:
+        """Count rollouts that were left out."""
+        if number:
+            self._counts[reason] += number
+
+    def look(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int], skipped: Collection[str]) -> None:
+        """Count those rollouts of one step that are no successes, or whose task does not enter.
+
+        Args:
+            rollouts: of the step.
+            asked: rollouts that were to be made, by task.
+            skipped: tasks that were solved before.
+        """
+        rules = self._rules
+        outcomes = count_outcomes(rollouts, rules.success_threshold, asked)
+        for one in rollouts:
+            outcome = outcome_of(one)
+            if is_replayed(one):
+                self.count("came out of a pool themselves", 1)
+            elif outcome is None or not is_known(outcome):
+                continue  # the pool counts them by itself
+            elif not is_worth_keeping(one, rules):
+                self._below += 1
+                self._highest = outcome if self._highest is None else max(outcome, self._highest)
+            elif (task := outcomes[one.task_id]).solved(rules.n_rollout) or (
+                one.task_id in skipped and not task.failed
+            ):
+                self.count("are of solved tasks: every rollout of a step is a success, and no later one failed", 1)
+            elif not in_bounds(task, rules):
+                low, high = rules.experience_lbound, rules.experience_rbound
+                self.count(
+                    f"are of tasks with not more than {low} or not fewer than {high} successes out of"
+                    f" {rules.n_rollout} (n_rollout)",
+                    1,
+                )
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return what was counted, the most frequent first."""
+        counts = self._counts.copy()
+        if self._below:
+            threshold = self._rules.success_threshold
+            counts[f"are no successes: the highest outcome is {self._highest:g}, success_threshold {threshold:g}"] = (
+                self._below
+            )
+        return tuple(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 
 def _asked(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
@@ -112,18 +224,41 @@ class _Reader(Closing):
         if "://" not in str(path) and not Path(path).is_dir():
             raise StoreNotFoundError(f"{path}: no such directory")
         self.store_id = ""
+        self._damaged: set[int] = set()
         self._path = path
         self._buffer = TrajectoryReplayBuffer(enable_cache=False)
-        self._buffer.load_checkpoint(str(path))
+        self._absent = self._buffer.load_checkpoint(str(path), strict=False)
 
-    def rollouts(self) -> Iterator[AgentTrajectory]:
-        """Return all that have a task, in order of their policy versions, unknown ones first."""
-        found = (self.get(number) for number in self.ids())
-        known = [one for one in found if one.task_id]
-        return iter(sorted(known, key=lambda one: -1 if one.policy_version is None else one.policy_version))
+    @property
+    def unreadable(self) -> int:
+        """Trajectories whose files are absent or, of those that were asked for, damaged."""
+        return self._absent + len(self._damaged)
+
+    def rollouts(self) -> list[AgentTrajectory]:
+        """Return all that can be read, in order of their policy versions, unknown ones first."""
+        found = []
+        for number in self.ids():
+            with suppress(CorruptStoreError):  # it is counted
+                found.append(self.get(number))
+        return sorted(found, key=lambda one: -1 if one.policy_version is None else one.policy_version)
+
+    def holds_pool(self) -> bool:
+        """Return whether a record is an experience pool's. In a pool's store the newest one is."""
+        for number in reversed(self.ids()):
+            try:
+                one = self._buffer.get(number)
+            except StoreError:
+                continue  # damaged: others tell
+            if isinstance(one, AgentTrajectory) and JOURNAL_KEY in one.metadata:
+                return True
+        return False
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        trajectory = self._buffer.get(trajectory_id)
+        try:
+            trajectory = self._buffer.get(trajectory_id)
+        except CorruptStoreError:
+            self._damaged.add(trajectory_id)
+            raise
         if not isinstance(trajectory, AgentTrajectory):
             raise ConfigurationError(f"{self._path}: trajectory {trajectory_id} is a step trajectory, not an agent's")
         return trajectory

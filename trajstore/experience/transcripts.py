@@ -29,17 +29,19 @@ import torch
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
-    MissingDependencyError,
     StoreNotFoundError,
 )
 from trajstore.experience.contract import fingerprint_of
 from trajstore.experience.conversation import CONTEXTS, ChatTemplate, Context, has_thoughts, is_of_model, with_tokens
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
-from trajstore.experience.outcomes import is_success
+from trajstore.experience.exchange import check_is_pool
+from trajstore.experience.outcomes import is_success, outcome_of
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rows import turns_as_rows
 from trajstore.experience.rules import PoolRules
+from trajstore.experience.selection import is_worth_keeping
 from trajstore.experience.store import BufferStore
+from trajstore.experience.tokenizers import tokenizer_at
 from trajstore.trajectory import AgentTrajectory, Reward
 
 AT_ONCE = 64
@@ -225,6 +227,8 @@ class Imported:
     """How many conversations were not taken, by reason; ``duplicate``: the pool has their tokens."""
     bad: list[BadLine]
     """Lines that are no conversation for the pool; all others were looked at."""
+    highest_failure: float | None = None
+    """Highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none."""
 
 
 def import_transcripts(
@@ -242,24 +246,29 @@ def import_transcripts(
         progress: told (bytes read, bytes of the file) after each line.
 
     Raises:
-        ConfigurationError: the pool is of another tokenizer, or its rules never let demonstrations out.
+        ConfigurationError: what lies at ``store`` is no pool; or the pool is of another tokenizer, or its rules never
+            let demonstrations out.
         StoreNotFoundError: there is no such file.
         StoreLockedError: a run is using the store.
         StoreWriteError: the store could not write; what was taken in before is there.
     """
     if not Path(source).is_file():
         raise StoreNotFoundError(f"{source}: no such file")
+    check_is_pool(store)
     buffer = BufferStore.open(store)
     try:
         manager = ExperienceManager(rules, store=buffer, tokenizer_fingerprint=reader.fingerprint)
         refused: Counter[str] = Counter()
         bad: list[BadLine] = []
+        outcomes: list[float] = []
         found = reader.read(source, progress)
         lines = 0
         while several := list(islice(found, AT_ONCE)):
             lines += len(several)
             bad += [one for one in several if isinstance(one, BadLine)]
-            refused += manager.seed([one for one in several if isinstance(one, AgentTrajectory)])
+            demonstrations = [one for one in several if isinstance(one, AgentTrajectory)]
+            outcomes += [outcome_of(one) or 0.0 for one in demonstrations if not is_worth_keeping(one, rules)]
+            refused += manager.seed(demonstrations)
         manager.flush()
         return Imported(
             source=str(source),
@@ -269,6 +278,7 @@ def import_transcripts(
             tasks=len(manager.get_task_ids()),
             refused=refused,
             bad=bad,
+            highest_failure=max(outcomes, default=None),
         )
     finally:
         buffer.close()
@@ -278,23 +288,19 @@ def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     """Return a Hugging Face tokenizer, with a chat template of a file if one is given.
 
     Args:
-        path: folder, or name in a model hub.
+        path: folder, or name in a model hub; of a name, what lies in the hub's cache on this machine is taken first.
         chat_template: file with a template in Jinja.
 
     Raises:
-        ConfigurationError: it cannot be loaded, or there is no chat template.
+        ConfigurationError: it cannot be loaded, or there is no chat template; says what was tried.
         MissingDependencyError: transformers is not installed.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise MissingDependencyError("transformers", "demo") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if chat_template is not None:
+    tokenizer = tokenizer_at(path)
+    if chat_template is not None:
+        try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"tokenizer: {path}: cannot be loaded: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"chat_template: {chat_template}: cannot be read: {error}") from error
     if not tokenizer.chat_template:
         raise ConfigurationError(f"tokenizer: {path}: has no chat template; give one")
     return tokenizer

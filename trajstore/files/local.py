@@ -147,7 +147,7 @@ class LocalDirectory(Directory):
             descriptor = self._root.open(check_name(name), os.O_RDONLY)
         except FileNotFoundError as error:
             fate = self._root.fate()
-            reason = "run  trajstore verify" if fate is None else f"{fate}; load it again"
+            reason = "`trajstore verify` says what else is" if fate is None else f"{fate}; load it again"
             raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it; {reason}") from error
         try:
             with self._root.naming(name):

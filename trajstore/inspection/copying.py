@@ -31,6 +31,7 @@ class Copied:
         lost: ids of the trajectories that could not be copied, ascending.
         problems: a sentence on each piece of damage of the source.
         parts: of a run, one each.
+        left_out: trajectories, and stores of a run, that were passed over because they cannot be read.
     """
 
     source: str
@@ -40,6 +41,12 @@ class Copied:
     lost: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     parts: list[Copied] = field(default_factory=list)
+    left_out: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every trajectory of the source is in the copy, as far as can be known."""
+        return not self.lost and not self.left_out and all(part.is_whole for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -114,7 +121,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
     if place.kind == "store":
         return copy(place, target)
-    result = Copied(place.url, target, problems=list(place.lacking))
+    result = Copied(place.url, target, problems=list(place.lacking), left_out=len(place.lacking))
     for part in place.parts:
         to = f"{target}/{'own' if part.url == place.url else part.name}"
         try:
@@ -123,6 +130,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
             if not lenient:
                 raise
             result.problems.append(f"{part.name}: is left out: {error}")
+            result.left_out += 1
             continue
         result.parts.append(copied)
         result.trajectories += copied.trajectories
@@ -144,6 +152,7 @@ def _copy(source: str, target: str, lost: list[int], progress: Progress | None, 
     copied = Copied(source, target, kept, found.nbytes, lost)
     if before and not lost:
         copied.problems.append(f"{before:,} trajectories were left out")
+        copied.left_out = before
     return copied
 
 

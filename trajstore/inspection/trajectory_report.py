@@ -13,6 +13,7 @@ import torch
 
 from trajstore.columns.schema import DOCUMENT
 from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.experience.tokenizers import tokenizer_at
 from trajstore.inspection.measure import turns_of
 from trajstore.inspection.statistics import sampled_rows, tensor_report
 from trajstore.reading.places import find_place
@@ -178,15 +179,9 @@ def _decoder(trajectory: AgentTrajectory, tokenizer: str | Path | None) -> Decod
     if not isinstance(name, str) or (tokenizer is None and not Path(name).is_dir()):
         return None  # what a store names is looked up on this machine alone, never fetched
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
+        loaded = tokenizer_at(name)
+    except (ConfigurationError, MissingDependencyError):
         if tokenizer is None:
             return None
-        raise MissingDependencyError("transformers", "demo") from error
-    try:
-        loaded: Any = AutoTokenizer.from_pretrained(name, local_files_only=tokenizer is None)
-    except Exception as error:  # transformers raises nearly anything for folders that hold none
-        if tokenizer is None:
-            return None
-        raise ConfigurationError(f"tokenizer {name}: cannot be loaded: {error}") from error
+        raise
     return lambda ids: str(loaded.decode(ids, skip_special_tokens=False))

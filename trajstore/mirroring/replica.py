@@ -28,7 +28,7 @@ from trajstore.writing.commit_log import CommitLog
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = (
-    "another copy of the store was mirrored there; go on from that one (trajstore restore), or mirror to an empty "
+    "another copy of the store was mirrored there; go on from that one (`trajstore restore`), or mirror to an empty "
     "directory"
 )
 

@@ -22,6 +22,7 @@ from trajstore.files.base import Buffer, Directory, EncodedFile
 from trajstore.files.opening import nested, open_directory
 from trajstore.formats.base import ShardManifest
 from trajstore.formats.checksums import check_file
+from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
@@ -99,14 +100,14 @@ def restore(
     Until the end there is no ``metadata.json``, so that nobody takes the unfinished directory for a store.
 
     Args:
-        mirror: path or URL; any store can be restored from, also one that is still written.
+        mirror: path or URL; also of one that is still written.
         target: path or URL of the new store; absent, empty, or what an interrupted restore of this mirror left.
         progress: told (done, total) bytes.
         storage_options: passed on to the fsspec file systems of URLs.
 
     Raises:
         StoreNotFoundError: there is no store at ``mirror``.
-        ConfigurationError: the target holds something else.
+        ConfigurationError: it is no mirror, or the target holds something else.
         CorruptStoreError: what the mirror has is damaged; names the file.
         StoreWriteError: the target cannot be written; call again to go on.
     """
@@ -116,6 +117,8 @@ def restore(
     if nested(source, into):
         raise ConfigurationError(f"{into.url}: lies in {source.url}, or the other way round; restore to another place")
     kind, ranks = kind_of(source), ranks_of(source)
+    for one in [source] if kind == "store" else ranks.directories:
+        _check_mirror(one)
     if kind == "store" and ranks.directories:
         raise ConfigurationError(mixed_sentence(source.url, ranks.names))
     if kind == "store":
@@ -132,6 +135,20 @@ def restore(
     for count in ("trajectories", "nbytes", "copied"):
         setattr(result, count, sum(getattr(part, count) for part in result.parts))
     return result
+
+
+def _check_mirror(source: Directory) -> None:
+    """Refuse what is no mirror: a restored store gives out other ids, and its files are those that a mirror shows.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not source.exists() or LEDGER_NAME in source.listing()[0]:
+        return
+    raise ConfigurationError(
+        f"{source.url}: is no mirror (it has no {LEDGER_NAME}) but a store or a copy of one: open it where it lies, or "
+        "`trajstore copy` it to another place"
+    )
 
 
 def _restore(source: Directory, target: Directory, progress: Progress | None) -> Restored:
@@ -252,7 +269,7 @@ class _Copy:
             if not fits(data):
                 raise CorruptStoreError(
                     f"{self._source.url}/{name}: its checksum does not fit the content; the mirror is damaged: "
-                    "trajstore repair makes a store of what is whole"
+                    "`trajstore repair` makes a store of what is whole"
                 )
             self._target.publish([EncodedFile(name, [data])])
             self._copied += size

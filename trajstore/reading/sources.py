@@ -159,7 +159,8 @@ class StoreSource(Source):
             ids = self.index["trajectory_id"][self.index["shard"] == row]
             raise CorruptStoreError(
                 f"{self.directory.url}/{'; '.join(damage)}; trajectories {ids_in_words(ids)} are in it; "
-                "restore it from a copy, or evict them"
+                "restore the file from a copy, evict these trajectories, or let `trajstore repair` make a new store "
+                "without them"
             )
         self._sound.add(manifest.name)
 

@@ -13,6 +13,12 @@ from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
 
+_OF_METADATA = (
+    "it says format and generation of the store and where its draws stand, and holds no trajectory: put it back from a "
+    "copy, or let `trajstore repair` make a new store of all trajectories"
+)
+"""What is lost with a ``metadata.json``, and what to do."""
+
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 4
 """2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several."""
@@ -92,9 +98,9 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
     try:
         values = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
+        raise CorruptStoreError(f"{source}: damaged ({error}); {_OF_METADATA}") from error
     if not isinstance(values, dict):
-        raise CorruptStoreError(f"{source}: not a JSON object")
+        raise CorruptStoreError(f"{source}: damaged (not a JSON object); {_OF_METADATA}")
     if is_of_rlinf(data):
         raise CorruptStoreError(
             f"{source}: RLinf has written into this store and replaced its metadata.json and trajectory_index.json; "
@@ -103,7 +109,10 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
             "load_checkpoint(strict=False) reads what the log alone can tell"
         )
     if values.get("layout") != LAYOUT:
-        raise CorruptStoreError(f"{source}: not the metadata of a trajstore directory")
+        raise CorruptStoreError(
+            f"{source}: not what trajstore writes (layout {str(values.get('layout'))[:40]!r}): damaged, or of another "
+            f"program, beside whose files no store belongs. A store's own: {_OF_METADATA}"
+        )
     version = values.get("layout_version")
     if not isinstance(version, int) or version > LAYOUT_VERSION:
         raise UnsupportedVersionError(
@@ -113,7 +122,7 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
     try:
         body = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)
     except TypeError as error:  # it can be nested more deeply than anything that was written
-        raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
+        raise CorruptStoreError(f"{source}: damaged ({error}); {_OF_METADATA}") from error
     if checksum != f"{zlib.crc32(body):08x}":
-        raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
+        raise CorruptStoreError(f"{source}: damaged (the checksum does not fit the content); {_OF_METADATA}")
     return values

@@ -18,13 +18,15 @@ from trajstore.files.local import TEMPORARY_SUFFIX
 from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, segment_generation
 from trajstore.store.saved_points import PINS_FOLDER
-from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf
+from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
 from trajstore.store.shard_table import shard_number
 
 logger = logging.getLogger(__name__)
 
 
 _OF_RLINF = ".rlinf"
+
+_OF_A_STORE = (METADATA_NAME, INDEX_NAME, SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER)
 
 STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
 """Made when a writer opens a store; one that disappears later is not made anew."""
@@ -41,12 +43,14 @@ def check_unused(directory: Directory) -> None:
     names = directory.names()
     if INDEX_NAME in names and Catalog.has_begun(directory):
         names.remove(INDEX_NAME)
-    for name in names:
-        if name in (METADATA_NAME, INDEX_NAME) or name.split("/")[0] in (SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER):
-            raise CorruptStoreError(
-                f"{directory.url}: holds {name}, but no {METADATA_NAME} of trajstore; "
-                "restore that file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
-            )
+    lies = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
+    if METADATA_NAME in lies:
+        parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
+    if lies:
+        raise CorruptStoreError(
+            f"{directory.url}: holds {listed(lies, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
+            "file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
+        )
 
 
 class Garbage:

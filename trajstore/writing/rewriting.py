@@ -220,7 +220,10 @@ class Rewriter:
             return _OpenShard(self._directory, manifest)
         self._damaged.add(row)
         logger.warning(
-            "%s: a shard is damaged and stays as it is: %s; run  trajstore verify", self._directory.url, problems[0]
+            "%s: a shard is damaged and stays as it is: %s; `trajstore verify` says what is lost, `trajstore repair` "
+            "makes a new store of what is whole",
+            self._directory.url,
+            problems[0],
         )
         return None
 

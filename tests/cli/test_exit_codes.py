@@ -1,0 +1,180 @@
+"""Exit codes of every command are those of docs/cli.md, and messages name commands that there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import Run, write_store
+from tests.cli.test_pool import write_rollouts
+from trajstore import TrajectoryReplayBuffer
+from trajstore.cli import COMMANDS, DAMAGED, FAILED
+from trajstore.errors import CorruptStoreError
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def shards_of(store: Path) -> list[Path]:
+    return sorted((store / "shards").iterdir())
+
+
+def two_shards(path: Path) -> Path:
+    """Ten trajectories, a saved point between the first five and the others."""
+    write_store(path, range(5))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.save_point(1)
+    return write_store(path, range(5, 10))
+
+
+def test_a_run_of_which_a_rank_has_problems(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        write_store(tmp_path / "run" / f"rank_{rank}", range(3))
+    for words in (("--json",), (), ("--each",)):
+        assert run("inspect", tmp_path / "run", *words)[0] == 0
+    shards_of(tmp_path / "run" / "rank_1")[0].unlink()
+    for words in (("--json",), (), ("--each",)):
+        code, out, _ = run("inspect", tmp_path / "run", *words)
+        assert code == DAMAGED
+        assert "rank_1" in out
+    assert run("verify", tmp_path / "run")[0] == DAMAGED
+    assert run("inspect", tmp_path / "run" / "rank_0")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "codes"),
+    [
+        # of inspect, verify, copy, repair, rollback
+        ("nothing", (0, 0, 0, 0, 0)),
+        ("a byte of a shard", (0, DAMAGED, DAMAGED, DAMAGED, 0)),  # inspect compares names and sizes only
+        ("a shard", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
+        ("metadata", (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),  # what can be worked out again is no loss
+        ("everything", (FAILED, FAILED, FAILED, FAILED, FAILED)),
+    ],
+)
+def test_each_command_says_by_its_exit_code_what_it_found(
+    damage: str, codes: tuple[int, ...], run: Run, tmp_path: Path
+) -> None:
+    store = two_shards(tmp_path / "store")
+    if damage == "a byte of a shard":
+        flip(shards_of(store)[-1])
+    elif damage == "a shard":
+        shards_of(store)[-1].unlink()
+    elif damage == "metadata":
+        (store / "metadata.json").write_bytes(b"{")
+    elif damage == "everything":
+        store = tmp_path / "elsewhere"
+    found = tuple(
+        run(*words)[0]
+        for words in (
+            ("inspect", store),
+            ("verify", store),
+            ("copy", store, tmp_path / "copy"),
+            ("repair", store, tmp_path / "repaired"),
+            ("rollback", store, "--step", 1),
+        )
+    )
+    assert found == codes
+
+
+def test_a_restore_of_a_damaged_mirror_and_of_what_is_no_mirror(run: Run, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path / "store", mirror=str(tmp_path / "mirror")
+    ) as buffer:
+        buffer.add_trajectories([])
+    write_store(tmp_path / "store", range(3))
+    for no_mirror in ("store", "copy"):
+        if no_mirror == "copy":
+            assert run("copy", tmp_path / "store", tmp_path / "copy")[0] == 0
+        code, out, err = run("restore", tmp_path / no_mirror, tmp_path / "new")
+        assert (code, out) == (FAILED, "")
+        assert "is no mirror (it has no mirror.json)" in err
+        assert "`trajstore copy`" in err
+        assert not (tmp_path / "new").exists()
+    assert run("restore", tmp_path / "mirror", tmp_path / "new")[0] == 0
+    assert run("restore", tmp_path / "mirror", tmp_path / "new")[0] == FAILED, "there is a store now"
+
+
+def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts")
+    words = ("--n-rollout", 4, "--success-threshold", 0.7)
+    assert run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
+    assert run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)[0] == 0
+    shards_of(tmp_path / "rollouts")[0].unlink()
+    code, out, _ = run("pool", "import", tmp_path / "other", tmp_path / "rollouts", *words)
+    assert code == DAMAGED
+    assert "trajectories are damaged and left out" in out
+    shards_of(tmp_path / "pool")[0].unlink()
+    code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)
+    assert code == DAMAGED
+    assert "trajectories are damaged and left out" in out
+
+
+# ---- messages that name commands ----
+
+
+def test_a_damaged_metadata_says_what_is_lost_and_how_to_repair(run: Run, tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", range(3))
+    whole = (store / "metadata.json").read_bytes()
+    for damaged in (b"{", b"[]", whole.replace(b'"trajstore"', b'"trajst0re"'), whole.replace(b'"pt"', b'"pk"')):
+        (store / "metadata.json").write_bytes(damaged)
+        with pytest.raises(
+            CorruptStoreError, match=r"metadata\.json: .*damaged.*holds no trajectory.*trajstore repair"
+        ):
+            TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
+    for number, damaged in enumerate((b"{", whole.replace(b'"pt"', b'"pk"'))):
+        (store / "metadata.json").write_bytes(damaged)
+        code, out, _ = run("repair", store, tmp_path / f"repaired_{number}")
+        assert code == 0
+        assert "3 trajectories" in out
+
+
+def test_a_folder_without_its_metadata_says_what_it_is(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "store", range(3))
+    (store / "metadata.json").unlink()
+    with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: what is left of a store.*trajstore repair"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
+
+
+def test_a_shard_that_does_not_fit_says_what_to_do(store: Path, shard: Path) -> None:
+    flip(shard)
+    with (
+        TrajectoryReplayBuffer.open(store, verify_shards=True) as reader,
+        pytest.raises(CorruptStoreError, match="evict these trajectories, or let `trajstore repair`"),
+    ):
+        reader.sample(1)
+
+
+def messages(root: Path) -> list[tuple[str, str]]:
+    """Every text in the code that is no docstring, with its place."""
+    found = []
+    for path in [*root.glob("trajstore/**/*.py"), *root.glob("trainer_hooks/**/*.py")]:
+        tree = ast.parse(path.read_text())
+        docstrings = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                found.append((f"{path.relative_to(root)}:{node.lineno}", node.value))
+    return found
+
+
+def test_every_command_that_a_message_names_exists(project_root: Path) -> None:
+    names = {command.name for command in COMMANDS}
+    named = 0
+    for place, text in messages(project_root):
+        for command in re.findall(r"`trajstore ([^`\s]*)", text):
+            named += 1
+            assert command in names | {"--help", "--version", "COMMAND"}, f"{place}: there is no command {command!r}"
+        bare = re.search(rf"(?<!`)trajstore ({'|'.join(names)})\b", re.sub(r"`[^`]*`", "", text))
+        assert bare is None or "cli/" in place, f"{place}: `{bare and bare[0]}` stands without backticks"
+        assert not re.search(r"\S  (trajstore|pip) ", text), f"{place}: double blanks before a command"
+    assert named > 10
