@@ -51,8 +51,9 @@ class Following:
     replaced, all ids are compared, which costs no more than the leaving itself did.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, view: View) -> None:
         self._sampler = sampler
+        self._view = view
         self._index: weakref.ref[TrajectoryIndex] | None = None
         self._revision = -1
         self._first = self._end = 0
@@ -81,7 +82,7 @@ class Following:
         names = ("trajectory_id", "num_samples", "version_high")
         ids, samples, versions = (contents.index.arrays[name][positions].astype(np.int64) for name in names)
         tasks = [contents.task_of(at) for at in positions.tolist()] if self._sampler.needs_tasks else None
-        self._sampler.added(Additions(ids, samples, versions, tasks))
+        self._sampler.added(Additions(ids, samples, versions, tasks, self._view.names_at(contents, positions)))
 
 
 def _without(positions: npt.NDArray[np.intp], gap: range) -> npt.NDArray[np.intp]:
@@ -126,7 +127,7 @@ class Choices:
     def _follow(self, contents: Contents, sampler: Sampler) -> None:
         following = self._following.get(sampler)
         if following is None:
-            following = self._following[sampler] = Following(sampler)
+            following = self._following[sampler] = Following(sampler, self._view)
         following.sync(contents)
 
     def read(
@@ -212,6 +213,18 @@ class Choices:
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of what is shown now."""
         self._view.locked(lambda contents: self._follow(contents, sampler))
+
+    def names(self, ids: IntArray) -> IntArray:
+        """Return the names of trajectories; 0 for those that are not shown, or have none."""
+
+        def look(contents: Contents) -> IntArray:
+            positions = contents.index.find_many(ids)
+            there = positions >= 0
+            found = np.zeros(len(positions), np.int64)
+            found[there] = self._view.names_at(contents, positions[there])
+            return found
+
+        return self._view.locked(look)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories."""

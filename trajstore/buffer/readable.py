@@ -224,6 +224,19 @@ class ReadableBuffer:
         with self._view.contents.lock:
             return np.array(self._view.contents.index["uuid"])
 
+    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the first half of the UUID of some trajectories, by which states tell them from others of their ids.
+
+        0 stands for those that are not shown, and for all where UUIDs are made anew in each process: in memory only,
+        and of RLinf's directories.
+        """
+        return self._choices.names(trajectory_ids)
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that are shown: the buffer's own, and those that were loaded."""
+        return self._view.store_ids
+
     @property
     def share(self) -> tuple[int, int] | None:
         """(local_rank, world_size), if the buffer shows one rank's share of what was loaded; else None."""
@@ -277,5 +290,11 @@ class ReadableBuffer:
         return self._draws.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the draws where :meth:`state_dict` left them."""
+        """Take up the draws where :meth:`state_dict` left them.
+
+        A state is that of the generator alone: it fits any buffer, and names no trajectories.
+
+        Raises:
+            ConfigurationError: it is no such state; nothing was changed.
+        """
         self._draws.load_state_dict(state)

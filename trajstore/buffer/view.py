@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore import locks
 from trajstore.buffer.loading import Loaded, load_sources
@@ -16,6 +17,7 @@ from trajstore.files.base import Directory, ReaderLease
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.contents import Contents
 from trajstore.reading.sources import Source, StoreSource
+from trajstore.sampling.states import names_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.moves import Moved
 
@@ -116,6 +118,22 @@ class View:
             with contents.lock:
                 if contents is self.contents:
                     return call(contents)
+
+    def names_at(self, contents: Contents, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Return the names of trajectories, by which other processes know them too; with the lock of ``contents`` held.
+
+        Those in memory only, and those of RLinf, get their UUIDs anew in each process: all names are 0 then.
+        """
+        stored = all(isinstance(source, StoreSource) for source in contents.sources)
+        if not stored or (self._own is None and contents.added):
+            return np.zeros(len(positions), np.int64)
+        return names_of(contents.index.arrays["uuid"][positions])
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that are shown."""
+        sources = self.contents.sources
+        return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
 
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""

@@ -95,13 +95,16 @@ class Roll(Sampler):
 def joined(parts: Sequence[Additions]) -> Additions:
     """Return several additions as one."""
     tasks = None if any(part.tasks is None for part in parts) else [task for part in parts for task in part.tasks or ()]
-    names = ("ids", "samples", "versions")
-    ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
-    return Additions(ids, samples, versions, tasks)
+    columns = ("ids", "samples", "versions")
+    ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in columns)
+    known = [part.names for part in parts if part.names is not None]
+    names = np.concatenate(known) if len(known) == len(parts) else None
+    return Additions(ids, samples, versions, tasks, names)
 
 
 def without(part: Additions, evicted: IntArray) -> Additions:
     """Return additions without some of their trajectories."""
     kept = np.flatnonzero(~np.isin(part.ids, evicted))
     tasks = None if part.tasks is None else [part.tasks[at] for at in kept.tolist()]
-    return Additions(part.ids[kept], part.samples[kept], part.versions[kept], tasks)
+    names = None if part.names is None else part.names[kept]
+    return Additions(part.ids[kept], part.samples[kept], part.versions[kept], tasks, names)

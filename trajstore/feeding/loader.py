@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trajstore.arguments import truth
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.closing import Closing
@@ -21,6 +22,7 @@ from trajstore.feeding.prefetch import Prefetcher
 from trajstore.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore.feeding.tokens import TokenSource
 from trajstore.sampling.base import Drawn
+from trajstore.sampling.states import check_state
 from trajstore.sampling.weighted import WeightedSampler
 
 D = TypeVar("D")
@@ -95,11 +97,12 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         if self._closed:
             raise StoreClosedError("the loader was closed")
         if self._running is None or self._pid != os.getpid():  # a forked worker has no thread of its parent's
-            self._pid = os.getpid()
-            self._running = self._prefetcher()
+            running = self._prefetcher()
             if self._state is not None:
-                self._running.load_state_dict(self._state)
+                running.load_state_dict(self._state)
                 self._state = None
+            self._pid = os.getpid()
+            self._running = running
             self._running.start()
         return self._running
 
@@ -129,20 +132,35 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         begun = {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "redrawn": 0}
         return {**begun, "ranks": self._ranks}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: bool = False) -> None:
         """Go on after the batch at which a state was taken, with any number of ranks.
 
-        The buffers must hold what they held then. A loader that has begun begins anew.
+        The buffers must show the trajectories that they showed then: the same store, or a copy of it. Where some have
+        come or gone since, batches go on, and a warning says that they are not those of a run without a break. A loader
+        that has begun begins anew.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            changed: go on although the loader was made for other batches (of another size, say). Batches that were
+                under way come as they were drawn.
 
         Raises:
-            ConfigurationError: it is the state of ranks with stores of another kind, or, of ranks with a store each, of
-                another rank.
+            ConfigurationError: it is no state of such a loader; it is of other trajectories, other batches, or another
+                sampler (the last may also be said by ``next``); it is of ranks with stores of another kind, or, of
+                ranks with a store each, of another rank. Nothing was changed.
         """
+        check_state(state, ("source", "under_way", "handed_out", "redrawn", "ranks"))
         if state["ranks"] != self._ranks:
             raise ConfigurationError(
                 f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks on one shared "
                 "store take up each other's state, a rank with a store of its own that of the same rank of as many"
             )
+        check_state(state["source"], ())
+        if truth("changed", changed):
+            state = {**state, "source": self._source.changed(state["source"])}
+        self._source.check(state["source"])
+        for rows in state["under_way"]:
+            self._source.check_rows(rows)
         if self._running is not None:
             self._running.close()
             self._running = None

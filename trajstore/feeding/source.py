@@ -13,8 +13,19 @@ import torch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+from trajstore.feeding.belonging import (
+    belonging_of,
+    check_batches,
+    check_belonging,
+    check_rows,
+    rows_of,
+    rows_state,
+    tell,
+    tell_unnamed,
+)
 from trajstore.feeding.options import BatchOptions, check_options, check_sampler, share_of_batch
 from trajstore.sampling.base import Drawn, Sampler
+from trajstore.sampling.states import check_state
 
 D = TypeVar("D")
 
@@ -63,15 +74,35 @@ class Source(ABC, Generic[D]):
         """Return the rows that :meth:`state_of` described."""
 
     @abstractmethod
+    def check_rows(self, state: Any) -> None:
+        """Refuse what :meth:`state_of` described if its ids stand for other trajectories here.
+
+        Raises:
+            ConfigurationError: they do; says which.
+        """
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return generators and samplers, as they are after the last draw."""
+        """Return generators and samplers, as they are after the last draw; and what they belong to."""
+
+    @abstractmethod
+    def check(self, state: Any) -> list[str]:
+        """Refuse a state that is not of this source; return a sentence on each thing that is not as it was.
+
+        Raises:
+            ConfigurationError: it is no state, or of a source with other parts, of other batches or other trajectories.
+        """
+
+    @abstractmethod
+    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state as if it were of batches as these are."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` said.
+        """Take up what :meth:`state_dict` said, once it was checked.
 
         Raises:
-            ConfigurationError: it is the state of a source with other parts.
+            ConfigurationError: as by :meth:`check`, or it is the state of other samplers.
         """
 
     def figures(self) -> dict[str, float]:
@@ -123,6 +154,8 @@ class BatchSource(Source[DrawnBatch]):
         for name, sampler in zip(("sampler", "demo_sampler"), self._samplers, strict=True):
             check_sampler(name, sampler, "sample")
         self._columns = options.get("columns")
+        self._told = {"batch_size": batch_size, "demonstrations": self._demo_count}
+        """What the sequence of batches depends on besides the draws."""
 
     def ready(self) -> bool:
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))
@@ -203,36 +236,56 @@ class BatchSource(Source[DrawnBatch]):
     # -- state ------------------------------------------------------------------------------------
 
     def state_of(self, drawn: DrawnBatch) -> Any:
-        return [rows_state(drawn.replay), None if drawn.demos is None else rows_state(drawn.demos)]
+        demos = None if drawn.demos is None or self.demos is None else rows_state(drawn.demos, self.demos)
+        return [rows_state(drawn.replay, self.replay), demos]
 
     def drawn_of(self, state: Any) -> DrawnBatch:
         return DrawnBatch(rows_of(state[0]), None if state[1] is None else rows_of(state[1]))
 
+    def check_rows(self, state: Any) -> None:
+        for rows, buffer in zip(state, (self.replay, self.demos), strict=True):
+            if rows is not None and buffer is not None:
+                check_rows(rows, buffer)
+
     def state_dict(self) -> dict[str, Any]:
         return {
+            "batches": self._told,
+            "of": [belonging_of(self.replay), belonging_of(self.demos)],
             "replay": self.replay.state_dict(),
             "demos": None if self.demos is None else self.demos.state_dict(),
             "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._samplers],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "samplers" not in state:
+    def check(self, state: Any) -> list[str]:
+        if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
+        check_state(state, ("replay", "demos", "samplers"))
         given = [part is not None for part in (state["demos"], *state["samplers"])]
         here = [part is not None for part in (self.demos, *self._samplers)]
         if given != here:
             raise ConfigurationError(
                 f"the state is of a loader with other parts (demos, sampler, demo_sampler: {given}, here {here})"
             )
+        if "of" not in state:
+            return tell_unnamed()
+        check_batches(state["batches"], self._told)
+        told = check_belonging("replay buffer", self.replay, state["of"][0])
+        return told if self.demos is None else told + check_belonging("demonstrations", self.demos, state["of"][1])
+
+    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {**state, "batches": self._told}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        tell(self.check(state))
         buffers = (self.replay, self.demos)
         for buffer, sampler, of_buffer, chosen in zip(
             buffers, self._samplers, (state["replay"], state["demos"]), state["samplers"], strict=True
         ):
-            if buffer is not None:
-                buffer.load_state_dict(of_buffer)
             if buffer is not None and sampler is not None:
                 buffer.follow(sampler)
                 sampler.load_state_dict(chosen)
+            if buffer is not None:
+                buffer.load_state_dict(of_buffer)
 
 
 def still_there(buffer: TrajectoryReplayBuffer, drawn: Drawn) -> Drawn:
@@ -249,18 +302,6 @@ def joined(first: Drawn, second: Drawn) -> Drawn:
     if first.weights is None or second.weights is None:
         return Drawn(ids, samples)
     return Drawn(ids, samples, np.concatenate([first.weights, second.weights]))
-
-
-def rows_state(drawn: Drawn) -> dict[str, torch.Tensor]:
-    """Return drawn rows as tensors."""
-    named = {"ids": drawn.ids, "samples": drawn.samples, "weights": drawn.weights}
-    return {name: torch.from_numpy(values.copy()) for name, values in named.items() if values is not None}
-
-
-def rows_of(state: Mapping[str, torch.Tensor]) -> Drawn:
-    """Return the rows that :func:`rows_state` described."""
-    weights = state.get("weights")
-    return Drawn(state["ids"].numpy(), state["samples"].numpy(), None if weights is None else weights.numpy())
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:

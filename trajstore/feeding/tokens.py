@@ -8,10 +8,21 @@ from dataclasses import dataclass
 from typing import Any, Unpack, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.feeding.belonging import (
+    belonging_of,
+    check_batches,
+    check_belonging,
+    check_rows,
+    rows_of,
+    rows_state,
+    tell,
+    tell_unnamed,
+)
 from trajstore.feeding.options import (
     Layout,
     LongTrajectories,
@@ -21,8 +32,9 @@ from trajstore.feeding.options import (
     share_of_batch,
 )
 from trajstore.feeding.packing import Room, lay_out
-from trajstore.feeding.source import Source, rows_of, rows_state, still_there
+from trajstore.feeding.source import Source, still_there
 from trajstore.sampling.base import Drawn
+from trajstore.sampling.states import check_names, check_state, tensor_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +87,13 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._sampler = options.get("sampler")
         check_sampler("sampler", self._sampler, "trajectory")
         self._columns = options.get("columns")
-        self._told = {"tokens": tokens, "layout": self._layout, "batch_size": self._batch_size}
+        self._told = {
+            "tokens": tokens,
+            "layout": self._layout,
+            "batch_size": self._batch_size,
+            "lookahead": self._lookahead,
+            "long": self._long,
+        }
         """What the sequence of batches depends on besides the draws."""
         self._waiting: list[_Waiting] = []
         self._skipped = 0
@@ -182,13 +200,19 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     # -- state ------------------------------------------------------------------------------------
 
     def state_of(self, drawn: tuple[Drawn, ...]) -> Any:
-        return [rows_state(pack) for pack in drawn]
+        return [rows_state(pack, self._buffer) for pack in drawn]
 
     def drawn_of(self, state: Any) -> tuple[Drawn, ...]:
         return tuple(map(rows_of, state))
 
+    def check_rows(self, state: Any) -> None:
+        for pack in state:
+            check_rows(pack, self._buffer)
+
     def state_dict(self) -> dict[str, Any]:
         return {
+            "of": belonging_of(self._buffer),
+            "waiting_names": tensor_of(self._buffer.names_of(self._waiting_ids)),
             "buffer": self._buffer.state_dict(),
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
             "waiting": [[one.number, one.tokens, one.weight] for one in self._waiting],
@@ -196,21 +220,39 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             "batches": self._told,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "waiting" not in state:
+    @property
+    def _waiting_ids(self) -> npt.NDArray[np.int64]:
+        return np.array([one.number for one in self._waiting], np.int64)
+
+    def check(self, state: Any) -> list[str]:
+        if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
-        if dict(state["batches"]) != self._told or (state["sampler"] is None) != (self._sampler is None):
+        check_state(state, ("buffer", "sampler", "waiting", "skipped", "batches"))
+        if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
-                f"the state is of a loader with {dict(state['batches'])} and"
-                f" {'no' if state['sampler'] is None else 'a'} sampler; here {self._told} and"
-                f" {'no' if self._sampler is None else 'a'} sampler"
+                f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
+                f" {'none' if self._sampler is None else 'one'}"
             )
-        self._buffer.load_state_dict(state["buffer"])
+        check_batches(state["batches"], self._told)
+        if "of" not in state:
+            return tell_unnamed()
+        waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
+        then = np.asarray(state["waiting_names"], np.int64)
+        check_names("what waits for a pack", waiting, then, self._buffer.names_of(waiting))
+        return check_belonging("buffer", self._buffer, state["of"])
+
+    def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {**state, "batches": self._told}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        tell(self.check(state))
         if self._sampler is not None:
             self._buffer.follow(self._sampler)
             self._sampler.load_state_dict(state["sampler"])
-        self._waiting = [_Waiting(int(number), int(tokens), weight) for number, tokens, weight in state["waiting"]]
+        self._buffer.load_state_dict(state["buffer"])
         self._skipped = int(state["skipped"])
+        waiting = [_Waiting(int(number), int(tokens), weight) for number, tokens, weight in state["waiting"]]
+        self._waiting = [one for one in waiting if self._is_fit(one.number, one.tokens)]
 
     def figures(self) -> dict[str, float]:
         """Return ``skipped_trajectories`` (``long="skip"``) and ``waiting_trajectories`` (drawn, in no pack yet)."""

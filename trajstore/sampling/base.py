@@ -27,12 +27,14 @@ class Additions:
         samples: transitions of each (T·B; 1 for an agent trajectory), ``[n]``.
         versions: newest policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where none is known.
         tasks: task of each, or None where nobody asked for them.
+        names: first half of the UUID of each, ``[n]``, 0 where it says nothing in another process; None = unknown.
     """
 
     ids: IntArray
     samples: IntArray
     versions: IntArray
     tasks: Sequence[str] | None = None
+    names: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -111,9 +113,13 @@ class Sampler(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a state; what it says of trajectories that are not there now is passed over, and counted.
+        """Take up a state; what it says of trajectories that are not there now is passed over.
 
         Call it after :meth:`added` was told of the trajectories.
+
+        Raises:
+            ConfigurationError: it is no state of such a sampler, or its ids stand for other trajectories here; nothing
+                was changed.
         """
 
     def figures(self) -> dict[str, float]:

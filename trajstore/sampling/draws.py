@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.errors import EmptyBufferError
+from trajstore.arguments import whole_or_none
+from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.sampling.states import check_state
 from trajstore.store.index import TrajectoryIndex
 
 logger = logging.getLogger(__name__)
@@ -135,9 +137,18 @@ class Draws:
         return {"seed": self.seed, "rng_state": self.rng_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the draws where :meth:`state_dict` left them."""
-        self.seed = state["seed"]
-        self._generator.set_state(state["rng_state"])
+        """Take up the draws where :meth:`state_dict` left them.
+
+        Raises:
+            ConfigurationError: it is no such state; nothing was changed.
+        """
+        check_state(state, ("seed", "rng_state"))
+        seed = whole_or_none("state: seed", state["seed"], -(1 << 63), (1 << 64) - 1)
+        try:
+            self._generator.set_state(state["rng_state"])
+        except (TypeError, RuntimeError) as error:
+            raise ConfigurationError(f"state: rng_state is not that of a generator ({error})") from error
+        self.seed = seed
 
 
 def _empty(window: Window) -> EmptyBufferError:

@@ -12,6 +12,7 @@ from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedEr
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
 from trajstore.sampling.permutation import permuted
 from trajstore.sampling.roster import Growing, Roster
+from trajstore.sampling.states import OF_WHOM, check_names, check_sampler_state, described, names_in, tell_gone
 
 _KEY_BITS = 62
 
@@ -39,6 +40,7 @@ class EpochSampler(Sampler):
         self._sizes = Growing(np.int64)
         self._ids: IntArray = np.zeros(0, np.int64)
         self._ends: IntArray = np.zeros(0, np.int64)
+        self._names: IntArray = np.zeros(0, np.int64)
         self._key = 0
         self._place = 0
         self._begun = 0
@@ -49,7 +51,7 @@ class EpochSampler(Sampler):
         return self._roster.live_ids
 
     def added(self, additions: Additions) -> None:
-        self._roster.add(additions.ids, np.ones(len(additions), np.int64))
+        self._roster.add(additions.ids, np.ones(len(additions), np.int64), additions.names)
         self._sizes.append(additions.samples if self.unit == "sample" else 1, len(additions))
 
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
@@ -91,13 +93,16 @@ class EpochSampler(Sampler):
         if not sizes.sum():
             raise EmptyBufferError("cannot sample from an empty buffer")
         self._ids, self._ends = self._roster.ids[entries].copy(), np.cumsum(sizes)
+        self._names = self._roster.names[entries].copy()
         self._key = int(torch.randint(0, 1 << _KEY_BITS, (), generator=generator))
         self._place = 0
         self._begun += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            OF_WHOM: self._described(),
             "ids": torch.from_numpy(self._ids.copy()),
+            "names": torch.from_numpy(self._names.copy()),
             "ends": torch.from_numpy(self._ends.copy()),
             "key": self._key,
             "place": self._place,
@@ -105,8 +110,17 @@ class EpochSampler(Sampler):
             "passed_over": self._passed_over,
         }
 
+    def _described(self) -> dict[str, Any]:
+        return described("epochs", {"unit": self.unit}, {"epochs": self._epochs})
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._ids, self._ends = np.asarray(state["ids"]).copy(), np.asarray(state["ends"]).copy()
+        check_sampler_state(state, self._described(), ("ids", "ends", "key", "place", "epoch", "passed_over"))
+        ids = np.asarray(state["ids"]).copy()
+        names = names_in(state, len(ids)).copy()
+        check_names("an epoch", ids, names, self._roster.names_at(ids))
+        if not np.any(self._roster.find(ids) >= 0):
+            tell_gone("an epoch", ids, self._roster.live)
+        self._ids, self._ends, self._names = ids, np.asarray(state["ends"]).copy(), names
         self._key, self._place, self._begun = int(state["key"]), int(state["place"]), int(state["epoch"])
         self._passed_over = int(state["passed_over"])
 

@@ -33,6 +33,16 @@ class Factor(ABC):
     name: str
     needs_tasks = False
 
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """Arguments without which a state means something else."""
+        return {}
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        """Arguments that a resumed run may change."""
+        return {}
+
     @abstractmethod
     def added(self, entries: IntArray, additions: Additions) -> IntArray:
         """Take entries in; return older entries whose weight has changed by that."""
@@ -97,6 +107,14 @@ class Recency(Factor):
         self._next = 0
         self._base: float | None = None
         self._told = False
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        return {"by": self.by}
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        return {"half_life": self.half_life}
 
     def added(self, entries: IntArray, additions: Additions) -> IntArray:
         count = len(additions)
@@ -173,6 +191,10 @@ class Staleness(Factor):
         self._gone: set[int] = set()
         self._newest: int | None = None
         self._told = False
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        return {"max_age": self.max_age, "floor": self.floor}
 
     def added(self, entries: IntArray, additions: Additions) -> IntArray:
         if self.needs_tasks and additions.tasks is None:
@@ -303,6 +325,10 @@ class UseLimit(Factor):
         """Number of the batch from which on an entry may be drawn again."""
         self._batch = 0
         self._resting: deque[tuple[int, IntArray]] = deque()
+
+    @property
+    def free(self) -> Mapping[str, Any]:
+        return {"max_uses": self.max_uses, "cooldown": self.cooldown}
 
     def added(self, entries: IntArray, additions: Additions) -> IntArray:
         self._uses.append(0, len(additions))

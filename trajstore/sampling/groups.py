@@ -12,6 +12,7 @@ import torch
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit, uniform
+from trajstore.sampling.states import OF_WHOM, check_sampler_state, described
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +113,16 @@ class GroupSampler(Sampler):
         self._newest = max(self._newest, version)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tasks": list(self._tasks), "newest": self._newest}
+        return {OF_WHOM: self._described(), "tasks": list(self._tasks), "newest": self._newest}
+
+    def _described(self) -> dict[str, Any]:
+        return described("groups", {}, {"least": self._least, "most": self._most, "max_age": self._max_age})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_sampler_state(state, self._described(), ("tasks", "newest"))
         known = dict.fromkeys(task for task in state["tasks"] if task in self._rollouts)
+        if state["tasks"] and self._tasks and not known:
+            logger.warning("state: none of the %d tasks that it names is here", len(state["tasks"]))
         self._tasks = [*known, *(task for task in self._tasks if task not in known)]
         self._place = {task: at for at, task in enumerate(self._tasks)}
         self.reached(int(state["newest"]))

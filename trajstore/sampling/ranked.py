@@ -15,6 +15,7 @@ import torch
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
+from trajstore.sampling.states import OF_WHOM, check_names, check_sampler_state, described, tell_gone
 
 Rank = tuple[float, float]
 
@@ -28,6 +29,8 @@ class RankedSampler(Sampler):
 
     unit: Unit = "trajectory"
     name: ClassVar[str]
+    _needed: ClassVar[tuple[str, ...]] = ("uses",)
+    """What a state must have."""
 
     def __init__(self, max_uses: int | None) -> None:
         if max_uses is not None and max_uses < 1:
@@ -35,6 +38,7 @@ class RankedSampler(Sampler):
         self._max_uses = max_uses
         self._uses: dict[int, int] = {}
         self._order: dict[int, int] = {}
+        self._names: dict[int, int] = {}
         self._next = 0
         self._heap: list[tuple[Rank, int, int]] = []
         """(rank, order, id); an entry whose rank is not that of its trajectory is out of date."""
@@ -54,9 +58,12 @@ class RankedSampler(Sampler):
         return np.array(list(self._uses), np.int64)
 
     def added(self, additions: Additions) -> None:
-        for number, version in zip(additions.ids.tolist(), additions.versions.tolist(), strict=True):
+        names = np.zeros(len(additions), np.int64) if additions.names is None else additions.names
+        rows = zip(additions.ids.tolist(), additions.versions.tolist(), names.tolist(), strict=True)
+        for number, version, name in rows:
             if number in self._uses:
                 raise ConfigurationError(f"trajectory {number} was added twice to a sampler")
+            self._names[number] = name
             self._take(number, version)
             self._uses[number] = 0
             self._order[number] = self._next
@@ -71,7 +78,7 @@ class RankedSampler(Sampler):
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
         for number in np.asarray(ids).tolist():
             if self._uses.pop(number, None) is not None:
-                del self._order[number]
+                del self._order[number], self._names[number]
                 self._forget(number)
 
     def used(self, ids: IntArray, uses: IntArray) -> None:
@@ -104,6 +111,8 @@ class RankedSampler(Sampler):
             raise EmptyBufferError(
                 "cannot sample from an empty buffer"
                 if not self._uses
+                else f"cannot sample: none of {len(self._uses)} trajectories is in the window"
+                if self._max_uses is None
                 else f"cannot sample: each of {len(self._uses)} trajectories was used {self._max_uses} times"
             )
         for number in drawn:
@@ -112,9 +121,22 @@ class RankedSampler(Sampler):
         return Drawn(np.array(list(drawn), np.int64), np.zeros(len(drawn), np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"uses": {number: uses for number, uses in self._uses.items() if uses}}
+        used = {number: uses for number, uses in self._uses.items() if uses}
+        return {OF_WHOM: self._described(), "uses": used, "names": {number: self._names[number] for number in used}}
+
+    def _described(self) -> dict[str, Any]:
+        return described(self.name, {}, {"max_uses": self._max_uses})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_sampler_state(state, self._described(), self._needed)
+        then: Mapping[int, int] = state.get("names", dict.fromkeys(state["uses"], 0))
+        ids = np.array(list(then), np.int64)
+        names, here = (
+            np.array([known.get(number, 0) for number in ids.tolist()], np.int64) for known in (then, self._names)
+        )
+        check_names("what a sampler says", ids, names, here)
+        if not any(number in self._uses for number in then):
+            tell_gone("a sampler", ids, len(self._uses))
         for number in self._uses:
             self._uses[number] = int(state["uses"].get(number, 0))
         self._rebuild()
@@ -154,6 +176,9 @@ class FreshestSampler(RankedSampler):
     def _forget(self, number: int) -> None:
         del self._version[number]
 
+    def _described(self) -> dict[str, Any]:
+        return described(self.name, {}, {"decay": self._decay, "max_uses": self._max_uses})
+
 
 class LeastUsedSampler(RankedSampler):
     """Takes the trajectories that were drawn least often, so that all take turns.
@@ -167,6 +192,7 @@ class LeastUsedSampler(RankedSampler):
     """
 
     name = "least_used"
+    _needed = ("uses", "values")
 
     def __init__(self, best: Literal["lowest", "highest"] = "lowest", max_uses: int | None = None) -> None:
         if best not in ("lowest", "highest"):
@@ -201,8 +227,15 @@ class LeastUsedSampler(RankedSampler):
                 self._push(number)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "values": dict(self._values)}
+        state = super().state_dict()
+        names = {number: self._names[number] for number in self._values}
+        return {**state, "names": {**state["names"], **names}, "values": dict(self._values)}
+
+    def _described(self) -> dict[str, Any]:
+        best = "lowest" if self._sign > 0 else "highest"
+        return described(self.name, {}, {"best": best, "max_uses": self._max_uses})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._values = {number: float(value) for number, value in state["values"].items() if number in self._uses}
         super().load_state_dict(state)
+        self._values = {number: float(value) for number, value in state["values"].items() if number in self._uses}
+        self._rebuild()

@@ -54,6 +54,7 @@ class Roster:
         self._ids = Growing(np.int64)
         self._ends = Growing(np.int64)
         self._alive = Growing(np.bool_)
+        self._names = Growing(np.int64)
         self._place: dict[int, int] | None = None
         """By id, its entry; only once ids came out of order."""
         self.live = 0
@@ -74,6 +75,11 @@ class Roster:
         return self._ids.values
 
     @property
+    def names(self) -> IntArray:
+        """Name of each entry's trajectory; see :mod:`trajstore.sampling.states`."""
+        return self._names.values
+
+    @property
     def live_ids(self) -> IntArray:
         """Ids of the trajectories that are there."""
         return self.ids[self.alive]
@@ -83,7 +89,7 @@ class Roster:
         """Whether each entry's trajectory is there."""
         return self._alive.values
 
-    def add(self, ids: IntArray, leaves: IntArray) -> IntArray:
+    def add(self, ids: IntArray, leaves: IntArray, names: IntArray | None = None) -> IntArray:
         """Append trajectories with some leaves each and return their entries.
 
         Raises:
@@ -102,6 +108,7 @@ class Roster:
         self._ids.append(ids, len(ids))
         self._ends.append(self.leaves + np.cumsum(leaves), len(ids))
         self._alive.append(True, len(ids))
+        self._names.append(0 if names is None else names, len(ids))
         self.live += len(ids)
         self.live_leaves += int(np.sum(leaves))
         return np.arange(first, len(self))
@@ -127,6 +134,13 @@ class Roster:
         inside = np.flatnonzero(entries < len(self))
         inside = inside[(self.ids[entries[inside]] == ids[inside]) & self.alive[entries[inside]]]
         found[inside] = entries[inside]
+        return found
+
+    def names_at(self, ids: IntArray) -> IntArray:
+        """Return the name of each id's trajectory, 0 for those that are not there."""
+        entries = self.find(ids)
+        found = np.zeros(len(ids), np.int64)
+        found[entries >= 0] = self.names[entries[entries >= 0]]
         return found
 
     def first_leaf(self, entries: IntArray) -> IntArray:
@@ -161,6 +175,7 @@ class Roster:
         leaves, counts = self.leaf_runs(kept)
         self._ids.keep(kept)
         self._alive.keep(kept)
+        self._names.keep(kept)
         self._ends = Growing(np.int64)
         self._ends.append(np.cumsum(counts), len(kept))
         if self._place is not None:

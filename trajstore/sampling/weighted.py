@@ -14,6 +14,7 @@ from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, FloatArray, IntArray, Sampler, Unit, uniform
 from trajstore.sampling.factors import Factor
 from trajstore.sampling.roster import Growing, Roster
+from trajstore.sampling.states import OF_WHOM, check_names, check_sampler_state, described, names_in, tell_gone
 from trajstore.sampling.tree import SumTree
 
 _LEAST_CAPACITY = 1024
@@ -103,7 +104,7 @@ class WeightedSampler(Sampler):
 
     def added(self, additions: Additions) -> None:
         leaves = additions.samples if self._by_sample else np.ones(len(additions), np.int64)
-        entries = self._roster.add(additions.ids, leaves)
+        entries = self._roster.add(additions.ids, leaves, additions.names)
         self._samples.append(additions.samples, len(additions))
         if self.priorities is not None:
             self._powers.append(self._power(np.array([self._largest])), int(leaves.sum()))
@@ -281,7 +282,9 @@ class WeightedSampler(Sampler):
     def state_dict(self) -> dict[str, Any]:
         entries = np.flatnonzero(self._roster.alive).astype(np.int64)
         state: dict[str, Any] = {
+            OF_WHOM: self._described(),
             "ids": torch.from_numpy(self._roster.ids[entries].copy()),
+            "names": torch.from_numpy(self._roster.names[entries].copy()),
             "factors": {factor.name: factor.state(entries) for factor in self.factors},
         }
         if self.priorities is not None:
@@ -293,7 +296,19 @@ class WeightedSampler(Sampler):
             }
         return state
 
+    def _described(self) -> dict[str, Any]:
+        fixed: dict[str, Any] = {"unit": self.unit, "factors": [factor.name for factor in self.factors]}
+        free: dict[str, Any] = {"stratified": self._stratified}
+        for factor in self.factors:
+            fixed |= {f"{factor.name}.{name}": value for name, value in factor.fixed.items()}
+            free |= {f"{factor.name}.{name}": value for name, value in factor.free.items()}
+        if self.priorities is not None:
+            fixed |= {f"priorities.{name}": getattr(self.priorities, name) for name in ("alpha", "eps", "per")}
+            free["priorities.beta"] = self.priorities.beta
+        return described("weighted", fixed, free)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_sampler_state(state, self._described(), ("ids", "factors"))
         if set(state["factors"]) != {factor.name for factor in self.factors} or ("powers" in state) != (
             self.priorities is not None
         ):
@@ -302,8 +317,15 @@ class WeightedSampler(Sampler):
                 f"{' and priorities' if 'powers' in state else ''}; this one is configured otherwise"
             )
         ids = np.asarray(state["ids"])
+        check_names("what a sampler says", ids, names_in(state, len(ids)), self._roster.names_at(ids))
         entries = self._roster.find(ids)
         there = entries >= 0
+        if not there.any():
+            tell_gone("a sampler", ids, self._roster.live)
+        if self.priorities is not None and np.any(
+            np.asarray(state["leaves"])[there] != self._roster.leaf_counts(entries[there])
+        ):
+            raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
         for factor in self.factors:
             rows = {
                 name: value.numpy()[there] if isinstance(value, torch.Tensor) else value
@@ -312,8 +334,6 @@ class WeightedSampler(Sampler):
             factor.take_up(entries[there], rows)
         if self.priorities is not None:
             counts = np.asarray(state["leaves"])
-            if np.any(counts[there] != self._roster.leaf_counts(entries[there])):
-                raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
             leaves, _ = self._roster.leaf_runs(entries[there])
             self._powers.values[leaves] = np.asarray(state["powers"])[np.repeat(there, counts)]
             self._largest = float(state["largest"])

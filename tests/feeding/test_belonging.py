@@ -1,0 +1,281 @@
+"""States are taken up by what they are of: other stores, other ids, other batches and other samplers are refused."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.feeding.test_loader import block, fill, reader, rewards
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError
+from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore.inspection.copying import copy_store
+from trajstore.sampling import (
+    EpochSampler,
+    FreshestSampler,
+    LeastUsedSampler,
+    Priorities,
+    Recency,
+    Sampler,
+    UseLimit,
+    WeightedSampler,
+)
+
+SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
+    "uniform": lambda: None,
+    "epochs": EpochSampler,
+    "weighted": lambda: WeightedSampler([UseLimit(cooldown=1)], Priorities()),
+}
+
+
+def state_after(buffer: TrajectoryReplayBuffer, batches: int = 3, size: int = 8, **options: Any) -> dict[str, Any]:
+    with ReplayLoader(buffer, size, prefetch=2, **options) as loader:
+        for _ in range(batches):
+            next(loader)
+        return loader.state_dict()
+
+
+def of_two_ranks(path: Path, first: range, second: range) -> TrajectoryReplayBuffer:
+    for rank, keys in enumerate((first, second)):
+        fill(path / f"rank_{rank}", keys).close()
+    return reader(path)
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Path, name: str) -> None:
+    for place in ("here", "there"):
+        fill(tmp_path / place, range(10)).close()
+    with ReplayLoader(reader(tmp_path / "here"), 8, sampler=SAMPLERS[name]()) as loader:
+        next(loader)
+        state = loader.state_dict()
+        expected = [rewards(next(loader)) for _ in range(5)]
+    other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=SAMPLERS[name]())
+    with pytest.raises(ConfigurationError, match=r"replay buffer is of other trajectories: 10 of 10 ids .* \(id 0: "):
+        other.load_state_dict(state)
+    copy_store(tmp_path / "here", tmp_path / "copy")
+    reader(tmp_path / "here").save_checkpoint(tmp_path / "checkpoint")
+    for place in ("copy", "checkpoint"):
+        with ReplayLoader(reader(tmp_path / place), 8, sampler=SAMPLERS[name]()) as again:
+            again.load_state_dict(state)
+            assert [rewards(next(again)) for _ in range(5)] == expected
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_ids_that_were_given_anew_are_told(tmp_path: Path, name: str) -> None:
+    """The stores of a run are united with new ids; one that has grown moves those of all after it."""
+    state = state_after(of_two_ranks(tmp_path, range(5), range(10, 15)), sampler=SAMPLERS[name]())
+    fine = ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]())
+    fine.load_state_dict(state)
+    next(fine)
+    fine.close()
+    with fill(tmp_path / "rank_0", range(0)) as grown:
+        grown.add_trajectories([block(50)])
+    with pytest.raises(ConfigurationError, match=r"5 of 10 ids that it names are others here \(id 5: .* given anew"):
+        ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]()).load_state_dict(state)
+
+
+def test_a_store_of_whose_ids_none_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of the same store it goes on with a warning, as a run must after a long pause; of another one it is refused."""
+    with fill(tmp_path / "here", range(10)) as buffer:
+        state = state_after(buffer)
+        buffer.add_trajectories([block(key) for key in range(20, 24)])
+        buffer.evict(list(range(10)))
+        with ReplayLoader(buffer, 8) as loader:
+            loader.load_state_dict(state)
+            assert {int(value) // 1000 for value in rewards(next(loader))} <= set(range(20, 24))
+    assert "10 of the 10 that it names are gone" in caplog.text
+    with fill(tmp_path / "there", range(10)) as buffer:
+        buffer.add_trajectories([block(key) for key in range(4)])
+        buffer.evict(list(range(10)))
+        with pytest.raises(ConfigurationError, match="none of the 10 that it names is here, and it was taken of store"):
+            ReplayLoader(buffer, 8).load_state_dict(state)
+
+
+def test_a_store_that_has_grown_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with fill(tmp_path, range(10)) as buffer:
+        state = state_after(buffer)
+        with ReplayLoader(buffer, 8) as loader:
+            loader.load_state_dict(state)
+            next(loader)
+        assert caplog.text == ""
+        buffer.add_trajectories([block(10)])
+        with ReplayLoader(buffer, 8) as loader:
+            loader.load_state_dict(state)
+            next(loader)
+    assert "shows 11 trajectories, 10 when it was taken" in caplog.text
+
+
+def test_what_is_in_memory_only_has_no_names(caplog: pytest.LogCaptureFixture) -> None:
+    """Who adds the same again in each process, as demonstrations are, goes on as before."""
+
+    def buffer() -> TrajectoryReplayBuffer:
+        made = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+        made.add_trajectories([block(key) for key in range(10)])
+        return made
+
+    with ReplayLoader(buffer(), 8, sampler=EpochSampler()) as loader:
+        next(loader)
+        state = loader.state_dict()
+        expected = [rewards(next(loader)) for _ in range(5)]
+    with ReplayLoader(buffer(), 8, sampler=EpochSampler()) as again:
+        again.load_state_dict(state)
+        assert [rewards(next(again)) for _ in range(5)] == expected
+    assert caplog.text == ""
+
+
+def test_another_batch_size_is_refused_unless_it_is_wanted(tmp_path: Path) -> None:
+    fill(tmp_path, range(10)).close()
+    state = state_after(reader(tmp_path), sampler=EpochSampler())
+    with ReplayLoader(reader(tmp_path), 4, sampler=EpochSampler()) as loader:
+        with pytest.raises(ConfigurationError, match=r"batch_size 8 \(here 4\).*changed=True"):
+            loader.load_state_dict(state)
+        loader.load_state_dict(state, changed=True)
+        sizes = [len(rewards(next(loader))) for _ in range(6)]
+        under_way = len(state["under_way"])
+        assert sizes == [8] * under_way + [4] * (6 - under_way)
+        ReplayLoader(reader(tmp_path), 4, sampler=EpochSampler()).load_state_dict(loader.state_dict())
+
+
+def test_token_batches(tmp_path: Path) -> None:
+    def store(name: str) -> TrajectoryReplayBuffer:
+        buffer = TrajectoryReplayBuffer(seed=1, auto_save=True, auto_save_path=tmp_path / name, sample_window_size=0)
+        buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3 + key)) for key in range(8)])
+        buffer.flush()
+        return buffer
+
+    with store("here") as here, store("there") as there:
+        with TokenLoader(here, 20) as loader:
+            next(loader)
+            state = loader.state_dict()
+        with pytest.raises(ConfigurationError, match=r"waits for a pack is of other trajectories"):
+            TokenLoader(there, 20).load_state_dict(state)
+        with TokenLoader(here, 16, lookahead=4) as loader:
+            with pytest.raises(ConfigurationError, match=r"tokens 20 \(here 16\), lookahead 32 \(here 4\)"):
+                loader.load_state_dict(state)
+            loader.load_state_dict(state, changed=True)
+            for _ in range(12):
+                next(loader)
+
+
+def test_states_of_an_earlier_version_are_taken_up_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path, range(10)).close()
+    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
+        next(loader)
+        state = loader.state_dict()
+        expected = [rewards(next(loader)) for _ in range(5)]
+    source = state["source"]
+    del source["batches"], source["of"], source["samplers"][0]["sampler"], source["samplers"][0]["names"]
+    for rows, _ in state["under_way"]:
+        del rows["names"]
+    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as again:
+        again.load_state_dict(state)
+        assert [rewards(next(again)) for _ in range(5)] == expected
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "state of a loader: it does not say which trajectories and batches it is of",
+        "the state of a sampler does not say which trajectories it is of",
+    ]
+
+
+def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: Path) -> None:
+    """What only the sampler can tell comes from ``next``, every time."""
+    fill(tmp_path, range(10)).close()
+    state = state_after(reader(tmp_path), sampler=by_age())
+    with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
+        loader.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="is of a sampler 'weighted', this one is 'epochs'"):
+                next(loader)
+
+
+def by_age() -> Sampler:
+    return WeightedSampler([Recency(3.0)])
+
+
+@pytest.mark.parametrize(
+    ("then", "here", "message"),
+    [
+        (lambda: WeightedSampler(priorities=Priorities()), EpochSampler, "'weighted', this one is 'epochs'"),
+        (lambda: EpochSampler(unit="trajectory"), EpochSampler, r"unit 'trajectory' \(here 'sample'\)"),
+        (FreshestSampler, LeastUsedSampler, "'freshest', this one is 'least_used'"),
+        (
+            lambda: WeightedSampler(priorities=Priorities(alpha=0.5)),
+            lambda: WeightedSampler(priorities=Priorities(alpha=0.6)),
+            r"priorities.alpha 0.5 \(here 0.6\)",
+        ),
+        (
+            lambda: WeightedSampler([Recency(2, by="versions")]),
+            lambda: WeightedSampler([Recency(2)]),
+            r"recency.by 'versions' \(here 'trajectories'\)",
+        ),
+    ],
+)
+def test_samplers_of_another_kind(then: Callable[[], Sampler], here: Callable[[], Sampler], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        here().load_state_dict(then().state_dict())
+
+
+@pytest.mark.parametrize(
+    "make", [EpochSampler, FreshestSampler, LeastUsedSampler, lambda: WeightedSampler([UseLimit(2)])]
+)
+def test_a_samplers_state_of_another_store(tmp_path: Path, make: Callable[[], Any]) -> None:
+    fill(tmp_path / "here", range(6)).close()
+    fill(tmp_path / "there", range(6)).close()
+    here, there = reader(tmp_path / "here"), reader(tmp_path / "there")
+    sampler = make()
+    if sampler.unit == "sample":
+        here.sample(8, sampler=sampler)
+    else:
+        here.sample_trajectories(3, sampler=sampler)
+    state = sampler.state_dict()
+    again, other = make(), make()
+    here.follow(again)
+    again.load_state_dict(state)
+    there.follow(other)
+    before = other.state_dict()
+    with pytest.raises(ConfigurationError, match="is of other trajectories"):
+        other.load_state_dict(state)
+    assert str(other.state_dict()) == str(before)
+
+
+def test_arguments_that_a_run_may_change_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    EpochSampler(epochs=5).load_state_dict(EpochSampler(epochs=2).state_dict())
+    assert "epochs 2 (here 5)" in caplog.text
+
+
+@pytest.mark.parametrize("state", [None, 3, "x", [], {}, {"source": {}}, {"uses": {}}])
+def test_what_is_no_state(tmp_path: Path, state: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    buffer = TrajectoryReplayBuffer(seed=1)
+    takers: list[Any] = [
+        buffer,
+        ReplayLoader(buffer, 4),
+        TokenLoader(buffer, 4),
+        ReplayBufferDataset(buffer, None, 4, 1, 1),
+        EpochSampler(),
+        LeastUsedSampler(),
+        WeightedSampler(),
+    ]
+    for taker in takers:
+        before = str(taker.state_dict())
+        with pytest.raises(ConfigurationError, match=r"^state: "):
+            taker.load_state_dict(state)
+        assert str(taker.state_dict()) == before
+
+
+def test_the_state_of_a_long_store_names_a_part_of_it(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer(seed=1, auto_save=True, auto_save_path=tmp_path, sample_window_size=0)
+    with buffer:
+        for _ in itertools.repeat(None, 3):
+            buffer.add_trajectories([block(1)] * 500)
+        with ReplayLoader(buffer, 8) as loader:
+            named = loader.state_dict()["source"]["of"][0]["ids"]
+    assert len(named) == 1024
+    assert (int(named[0]), int(named[-1])) == (0, 1499)
