@@ -390,13 +390,36 @@ def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
     assert keys_there == list(range(9))
 
 
-def test_a_checkpoint_that_would_make_a_store_a_run_of_ranks_is_refused(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+@pytest.mark.parametrize("base", ["", "memory://test-within"])
+def test_a_checkpoint_within_a_store_is_refused(tmp_path: Path, base: str) -> None:
+    store = f"{base or tmp_path}/store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
         buffer.add_trajectories([witness(0)])
-        with pytest.raises(errors.ConfigurationError, match="rank_0 would make a run of ranks"):
-            buffer.save_checkpoint(tmp_path / "store/rank_0")
-    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        for below in ("rank_0", "shards", "shards/new", "log", "readers", "pins", "new", "a/b/c", "."):
+            with pytest.raises(errors.ConfigurationError, match=r"lies within the store|is a store|holds other files"):
+                buffer.save_checkpoint(store if below == "." else f"{store}/{below}")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=f"{base or tmp_path}/other") as buffer:
+        with pytest.raises(errors.ConfigurationError, match="is a store of its own" if not base else "is a store"):
+            buffer.save_checkpoint(store)  # which nobody writes at present
+        buffer.save_checkpoint(f"{base or tmp_path}/beside")
+        buffer.save_checkpoint(f"{base or tmp_path}/beside")
+        with pytest.raises(errors.ConfigurationError, match="lies within the store"):
+            buffer.save_checkpoint(f"{base or tmp_path}/beside/within")  # the next one would delete it
+    with TrajectoryReplayBuffer.open(store) as reader:
         assert len(reader) == 1
+
+
+def test_a_checkpoint_beside_which_somebody_put_files_is_not_replaced(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([witness(0)])
+    for layout in ("trajstore", "rlinf"):
+        target = tmp_path / layout
+        buffer.save_checkpoint(target, layout=layout)  # type: ignore[arg-type]
+        buffer.save_checkpoint(target)
+        (target / "model.pt").write_bytes(b"weights")
+        with pytest.raises(errors.ConfigurationError, match=r"holds other files \(model\.pt"):
+            buffer.save_checkpoint(target)
+        assert (target / "model.pt").read_bytes() == b"weights"
 
 
 @pytest.mark.parametrize("copy", [copy_store, repair_store, restore])

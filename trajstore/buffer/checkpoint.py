@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,21 +18,25 @@ from trajstore.columns.schema import Schema
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
+    StoreError,
     StoreWriteError,
 )
 from trajstore.files.base import Directory
 from trajstore.files.folders import publish_folder
 from trajstore.files.holder import LOCK_NAME
+from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.local import LocalDirectory
 from trajstore.files.parallel import in_order
 from trajstore.formats import FORMATS
 from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
-from trajstore.reading.places import is_of_rank
+from trajstore.reading.places import is_file_of_rlinf
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import START_OF, TrajectoryIndex, starts_of
+from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
+from trajstore.store.rlinf_layout import INDEX_NAMES
 from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
 
@@ -94,30 +98,46 @@ def save_checkpoint(
         if not isinstance(target, LocalDirectory):
             write(target, picture, state, trajectory_format)
             return
-        _check_replaceable(target)
         with publish_folder(target.path) as staged:
             write(staged, picture, state, trajectory_format)
     except OSError as error:
         raise StoreWriteError(f"{error}: the checkpoint {target.url} was not written") from error
 
 
-def _check_replaceable(target: LocalDirectory) -> None:
+def check_target(target: Directory, above: Iterable[Directory]) -> None:
+    """Refuse a directory that holds something else than an earlier checkpoint, or lies within a store.
+
+    Args:
+        target: where a checkpoint is to be written.
+        above: the directories in which it lies.
+
+    Raises:
+        ConfigurationError: says what is there, or which store it lies in.
+    """
     files, folders = target.listing()
-    if (files or folders) and METADATA_NAME not in files:
-        first = min([*files, *folders])
-        raise ConfigurationError(
-            f"{target.url}: holds other files ({first}, ...); give the checkpoint its own directory"
-        )
-    if LOCK_NAME in files and target.size(LOCK_NAME):
-        raise ConfigurationError(
-            f"{target.url}: is a store that is being written; give the checkpoint its own directory"
-        )
-    above = LocalDirectory(target.path.resolve().parent)
-    if is_of_rank(target.path.name) and METADATA_NAME in above.listing()[0]:
-        raise ConfigurationError(
-            f"{target.url}: {above.url} is a store, which a folder {target.path.name} would make a run of ranks; "
-            "give the checkpoint its own directory"
-        )
+    own = "give the checkpoint its own directory"
+    if LOG_FOLDER in folders or LOCK_NAME in files:
+        live = "that is being written" if LOCK_NAME in files and target.size(LOCK_NAME) else "of its own"
+        raise ConfigurationError(f"{target.url}: is a store {live}; {own}")
+    if isinstance(target, LocalDirectory):  # elsewhere nothing is deleted, and one that was cut short is written again
+        known = {METADATA_NAME, *INDEX_NAMES, SHARDS_FOLDER, READERS_FOLDER}
+        others = [name for name in (*files, *folders) if name not in known and not is_file_of_rlinf(name)]
+        if others or ((files or folders) and METADATA_NAME not in files):
+            first = min(others or [*files, *folders])
+            raise ConfigurationError(f"{target.url}: holds other files ({first}, ...); {own}")
+    for directory in above:
+        if _is_store(directory):
+            raise ConfigurationError(
+                f"{target.url}: lies within the store {directory.url}, where its files would be taken for the "
+                f"store's; {own}, or mark a moment inside the store with pin() or save_point()"
+            )
+
+
+def _is_store(directory: Directory) -> bool:
+    try:
+        return Catalog.exists(directory)
+    except (OSError, StoreError):  # a folder that may not be read, or a bucket's root
+        return False
 
 
 def _write_store(

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.buffer.backing import Backing
-from trajstore.buffer.checkpoint import CheckpointState, Layout, save_checkpoint
+from trajstore.buffer.checkpoint import CheckpointState, Layout, check_target, save_checkpoint
 from trajstore.buffer.readable import ReadableBuffer
 from trajstore.buffer.reloading import load, refresh
 from trajstore.buffer.saved_points import KEPT, PointsOfBuffer
 from trajstore.buffer.view import LoadRequest, View
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
 from trajstore.reading.contents import Contents
@@ -62,8 +62,11 @@ class RestorableBuffer(ReadableBuffer):
             layout: ``"trajstore"``, or ``"rlinf"`` for a directory that RLinf reads.
 
         Raises:
+            ConfigurationError: the directory is a store, lies within one, or holds other files; nothing was written.
             StoreWriteError: it could not be written; an earlier checkpoint is still there.
         """
+        target = open_directory(save_path, **self._storage_options)
+        check_target(target, directories_above(target, **self._storage_options))
         self._backing.flush()
 
         def look(contents: Contents) -> tuple[CheckpointState, Picture]:
@@ -77,7 +80,7 @@ class RestorableBuffer(ReadableBuffer):
 
         with self._view.steady, self._backing.keeping_files():
             state, picture = self._view.locked(look)
-            save_checkpoint(open_directory(save_path, **self._storage_options), picture, state, self._format, layout)
+            save_checkpoint(target, picture, state, self._format, layout)
 
     def pin(self, name: str) -> int:
         """Make a checkpoint inside the store: keep its present state readable under a name; return its generation.

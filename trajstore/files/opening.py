@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,22 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
 
         return RemoteDirectory(text, **options)
     return LocalDirectory(Path(text.removeprefix("file://")))
+
+
+def directories_above(directory: Directory, **options: Any) -> Iterator[Directory]:
+    """Yield the directories in which one lies, the nearest first; of a URL those below its bucket or host.
+
+    Args:
+        directory: which.
+        options: passed on to the fsspec file system.
+    """
+    if isinstance(directory, LocalDirectory):
+        yield from map(LocalDirectory, directory.path.resolve().parents)
+        return
+    scheme, _, path = directory.url.rstrip("/").partition("://")
+    parts = path.strip("/").split("/")
+    for count in range(len(parts) - 1, 0, -1):
+        yield open_directory(f"{scheme}://{'/'.join(parts[:count])}", **options)
 
 
 def nested(one: Directory, other: Directory) -> bool:

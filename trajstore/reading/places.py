@@ -149,6 +149,11 @@ def is_of_rank(place_name: str) -> bool:
     return _RANK.fullmatch(place_name) is not None
 
 
+def is_file_of_rlinf(name: str) -> bool:
+    """Return whether a file is called like those in which RLinf keeps trajectories."""
+    return _RLINF_FILE.match(name) is not None
+
+
 def check_no_ranks(directory: Directory) -> None:
     """Refuse to write a store into a run directory: it would hide the ranks.
 
