@@ -75,7 +75,21 @@ def _prefetcher() -> Any:
     return prefetch
 
 
+def _reader() -> Any:
+    """Return an intrinsic that returns the byte at an address."""
+
+    @intrinsic
+    def read(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), align=1)
+
+        return types.uint8(types.intp), generate
+
+    return read
+
+
 _prefetch = _prefetcher()
+_byte_at = _reader()
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
@@ -174,6 +188,24 @@ def copy_rows(
                 _memcpy(target + i * width, sources[i], width)
 
 
+@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _TABLE)
+def row_addresses(
+    slot: np.ndarray[Any, Any],
+    rows: np.ndarray[Any, Any],
+    addresses: np.ndarray[Any, Any],
+    axes: np.ndarray[Any, Any],
+    columns: np.ndarray[Any, Any],
+    row_nbytes: np.ndarray[Any, Any],
+    sources: np.ndarray[Any, Any],
+) -> None:
+    """Set ``sources[j, i]`` to the address from which :func:`copy_rows` copies row i of column ``columns[j]``."""
+    for j in range(len(columns)):
+        c = columns[j]
+        for i in range(len(slot)):
+            s = slot[i]
+            sources[j, i] = addresses[s, c] + rows[axes[s, c], i] * row_nbytes[j]
+
+
 @compiled("int32[::1]", _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _TABLE, nogil=False)
 def set_homes(
     slots: np.ndarray[Any, Any],
@@ -204,3 +236,35 @@ def copy_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], si
     """Copy blocks of bytes from addresses to addresses."""
     for i in range(len(sizes)):
         _memcpy(targets[i], sources[i], sizes[i])
+
+
+@compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")
+def are_there(
+    addresses: np.ndarray[Any, Any],
+    sizes: np.ndarray[Any, Any],
+    bases: np.ndarray[Any, Any],
+    ends: np.ndarray[Any, Any],
+    marks: np.ndarray[Any, Any],
+    block: int,
+) -> bool:
+    """Return whether all blocks of pieces of memory are marked, as far as they lie in maps.
+
+    Map m has the bytes ``bases[m] <= address < ends[m]``, in ascending order, and one byte for each of its blocks from
+    the address ``marks[m]`` on, which is not 0 if the block is there.
+    """
+    for i in range(len(addresses)):
+        low, high = 0, len(bases)
+        while low < high:
+            middle = (low + high) // 2
+            if bases[middle] > addresses[i]:
+                high = middle
+            else:
+                low = middle + 1
+        m = low - 1
+        if m < 0 or addresses[i] >= ends[m] or sizes[i] <= 0:
+            continue
+        start = addresses[i] - bases[m]
+        for mark in range(marks[m] + start // block, marks[m] + (start + sizes[i] - 1) // block + 1):
+            if _byte_at(mark) == 0:
+                return False
+    return True

@@ -71,6 +71,19 @@ def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
     assert open_files(str(tmp_path)) == 0
 
 
+def test_what_lies_outside_of_the_files_is_passed_over(server: Server, tmp_path: Path) -> None:
+    maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
+    one, other = maps.map("a", len(CONTENT)), maps.map("b", len(CONTENT))
+    low, high = sorted((one, other), key=lambda each: each.address)
+    elsewhere = [low.address - 1, low.address + low.nbytes, high.address + high.nbytes, high.address + 5]
+    with fetched([one, other], lambda: (np.array(elsewhere), np.array([1, 1, 1, 0]))):
+        assert server.asked == []
+    with fetched([one, other], lambda: (np.array([*elsewhere, high.address + 5]), np.array([1, 1, 1, 0, BLOCK]))):
+        assert server.asked == [Range(high.name, 0, 2 * BLOCK)]
+    with fetched([one, other], lambda: (np.array([high.address + 7]), np.array([1]))):
+        assert len(server.asked) == 1
+
+
 def test_neighbours_are_fetched_with_one_request(server: Server, tmp_path: Path) -> None:
     one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
     read(one, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (30 * BLOCK, 30 * BLOCK + 1))

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from trajstore import locks
 from trajstore.files.filemap import FileMap, madvise, make_writable, remap
+from trajstore.machine_code import kernels
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,12 @@ class PartialMap(FileMap):
 
     Attributes:
         there: per block, whether it was fetched.
+        marks: address of ``there``, which stays the same array.
         is_whole: whether all of them were.
         users: readings that go on.
     """
 
-    __slots__ = ("_pid", "home", "is_whole", "name", "there", "users")
+    __slots__ = ("_pid", "home", "is_whole", "marks", "name", "there", "users")
 
     def __init__(self, home: PartialMaps, name: str, nbytes: int, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -70,6 +72,7 @@ class PartialMap(FileMap):
         self.home = home
         self.name = name
         self.there: npt.NDArray[np.bool_] = np.zeros(-(-nbytes // BLOCK), np.bool_)
+        self.marks: int = self.there.ctypes.data
         self.is_whole = not nbytes
         self.users = 0
         self._pid = os.getpid()
@@ -193,6 +196,10 @@ class PartialMaps:
     def _bring(self, maps: Sequence[PartialMap], addresses: Addresses, sizes: Addresses) -> None:
         ordered = sorted(maps, key=lambda one: one.address)
         bases = np.array([one.address for one in ordered], np.int64)
+        ends = bases + np.array([one.nbytes for one in ordered], np.int64)
+        marks = np.array([one.marks for one in ordered], np.int64)
+        if kernels().are_there(addresses, sizes, bases, ends, marks, BLOCK):
+            return  # as almost always: to list what lacks costs as much as to copy some rows
         place = np.searchsorted(bases, addresses, side="right") - 1
         order = np.argsort(place, kind="stable")
         edges = np.searchsorted(place[order], np.arange(len(ordered) + 1))

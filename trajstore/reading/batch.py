@@ -14,6 +14,7 @@ import torch
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import SchemaMismatchError, listed
 from trajstore.files.partial import PartialMap, fetched
+from trajstore.machine_code import kernels
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.gather import Located, allocate, gather
 from trajstore.reading.residency import UNAVAILABLE, Reading, Residency
@@ -78,11 +79,11 @@ class Prepared:
         parts = [(self.located.of(part.rows), part.numbers, specs) for part, specs in self.parts]
         addresses, sizes = [], []
         for located, numbers, specs in parts or everything:
-            for number, spec in zip(numbers, specs, strict=True):
-                axes = self.axes[located.slot, number]
-                rows = located.rows[axes, np.arange(len(axes))]
-                addresses.append(self.addresses[located.slot, number] + rows * spec.row_nbytes)
-                sizes.append(np.full(len(axes), spec.row_nbytes, np.int64))
+            columns, widths = np.array(numbers, np.int64), np.array([spec.row_nbytes for spec in specs], np.int64)
+            sources = np.empty((len(columns), len(located.slot)), np.int64)
+            kernels().row_addresses(located.slot, located.rows, self.addresses, self.axes, columns, widths, sources)
+            addresses.append(sources.reshape(-1))
+            sizes.append(np.repeat(widths, len(located.slot)))
         return np.concatenate(addresses), np.concatenate(sizes)
 
 
