@@ -132,7 +132,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
 
         Args:
             path: directory or URL.
-            pin: name of a checkpoint inside the store, to be shown instead of the newest state.
+            pin: name of a pin, whose trajectories are shown instead of the newest ones.
             share: (rank, number of ranks): show only this rank's contiguous share.
             strict: as for :meth:`load_checkpoint`.
             seed: of the generator that draws; None: that of the store, and of a checkpoint also how far it had drawn.

@@ -83,7 +83,7 @@ class RestorableBuffer(ReadableBuffer):
             save_checkpoint(target, picture, state, self._format, layout)
 
     def pin(self, name: str) -> int:
-        """Make a checkpoint inside the store: keep its present state readable under a name; return its generation.
+        """Pin the store: keep its present state readable under a name; return its generation.
 
         ``load_checkpoint(path, pin=name)`` reads it, however much is added and evicted later.
 
@@ -197,7 +197,7 @@ class RestorableBuffer(ReadableBuffer):
                 only list more trajectories than they hold, which is told in a warning; any other directory is refused.
                 Of RLinf's directories, files absent before the oldest one that is there are counted by
                 ``len`` and ``is_ready``, as RLinf counts them, and never drawn.
-            pin: name of a checkpoint inside the store.
+            pin: name of a pin of the store.
 
         Returns:
             The number of trajectories whose files are absent, or which were left out because they are damaged.

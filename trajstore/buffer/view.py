@@ -39,7 +39,7 @@ class LoadRequest:
         directory: what to load; held, so that it is found again wherever it or the process moves.
         share: (local_rank, world_size), or None to load everything.
         strict: refuse an index that names absent files; None = unless it is RLinf's.
-        pin: name of a checkpoint inside the store.
+        pin: name of a pin of the store.
     """
 
     directory: Directory

@@ -83,7 +83,7 @@ class StoreDatasource(Datasource):
         path: of a store or a run directory, on every node the same; path or URL.
         unit: of the rows; None: transitions of a store of step trajectories, else trajectories.
         columns: names of those wanted; None = all. ``Dataset.select_columns`` right behind reading does the same.
-        pin: name of a checkpoint inside the store.
+        pin: name of a pin of the store.
         storage_options: passed on to the fsspec file system.
 
     Raises:
@@ -271,7 +271,7 @@ def read_store(
         source: path or URL, or a handle.
         unit: of the rows: ``"sample"`` or ``"trajectory"``.
         columns: names of those wanted; None = all.
-        pin: name of a checkpoint inside each store.
+        pin: name of a pin of each store.
         storage_options: passed on to the fsspec file system.
         ray_options: for ``ray.data.read_datasource``: ``override_num_blocks``, ``concurrency``, ...
 

@@ -345,7 +345,7 @@ class DistributedReplayBuffer(Closing):
             self._stores.call(rank, "save_checkpoint", str(path))
 
     def pin(self, name: str) -> dict[int, int]:
-        """Make a checkpoint inside every store; return their generations by rank."""
+        """Pin every store: keep its present state readable under a name; return the generations by rank."""
         self.flush()
         return {rank: self._stores.call(rank, "pin", name) for rank in self._stores.look()}
 

@@ -63,24 +63,28 @@ class MemoryStore:
         self._next = 0
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+        """As :meth:`PoolStore.add_trajectories`."""
         for trajectory in trajectories:
             self._kept[self._next] = copy.deepcopy(trajectory)
             self._next += 1
         return list(range(self._next - len(trajectories), self._next))
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        """As :meth:`PoolStore.get`."""
         try:
             return self._kept[trajectory_id]
         except KeyError:
             raise TrajectoryUnavailableError(f"trajectory {trajectory_id} is not in the pool's memory") from None
 
     def ids(self) -> list[int]:
+        """As :meth:`PoolStore.ids`."""
         return list(self._kept)
 
     def flush(self) -> None:
         """Do nothing: memory has nothing to wait for."""
 
     def evict(self, ids: Sequence[int], /) -> None:
+        """As :meth:`PoolStore.evict`."""
         for trajectory_id in ids:
             self._kept.pop(trajectory_id, None)
 
@@ -137,6 +141,7 @@ class BufferStore:
 
     @property
     def store_id(self) -> str:
+        """As :meth:`PoolStore.store_id`."""
         return str(self._buffer.store_id)
 
     def close(self) -> None:
@@ -148,9 +153,11 @@ class BufferStore:
         self._buffer.close()
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+        """As :meth:`PoolStore.add_trajectories`."""
         return self._buffer.add_trajectories(trajectories)
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        """As :meth:`PoolStore.get`."""
         trajectory = self._buffer.get(trajectory_id)
         if not isinstance(trajectory, AgentTrajectory):
             raise InvalidTrajectoryError(
@@ -159,12 +166,15 @@ class BufferStore:
         return trajectory
 
     def ids(self) -> list[int]:
+        """As :meth:`PoolStore.ids`."""
         return [int(trajectory_id) for trajectory_id in self._buffer.trajectory_ids]
 
     def flush(self) -> None:
+        """As :meth:`PoolStore.flush`."""
         self._buffer.flush()
 
     def evict(self, ids: Sequence[int], /) -> None:
+        """As :meth:`PoolStore.evict`."""
         kept = set(self.ids())
         known = [trajectory_id for trajectory_id in ids if trajectory_id in kept]
         if known:

@@ -60,7 +60,7 @@ class Committed:
         shards: all shards that live or pinned trajectories need.
         index: the live trajectories, oldest first.
         pins: the checkpoints inside the store.
-        pinned: evicted trajectories that a checkpoint inside the store still names.
+        pinned: evicted trajectories that a pin still names.
         generation: number of commits applied.
         next_id: the next trajectory id; never goes back.
         next_shard: the next shard number; never goes back.
@@ -238,7 +238,7 @@ class Committed:
         return moved
 
     def pinned_index(self, name: str) -> TrajectoryIndex:
-        """Return the trajectories that a checkpoint inside the store names, oldest first.
+        """Return the trajectories that a pin names, oldest first.
 
         Raises:
             StoreNotFoundError: there is no such checkpoint.
@@ -261,7 +261,7 @@ class Committed:
         return index
 
     def lacking(self, name: str) -> int:
-        """Return how many of the trajectories that a checkpoint inside the store names are in no commit.
+        """Return how many of the trajectories that a pin names are in no commit.
 
         Raises:
             StoreNotFoundError: there is no such checkpoint.

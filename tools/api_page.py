@@ -1,0 +1,79 @@
+"""The tables of ``docs/api.md``, written from the docstrings: ``python -m tools.api_page``.
+
+An entry of the page is a line ``::: module.name``. The built site shows there what the docstring says in full; the
+table above the entries of a section has their names and first sentences, and can be read without building anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+_ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+_TABLE = re.compile(r"^\| name \|.*?\n\n", re.MULTILINE | re.DOTALL)
+_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+
+
+def find(name: str) -> Any:
+    """Return what an entry names: a module, or something in one."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise LookupError(name)
+
+
+def first_sentences(value: Any) -> str:
+    """Return the first paragraph of a docstring, as Markdown for a table."""
+    text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+    text = _ROLE.sub(lambda match: f"`{match[1].rpartition('.')[2]}`", text)
+    return text.replace("``", "`").replace("|", "&#124;")
+
+
+def own_names(module: ModuleType) -> Iterator[str]:
+    """Yield the public classes and functions that a module makes, in its order."""
+    for name, item in vars(module).items():
+        if not name.startswith("_") and callable(item) and getattr(item, "__module__", None) == module.__name__:
+            yield name
+
+
+def rows(entry: str) -> Iterator[str]:
+    """Yield the lines of an entry: its own, and for a module those of what it makes."""
+    value = find(entry)
+    if not isinstance(value, ModuleType):
+        yield f"| `{entry.rpartition('.')[2]}` | {first_sentences(value)} |"
+        return
+    yield f"| **`{entry}`** | {first_sentences(value)} |"
+    for name in own_names(value):
+        yield f"| `{name}` | {first_sentences(getattr(value, name))} |"
+
+
+def written(page: str) -> str:
+    """Return the page with the tables that its entries make."""
+    parts = re.split(r"(?m)^(?=## )", _TABLE.sub("", page))
+    made = []
+    for part in parts:
+        entries = _ENTRY.findall(part)
+        if entries:
+            head, _, _ = part.partition(f"::: {entries[0]}\n")
+            table = "\n".join(
+                ["| name | what it is |", "| --- | --- |", *(row for one in entries for row in rows(one))]
+            )
+            part = f"{head}{table}\n\n" + "".join(f"::: {one}\n\n" for one in entries)
+        made.append(part)
+    return "".join(made).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
