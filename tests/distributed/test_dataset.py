@@ -12,6 +12,7 @@ import torch
 
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.files.opening import open_directory
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, difference, rows_of, witness
 
@@ -133,8 +134,16 @@ def test_whole_trajectories_go_there_and_back(small_ray: None, tmp_path: Path) -
     assert sorted(check_trajectory(one) for one in found if isinstance(one, Trajectory)) == [1, 2, 3, 4, 9]
     with pytest.raises(ConfigurationError, match="is not empty"):
         StoreDatasink(tmp_path / "out")
-    with pytest.raises(ConfigurationError, match="local path"):
-        StoreDatasink("memory://x")
+
+
+def test_a_run_in_an_object_store(small_ray: None, tmp_path: Path, s3_url: str, s3_options: dict[str, Any]) -> None:
+    rows = read_store(store(tmp_path / "store", range(12)), unit="trajectory", override_num_blocks=3)
+    rows.write_datasink(StoreDatasink(s3_url, storage_options=s3_options, writer=SMALL))
+    again = read_store(s3_url, storage_options=s3_options, columns=["curr_obs.tag", "rewards"]).take_all()
+    assert check_rows(again) == set(range(12))
+    _, folders = open_directory(s3_url, **s3_options).listing()
+    assert folders == [f"rank_{rank}" for rank in range(len(folders))]
+    assert len(folders) > 1
 
 
 def test_an_empty_store_has_no_rows(small_ray: None, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore.distributed.channel import Channel, receive
-    from trajstore.distributed.dataset import StoreDatasink, StoreDatasource, read_store
+    from trajstore.distributed.dataset import StoreDatasource, read_store
     from trajstore.distributed.handle import DistributedReplayBuffer
     from trajstore.distributed.receipts import Receipt
+    from trajstore.distributed.sink import StoreDatasink
 
 __all__ = [
     "Channel",
@@ -30,7 +31,7 @@ _MODULES = {
     "Channel": "channel",
     "DistributedReplayBuffer": "handle",
     "Receipt": "receipts",
-    "StoreDatasink": "dataset",
+    "StoreDatasink": "sink",
     "StoreDatasource": "dataset",
     "read_store": "dataset",
     "receive": "channel",

@@ -1,4 +1,4 @@
-"""A store as a source of Ray Data, and as its sink.
+"""A store as a source of Ray Data.
 
 Reading is planned by shards: each task gets neighbouring shards of one store, opens that store once in its process, and
 reads the wanted columns only. Nothing passes through an actor.
@@ -7,9 +7,7 @@ reads the wanted columns only. Nothing passes through an actor.
 from __future__ import annotations
 
 import os
-import shutil
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import signature
@@ -23,15 +21,21 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.distributed.actors import ray
 from trajstore.distributed.handle import DistributedReplayBuffer
-from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of, trajectory_of
-from trajstore.errors import ConfigurationError, MissingDependencyError, TrajectoryUnavailableError, listed
+from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of
+from trajstore.errors import (
+    ConfigurationError,
+    IncompleteCheckpointError,
+    MissingDependencyError,
+    TrajectoryUnavailableError,
+    listed,
+)
 from trajstore.files.opening import open_directory
 from trajstore.reading.places import kind_of, nothing_at, ranks_of
 from trajstore.sampling.base import Drawn
 from trajstore.store.catalog import Catalog
 
 try:
-    from ray.data import Datasink, Datasource
+    from ray.data import Datasource
     from ray.data.block import Block, BlockAccessor, BlockMetadata
     from ray.data.datasource import ReadTask
 except ImportError as error:
@@ -88,6 +92,7 @@ class StoreDatasource(Datasource):
 
     Raises:
         StoreNotFoundError: there is no store, or no such pin.
+        IncompleteCheckpointError: a rank of the run is absent.
         ConfigurationError: no trajectory has one of the columns, or transitions are wanted of agent trajectories.
         CorruptStoreError: the store is damaged.
     """
@@ -156,6 +161,10 @@ def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tupl
     stores = [directory] if kind_of(directory) == "store" else list(ranks.directories)
     if not stores:
         raise nothing_at(path, directory)
+    if ranks.lacking and kind_of(directory) != "store":
+        raise IncompleteCheckpointError(
+            f"{path}: {listed(ranks.lacking)}; there are {listed(ranks.names)}: read each of them by its own path"
+        )
     if any(kind_of(store) != "store" for store in stores):
         raise ConfigurationError(f"{path}: holds a directory of RLinf; load it into a buffer, and save a checkpoint")
     shares, kinds, seen = [], set(), np.zeros(0, "V16")
@@ -307,66 +316,3 @@ def _on_node(make: Any, path: str, strategy: Any) -> Any:
         return make(path)
     module = ray()
     return module.get(module.remote(make).options(num_cpus=0, scheduling_strategy=strategy).remote(path))
-
-
-class StoreDatasink(Datasink[str | None]):
-    """Writes whole trajectories (rows of ``unit="trajectory"``) to a new run directory, a store for each task.
-
-    The stores appear as ``rank_0``, ``rank_1``, ... when all tasks have ended, and not at all when one has failed.
-    Ray may run a task twice; what its first attempt wrote is removed.
-
-    Args:
-        path: of the run; a local path that every node reaches, absent or empty.
-        options: of each store's buffer: ``trajectory_format``, ``writer``, ...
-
-    Raises:
-        ConfigurationError: it is a URL, or not empty.
-    """
-
-    _HIDDEN = ".part-"
-
-    def __init__(self, path: str | Path, **options: Any) -> None:
-        if "://" in str(path):
-            raise ConfigurationError(f"{path}: write to a local path, and copy the run there (`trajstore copy`)")
-        self._path = Path(path).absolute()
-        self._options = options
-        self._check_empty()
-
-    def _check_empty(self) -> None:
-        if self._path.exists() and any(self._path.iterdir()):
-            raise ConfigurationError(f"{self._path}: is not empty; write to a directory of its own")
-
-    def on_write_start(self, schema: Any = None) -> None:
-        """Make the directory."""
-        self._check_empty()
-        self._path.mkdir(parents=True, exist_ok=True)
-
-    def write(self, blocks: Iterable[Block], ctx: Any) -> str | None:
-        """Write the rows of one task to a store of its own; return its hidden name, None if there were none."""
-        name = f"{self._HIDDEN}{ctx.task_idx:06d}-{uuid.uuid4().hex}"
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=self._path / name, **self._options) as buffer:
-            for block in blocks:
-                rows: Iterator[Any] = BlockAccessor.for_block(block).iter_rows(public_row_format=True)
-                for row in rows:
-                    buffer.add_trajectories([trajectory_of(row)])
-            written = len(buffer)
-        return name if written else None
-
-    def on_write_complete(self, write_result: Any) -> None:
-        """Give the stores their names."""
-        for rank, name in enumerate(sorted(name for name in write_result.write_returns if name is not None)):
-            (self._path / name).rename(self._path / f"rank_{rank}")
-        self._remove_parts()
-        folder = os.open(self._path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def on_write_failed(self, error: Exception) -> None:
-        """Remove what was written."""
-        self._remove_parts()
-
-    def _remove_parts(self) -> None:
-        for part in self._path.glob(f"{self._HIDDEN}*"):
-            shutil.rmtree(part, ignore_errors=True)

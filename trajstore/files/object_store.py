@@ -125,6 +125,12 @@ class ObjectStore:
                 return False
             return True
 
+    def copy(self, name: str, target: str) -> None:
+        """Let the store copy an object to another name below this URL."""
+        fs, root = self._filesystem()
+        with self._naming(name):
+            fs.cp_file(root + name, root + target)
+
     def info(self, name: str) -> ObjectInfo:
         """Return what the store says about an object."""
         fs, root = self._filesystem()

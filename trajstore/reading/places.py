@@ -186,7 +186,8 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
         return Place(kind, directory)
     if not depth:
         return Place(kind, directory) if kind else None
-    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(folders, key=by_number))
+    shown = [name for name in folders if not name.startswith(".")]  # hidden ones are of work that has not ended
+    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(shown, key=by_number))
     parts = tuple(place for place in below if place is not None)
     if kind == "store":
         return (
