@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any, Protocol
 
 ORDER = (
-    "DistributedReplayBuffer._lock",
     "Outbox._lock",
     "Reads._lock",
+    "Hold._changed",
     "StoreServer._adding",
     "StoreServer._rolling",
     "LocalMaker._adding",
@@ -33,6 +33,7 @@ ORDER = (
     "Points._one",
     "CommitLog._lock",
     "Prefetcher._changed",
+    "DrawingHandle._lock",
     "Contents.lock",
     "Residency._lock",
     "WriteQueue._lock",

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError
+from trajstore import TrajectoryReplayBuffer, run_points
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, StoreWriteError
+from trajstore.feeding import ReplayLoader
 from trajstore.inspection.verify import verify
+from trajstore.sampling import Priorities
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
@@ -165,6 +168,101 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     until(lambda: (handle.refresh(), handle.size)[1] == 17)
     for number, key in keys.items():
         assert check_trajectory(handle.get(number)) == key
+    handle.stop()
+
+
+def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_path: Path) -> None:
+    handle = create("points", tmp_path, stores=2, refresh_interval=0.0, seed=3, sample_window_size=4)
+    assert handle.saved_points == []
+    for key in range(8):
+        handle.add_trajectories([witness(key)]).committed(120)
+    handle.refresh()
+    ids = handle.trajectory_ids
+    assert [check_trajectory(handle.get(number)) for number in ids.tolist()] == list(range(8))  # the oldest first
+    assert set(handle.draw(64).ids.tolist()) == set(ids[-4:].tolist())
+    assert {check_trajectory(one) for one in handle.sample_trajectories(9)} == set(range(4, 8))
+    sampler = WeightedSampler(priorities=Priorities())
+    batch = handle.sample(64, sampler=sampler)
+    assert set(batch.drawn.ids.tolist()) <= set(ids[-4:].tolist())
+    assert handle.update_priorities(sampler, batch.drawn, np.arange(len(batch.drawn))) == 0
+    assert handle.extents(ids)[0].tolist() == [handle.get(number).rewards.shape[0] for number in ids.tolist()]
+    loader = ReplayLoader(handle, batch_size=16, sampler=sampler)
+    check_batch(next(loader))
+    point = handle.save_point(10, {"loader": loader, "note": "ten"})
+    assert (point.step, point.trajectories, point.is_complete, point.saved_by) == (10, 8, True, 2)
+    with pytest.raises(ConfigurationError, match="unpin"):
+        handle.save_point(10)
+    expected = [next(loader) for _ in range(6)]
+    loader.close()
+    handle.evict(ids[5:].tolist())
+    handle.add_trajectories([witness(key) for key in range(20, 26)]).committed(120)
+    handle.pin("later")
+    handle.close()
+
+    handle = DistributedReplayBuffer.connect("points", refresh_interval=0.0, sample_window_size=4)
+    with pytest.raises(StoreNotFoundError, match="step 9; complete are: 10"):
+        handle.rollback(9)
+    state = handle.rollback(10)
+    assert state["note"] == "ten"
+    assert handle.trajectory_ids.tolist() == ids.tolist()
+    loader = ReplayLoader(handle, batch_size=16, sampler=WeightedSampler(priorities=Priorities()))
+    loader.load_state_dict(state["loader"])
+    for one in expected:
+        assert torch.equal(one["curr_obs"]["tag"], next(loader)["curr_obs"]["tag"])
+    loader.close()
+    newest = handle.add_trajectories([witness(30)]).committed(120)[0]
+    handle.refresh()
+    assert handle.trajectory_ids[-1] == newest
+    for step in (20, 30, 40, 50):
+        handle.save_point(step, keep=2)
+    assert [point.step for point in handle.saved_points] == [40, 50]
+    handle.clear()
+    assert (handle.size, handle.is_ready(1)) == (0, False)
+    handle.stop()
+    with TrajectoryReplayBuffer.open(tmp_path, pin="step-50") as reader:
+        assert len(reader) == 9
+    assert [point.is_complete for point in run_points(tmp_path)] == [True, True]
+
+
+def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_whole(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    handle = create("cut", run, stores=2, refresh_interval=0.0)
+    handle.add_trajectories([witness(key) for key in range(4)]).committed(120)
+    handle.save_point(1, {"step": 1})
+    handle.save_checkpoint(saved)
+    handle.add_trajectories([witness(key) for key in range(4, 9)]).committed(120)
+    kill_before: list[str] = []
+    call_all = handle._stores.call_all
+
+    def killing(arguments: Any, method: str) -> Any:
+        if method in kill_before:
+            kill_before.remove(method)
+            before = handle._stores.call(1, "describe").began
+            ray.kill(ray.get_actor("cut/rank_1", namespace="trajstore"), no_restart=False)
+            until(lambda: handle._stores.call(1, "describe").began != before)
+        return call_all(arguments, method)
+
+    monkeypatch.setattr(handle._stores, "call_all", killing)
+    kill_before.append("save_point")
+    with pytest.raises(StoreWriteError, match="let go before it was saved"):
+        handle.save_point(2, {"step": 2})
+    assert [(point.step, point.lacking) for point in handle.saved_points] == [(1, ()), (2, (1,))]
+    with pytest.raises(StoreNotFoundError, match=r"step 2 is incomplete.*rank_1; complete are: 1"):
+        handle.rollback(2)
+    handle.save_point(2, {"step": 2})
+    assert handle.saved_points[-1].is_complete
+    kill_before.append("prepare_checkpoint")
+    with pytest.raises(StoreWriteError, match="let go before it was saved"):
+        handle.save_checkpoint(saved)
+    with TrajectoryReplayBuffer.open(saved) as reader:
+        assert len(reader) == 4  # what was saved before, by both stores
+    kill_before.append("publish_checkpoint")  # all have made theirs: it is put in place when the store is there again
+    handle.save_checkpoint(saved)
+    with TrajectoryReplayBuffer.open(saved) as reader:
+        assert len(reader) == 9
+    assert sorted(path.name for path in saved.iterdir()) == ["rank_0", "rank_1"]
     handle.stop()
 
 

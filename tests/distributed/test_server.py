@@ -18,6 +18,7 @@ from trajstore.distributed.known import Known
 from trajstore.distributed.parcel import pack, split, unpack
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, EmptyBufferError, StoreLockedError, TrajectoryUnavailableError
+from trajstore.sampling.draws import Draws
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.testing.witness import check_trajectory, witness
 
@@ -143,47 +144,53 @@ def test_known_forgets_the_oldest() -> None:
     assert known.ids(uuids) == [None, 11, 12]
 
 
+def look(census: Census, servers: dict[int, StoreServer]) -> None:
+    """Ask stores what is new, as a survey does."""
+    for ranks in (list(servers), None):
+        clock = census.clock
+        for rank in ranks if ranks is not None else set(census.behind) & servers.keys():
+            census.take(rank, servers[rank].news(*census.heard(rank), False, clock))
+
+
 def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -> None:
     census = Census()
     one, two = server(tmp_path, 0, retention=Retention(max_trajectories=6)), server(tmp_path, 1)
-
-    def look(*servers: tuple[int, StoreServer]) -> None:
-        for rank, store in servers:
-            census.take(rank, store.news(*census.heard(rank), False))
-
     with pytest.raises(EmptyBufferError):
-        census.samples(1, torch.Generator())
+        census.samples(1, 0, Draws(0))
+    keys: dict[int, int] = {}
     for key in range(8):
-        one.add(pack(flatten_all([witness(key)])), 1)
-        two.add(pack(flatten_all([witness(100 + key)])), 1)
-        look((0, one), (1, two))
+        keys[one.add(pack(flatten_all([witness(key)])), 1)[0]] = key
+        keys[two.add(pack(flatten_all([witness(100 + key)])), 1)[0]] = 100 + key
+        look(census, {0: one, 1: two})
         here = {rank: store.trajectories for rank, store in ((0, one), (1, two))}
         for number in census.ids.tolist():
-            store, place = number % MOST_STORES, number // MOST_STORES
-            assert check_trajectory(here[store]([number])[0]) == place + 100 * store
+            assert check_trajectory(here[number % MOST_STORES]([number])[0]) == keys[number]
     one.flush()
-    look((0, one))
+    look(census, {0: one})
     assert len(census) == 6 + 8
-    one.evict([0 + MOST_STORES * 4])
-    look((0, one))
-    assert 4 * MOST_STORES not in census.ids
+    gone = next(number for number, key in keys.items() if key == 4)
+    one.evict([gone])
+    look(census, {0: one})
+    assert gone not in census.ids
     one.close()
     one = server(tmp_path, 0, "second")
-    look((0, one))
+    look(census, {0: one})
     assert len(census) == 5 + 8
-    drawn = census.samples(4000, torch.Generator().manual_seed(0))
-    assert set(drawn.ids.tolist()) == set(census.ids.tolist())
+    draws = Draws(0)
+    drawn = [census.samples(100, 0, draws) for _ in range(40)]
+    ids, samples = (np.concatenate([getattr(part, name) for part in drawn]) for name in ("ids", "samples"))
+    assert set(ids.tolist()) == set(census.ids.tolist())
     for number in census.ids.tolist():  # each sample of each trajectory
         size = flatten((one if number % MOST_STORES == 0 else two).trajectories([number])[0]).num_samples
-        assert set(drawn.samples[drawn.ids == number].tolist()) <= set(range(size))
+        assert set(samples[ids == number].tolist()) <= set(range(size))
     assert census.leave_out(1) == 8
-    assert not (census.samples(100, torch.Generator()).ids % MOST_STORES).any()
+    assert not (census.samples(100, 0, draws).ids % MOST_STORES).any()
     sampler = WeightedSampler()
     census.tell(sampler)
     assert sampler.ids.tolist() == census.ids.tolist()
-    look((1, two))
+    look(census, {1: two})
     census.tell(sampler)
-    assert sorted(sampler.ids.tolist()) == sorted(census.ids.tolist())
+    assert sampler.ids.tolist() == census.ids.tolist() == sorted(census.ids.tolist())
     one.close()
     two.close()
 
@@ -194,7 +201,7 @@ def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
     one.flush()
     census = Census()
     census.take(0, one.news("", -1, False))
-    drawn = census.samples(50, torch.Generator().manual_seed(1))
+    drawn = census.samples(50, 0, Draws(1))
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(tmp_path / "rank_0")
         expected = reader.read(drawn)

@@ -62,8 +62,8 @@ class Backing(ABC):
         self._watch.look(flats)
         return self.intake.add(flats, uuids) if flats else []
 
-    def share_ids(self, rank: int, ranks: int) -> None:
-        """Give out only ids that are ``rank`` modulo ``ranks`` from now on."""
+    def share_ids(self, first: int, stride: int) -> int:
+        """Give out only every ``stride``-th id from now on, none below ``first``; return the next one."""
         raise StoreError("share_ids: this buffer has no store of its own; use auto_save=True")
 
     def retain(self) -> None:
@@ -224,9 +224,9 @@ class StoreBacking(Backing):
     def mirror(self) -> StoreMirror | None:
         return self._mirror
 
-    def share_ids(self, rank: int, ranks: int) -> None:
+    def share_ids(self, first: int, stride: int) -> int:
         with self.intake.lock:
-            self.writer.queue.reserve_ids(rank, ranks)
+            return self.writer.queue.reserve_ids(first, stride)
 
     def _retain(self) -> None:
         self.writer.retain()

@@ -15,6 +15,7 @@ from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
 from trajstore.closing import Closing
 from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.limits import MAX_ID
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.files.opening import open_directory
 from trajstore.formats import get_format
@@ -196,16 +197,25 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
         return self._backing.add_flattened(flats, uuids)
 
-    def share_ids(self, rank: int, ranks: int) -> None:
+    def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
         """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
 
+        Args:
+            rank: of this store.
+            ranks: how many there may be.
+            at_least: no lower id is given out from now on.
+
+        Returns:
+            The next id that is given out. What got a lower one is shown already, or never will be.
+
         Raises:
-            ConfigurationError: ``rank`` is not in ``[0, ranks)``.
+            ConfigurationError: ``rank`` is not in ``[0, ranks)``, or ``at_least`` in ``[0, 2**61]``.
             StoreError: the buffer has no store (``auto_save=False``).
         """
         if not whole("rank", rank, 0) < whole("ranks", ranks, 1):
             raise ConfigurationError(f"rank: {rank}, must be less than ranks, {ranks}")
-        self._backing.share_ids(rank, ranks)
+        least = whole("at_least", at_least, 0, MAX_ID // 2)
+        return self._backing.share_ids(least + (rank - least) % ranks, ranks)
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.

@@ -87,6 +87,17 @@ def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
     return unite_points(found)
 
 
+def save_rank_point(
+    buffer: TrajectoryReplayBuffer, step: int, state: Mapping[str, Any] | None, ranks: int
+) -> SavedPoint:
+    """Save one rank's part of a point of a run, which counts when all ``ranks`` of them are saved; earlier ones stay.
+
+    Raises:
+        StoreError, ConfigurationError, StoreWriteError: see :meth:`TrajectoryReplayBuffer.save_point`.
+    """
+    return buffer._points.save(step, state, None, ranks)
+
+
 def save_run_point(
     buffer: TrajectoryReplayBuffer,
     step: int,
@@ -116,7 +127,7 @@ def save_run_point(
     rank, ranks = _rank_in(buffer, group)
     point, error = None, None
     try:
-        point = buffer._points.save(step, state, None, ranks)
+        point = save_rank_point(buffer, step, state, ranks)
     except Exception as failure:  # the other ranks wait for an answer, whatever it is
         error = failure
     failed = _told_by_all(group, None if error is None else f"rank_{rank}: {error}", f"save_run_point({step})")

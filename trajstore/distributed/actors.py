@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,7 @@ NAMESPACE = "trajstore"
 
 _PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
 _LONGEST_PAUSE = 2.0
+_AT_ONCE = 32  # stores that are called at once
 _LOOK_AGAIN = 2.0  # seconds after which it is asked whether a silent actor has ended
 
 
@@ -69,6 +72,8 @@ class Stores:
         self.name = name
         self.deadline = deadline
         self.namespace = namespace
+        self.clock = 0
+        """More than all ids that this process has heard of from the stores; what it adds gets higher ones."""
         self._actors: dict[int, Any] = {}
         self._about: dict[int, ServedStore] = {}
         self.look()
@@ -103,6 +108,10 @@ class Stores:
         self._about.pop(rank, None)
         self._find(rank)
 
+    def note(self, next_id: int) -> None:
+        """Note that ids below this one have been given out."""
+        self.clock = max(self.clock, next_id)
+
     def submit(self, rank: int, method: str, *arguments: Any) -> Any:
         """Begin a call and return its reference.
 
@@ -135,6 +144,28 @@ class Stores:
                 self.forget(rank)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
+        """Make a call to several stores at once; return their answers by rank.
+
+        Args:
+            arguments: of each store's call.
+            method: its name.
+
+        Raises:
+            StoreUnreachableError: a store has not answered.
+            Exception: what a store raised; of several the one of the lowest rank, the others are logged.
+        """
+        if not arguments:
+            return {}
+        with ThreadPoolExecutor(min(len(arguments), _AT_ONCE)) as pool:
+            calls = {rank: pool.submit(self.call, rank, method, *given) for rank, given in arguments.items()}
+        failed = {rank: error for rank, call in calls.items() if (error := call.exception()) is not None}
+        for rank, error in list(failed.items())[1:]:
+            logger.error("%s: %s: %s", self._named(rank), method, first_line(error))
+        for error in failed.values():
+            raise error
+        return {rank: call.result() for rank, call in calls.items()}
 
     def describe(self, rank: int) -> ServedStore:
         """Return what a store says of itself; asked once per actor."""

@@ -1,33 +1,50 @@
-"""What all stores together hold, as one handle knows it; draws are made here, without asking anybody. Pure; no I/O."""
+"""What all stores together hold, as one handle knows it; draws are made here, without asking anybody. Pure; no I/O.
+
+Ids say what is newer: see "Ids are clocks" in docs/design/many-machines.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from trajstore.distributed.roll import News, joined, without
+from trajstore.distributed.roll import News, joined, taken, without
 from trajstore.errors import EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore.sampling.draws import Draws, Window
 
 
 class Census:
-    """Trajectories by store, in the order in which each store took them.
+    """The trajectories of the stores that answer, in the order of their ids, the oldest first.
 
-    Draws are uniform over all samples (T·B) of the stores that answer, with replacement, like those of one buffer.
+    Only what is *settled* is shown: ids below those that any store may still give out. So what is shown first is older
+    than all that is shown later, whichever store has it.
     """
 
     def __init__(self) -> None:
         self._parts: dict[int, list[Additions]] = {}
-        self._heard: dict[int, tuple[str, int]] = {}
+        self._heard: dict[int, News] = {}
         self._absent: set[int] = set()
-        self._table: tuple[IntArray, IntArray] | None = None
+        self._table: Additions | None = None
+        self._ends: IntArray = np.zeros(0, np.int64)
+        self._settled = 0
         self.revision = 0
 
     def heard(self, rank: int) -> tuple[str, int]:
         """Return how far a store has told, see :class:`News`."""
-        return self._heard.get(rank, ("", -1))
+        news = self._heard.get(rank)
+        return ("", -1) if news is None else (news.began, news.cursor)
+
+    @property
+    def clock(self) -> int:
+        """The highest of the ids that stores were about to give out when they told it."""
+        return max((news.next_id for news in self._heard.values()), default=0)
+
+    @property
+    def behind(self) -> list[int]:
+        """Ranks of the stores that may still give out an id below :attr:`clock`: until they are told of it."""
+        clock = self.clock
+        return [rank for rank, news in self._heard.items() if rank not in self._absent and news.next_id < clock]
 
     def take(self, rank: int, news: News) -> None:
         """Take in what a store has told."""
@@ -42,7 +59,8 @@ class Census:
         if news.whole or news.changes or rank in self._absent:
             self._changed()
         self._absent.discard(rank)
-        self._heard[rank] = news.began, news.cursor
+        self._heard[rank] = News(news.began, news.cursor, False, next_id=news.next_id)
+        self._settle()
 
     def leave_out(self, rank: int) -> int:
         """Draw no more from a store until it tells something again; return how many trajectories that leaves out."""
@@ -50,7 +68,16 @@ class Census:
             return 0
         self._absent.add(rank)
         self._changed()
+        self._settle()
         return self.count(rank)
+
+    def _settle(self) -> None:
+        """Show what no store can give out an older id than any more; nothing that was shown is hidden again."""
+        given = [news.next_id for rank, news in self._heard.items() if rank not in self._absent]
+        settled = max(self._settled, min(given, default=0))
+        if settled > self._settled:
+            self._settled = settled
+            self._changed()
 
     def count(self, rank: int) -> int:
         """Return the number of trajectories that a store has told of."""
@@ -63,68 +90,117 @@ class Census:
 
     def __len__(self) -> int:
         """Number of trajectories that can be drawn."""
-        return len(self._rows()[0])
+        return len(self._rows())
 
     @property
     def ids(self) -> IntArray:
-        """Their ids, store by store."""
-        return self._rows()[0]
+        """Their ids, ascending: the oldest first."""
+        return self._rows().ids
 
     @property
     def total_samples(self) -> int:
         """Their samples, T·B summed."""
-        ends = self._rows()[1]
-        return int(ends[-1]) if len(ends) else 0
+        self._rows()
+        return int(self._ends[-1]) if len(self._ends) else 0
 
-    def samples(self, count: int, generator: torch.Generator) -> Drawn:
-        """Draw samples, uniformly with replacement.
+    def has(self, ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be drawn."""
+        return _lie_in(ids, self.ids)
+
+    def names_of(self, ids: IntArray) -> IntArray:
+        """Return the first half of the UUID of some trajectories; 0 for those that cannot be drawn."""
+        rows, found = self._rows(), np.zeros(len(ids), np.int64)
+        there = self.has(ids)
+        if rows.names is not None:
+            found[there] = rows.names[np.searchsorted(rows.ids, ids[there])]
+        return found
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def samples(self, count: int, window_size: int, draws: Draws) -> Drawn:
+        """Draw samples of the newest trajectories, uniformly with replacement, as a buffer does.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
-        ids, ends = self._rows()
-        self._check_any(ids)
-        places = torch.randint(0, int(ends[-1]), (count,), generator=generator).numpy()
-        at = np.searchsorted(ends, places, side="right")
-        before = np.concatenate([[0], ends[:-1]])
-        return Drawn(ids[at], (places - before[at]).astype(np.int64))
+        window = self._window(window_size)
+        places = draws.samples(window, count) + self._before(window.first)
+        at = np.searchsorted(self._ends, places, side="right")
+        rows = self._rows()
+        return Drawn(rows.ids[at], places - self._ends[at] + rows.samples[at])
 
-    def trajectories(self, count: int, generator: torch.Generator) -> IntArray:
-        """Draw trajectories, uniformly, none twice; all if ``count`` is larger. Return their ids.
+    def trajectories(self, count: int, window_size: int, draws: Draws) -> IntArray:
+        """Draw from the newest trajectories, uniformly, none twice; all if ``count`` is larger. Return their ids.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
-        ids, _ = self._rows()
-        self._check_any(ids)
-        chosen: IntArray = ids[torch.randperm(len(ids), generator=generator)[:count].numpy()]
+        chosen: IntArray = self.ids[draws.trajectories(self._window(window_size), count)]
         return chosen
 
-    def tell(self, sampler: Sampler) -> None:
-        """Tell a sampler of what can be drawn now."""
-        present, known = self._rows()[0], sampler.ids
-        sampler.evicted(np.setdiff1d(known, present))
-        for rank in sorted(self._parts):
-            if rank in self._absent or not self._parts[rank]:
-                continue
-            part = joined(self._parts[rank])
-            fresh = without(part, known)
-            if len(fresh):
-                sampler.added(fresh)
+    def first_of(self, window_size: int) -> int | None:
+        """Return the id of the oldest of the newest trajectories; None where these are all."""
+        ids = self.ids
+        return int(ids[-window_size]) if 0 < window_size < len(ids) else None
 
-    def _rows(self) -> tuple[IntArray, IntArray]:
-        if self._table is None:
-            parts = [part for rank in sorted(self._parts) if rank not in self._absent for part in self._parts[rank]]
-            ids = np.concatenate([np.empty(0, np.int64), *(part.ids for part in parts)])
-            samples = np.concatenate([np.empty(0, np.int64), *(part.samples for part in parts)])
-            self._table = ids, np.cumsum(samples)
-        return self._table
-
-    def _check_any(self, ids: Sequence[int] | IntArray) -> None:
-        if not len(ids):
+    def _window(self, size: int) -> Window:
+        count = len(self)
+        if not count:
             left_out = f"; {len(self._absent)} stores do not answer: {self.absent}" if self._absent else ""
             raise EmptyBufferError(f"cannot sample: no store holds a trajectory{left_out}")
+        first = max(0, count - size) if size else 0
+        return Window(first, range(first, first), count, 0, 0, self.total_samples - self._before(first))
+
+    def _before(self, position: int) -> int:
+        return int(self._ends[position - 1]) if position else 0
+
+    # -- samplers ---------------------------------------------------------------------------------
+
+    def tell(self, sampler: Sampler) -> None:
+        """Tell a sampler of what can be drawn now, in the order of ids.
+
+        Where older trajectories come back (a store that was lost, a rollback), those that the sampler has beyond them
+        are told again behind them, and its state is kept.
+        """
+        rows, known = self._rows(), sampler.ids
+        gone = known[~_lie_in(known, rows.ids)]
+        if len(gone):
+            sampler.evicted(gone)
+            known = known[_lie_in(known, rows.ids)]
+        fresh = np.flatnonzero(~_lie_in(rows.ids, np.sort(known)))
+        if not len(fresh):
+            return
+        first = int(fresh[0])
+        if not len(known) or rows.ids[first] > known.max():
+            sampler.added(taken(rows, fresh))
+            return
+        state = sampler.state_dict()
+        sampler.evicted(known[known > rows.ids[first]])
+        sampler.added(taken(rows, np.arange(first, len(rows))))
+        sampler.load_state_dict(state)
+
+    def _rows(self) -> Additions:
+        if self._table is None:
+            parts = [part for rank, told in self._parts.items() if rank not in self._absent for part in told]
+            whole = joined(parts) if parts else _NONE
+            order = np.argsort(whole.ids, kind="stable")
+            self._table = taken(whole, order[whole.ids[order] < self._settled])
+            self._ends = np.cumsum(self._table.samples)
+        return self._table
 
     def _changed(self) -> None:
         self._table = None
         self.revision += 1
+
+
+_EMPTY = np.zeros(0, np.int64)
+_NONE = Additions(_EMPTY, _EMPTY, _EMPTY, [], _EMPTY)
+
+
+def _lie_in(ids: IntArray, ascending: IntArray) -> npt.NDArray[np.bool_]:
+    """Return whether each id is one of some ascending ones."""
+    if not len(ascending):
+        return np.zeros(len(ids), np.bool_)
+    at = np.searchsorted(ascending, ids)
+    found: npt.NDArray[np.bool_] = ascending[np.minimum(at, len(ascending) - 1)] == ids
+    return found

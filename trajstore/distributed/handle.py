@@ -9,32 +9,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
-
-from trajstore import locks
 from trajstore.arguments import check_kind
-from trajstore.buffer.choices import Batch
 from trajstore.buffer.intake import flatten_all
 from trajstore.closing import Closing
-from trajstore.columns.fields import nest
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
-from trajstore.distributed.census import Census
 from trajstore.distributed.options import HandleOptions, handle_options
-from trajstore.distributed.reads import Reads
 from trajstore.distributed.receipts import Outbox, Receipt
 from trajstore.distributed.routes import Routes
-from trajstore.distributed.server import MOST_STORES, ServedStore
+from trajstore.distributed.saving import RestorableHandle
+from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.starting import start_stores, strategies
-from trajstore.distributed.survey import Survey
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError
-from trajstore.sampling.base import Drawn, Sampler
-from trajstore.sampling.draws import Draws
+from trajstore.errors import StoreNotFoundError, StoreUnreachableError
+from trajstore.mirroring.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)
 
 
-class DistributedReplayBuffer(Closing):
+class DistributedReplayBuffer(RestorableHandle, Closing):
     """Handle of a buffer whose stores are actors of Ray. Make one with :meth:`create` or :meth:`connect`.
 
     Every process has its own handle; one that is sent to another process connects there. Safe to call from several
@@ -47,16 +39,10 @@ class DistributedReplayBuffer(Closing):
     """
 
     def __init__(self, stores: Stores, near: Sequence[int], options: HandleOptions) -> None:
-        self._stores = stores
-        self._options = options
         first = int(ray().get_runtime_context().get_worker_id()[-8:], 16)
         routes = Routes(near, stores.ranks, options.patience, first)
-        self._lock = locks.rlock("DistributedReplayBuffer._lock")
+        super().__init__(stores, routes, options)
         self._outbox = Outbox(stores, routes, options)
-        self._draws = Draws(options.seed)
-        self._survey = Survey(stores, routes, options.refresh_interval)
-        self._reads = Reads(stores)
-        self._closed = False
 
     # -- making and finding -----------------------------------------------------------------------
 
@@ -161,167 +147,6 @@ class DistributedReplayBuffer(Closing):
         """
         self._outbox.flush(timeout)
 
-    # -- drawing ----------------------------------------------------------------------------------
-
-    def refresh(self) -> None:
-        """Learn what the stores have added and evicted since.
-
-        Stores that do not answer are left out of draws, which is told once; they come back when they answer.
-        """
-        self._check_open()
-        with self._lock:
-            self._survey.refresh(True)
-
-    def draw(self, count: int, *, sampler: Sampler | None = None) -> Drawn:
-        """Choose transitions among all stores that answer, uniformly with replacement or by a sampler.
-
-        Raises:
-            EmptyBufferError: there is nothing to draw from.
-        """
-        with self._lock:
-            census = self._look(sampler)
-            if sampler is None:
-                return census.samples(count, self._draws.generator)
-            return sampler.draw(count, self._draws.generator)
-
-    def _look(self, sampler: Sampler | None) -> Census:
-        self._check_open()
-        return self._survey.look(sampler)
-
-    def read(
-        self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, Any]:
-        """Return transitions that :meth:`draw` chose, as :meth:`sample` returns them.
-
-        Stores whose directory this machine has are read from it, mapped; the others are asked.
-
-        Raises:
-            TrajectoryUnavailableError: one of their trajectories has been evicted since.
-            SchemaMismatchError: their trajectories differ in their columns.
-            StoreUnreachableError: a store has not answered for the handle's deadline.
-        """
-        return nest(self._reads.rows(drawn, columns, out))
-
-    def sample(
-        self,
-        num_chunks: int,
-        *,
-        columns: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-        sampler: Sampler | None = None,
-    ) -> dict[str, Any]:
-        """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
-
-        Raises:
-            EmptyBufferError: there is nothing to draw from.
-            TrajectoryUnavailableError, SchemaMismatchError, StoreUnreachableError: see :meth:`read`.
-        """
-        if num_chunks <= 0:
-            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-        drawn = self.draw(num_chunks, sampler=sampler)
-        found = self.read(drawn, columns=columns, out=out)
-        return found if sampler is None else Batch(found, drawn)
-
-    def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
-        """Draw whole trajectories, none twice unless the sampler says so; all if ``count`` is larger.
-
-        Raises:
-            EmptyBufferError: there is nothing to draw from.
-        """
-        with self._lock:
-            census = self._look(sampler)
-            if sampler is None:
-                ids = census.trajectories(count, self._draws.generator)
-            else:
-                if sampler.unit != "trajectory":
-                    raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
-                ids = sampler.draw(count, self._draws.generator).ids
-        return self._reads.trajectories(ids.tolist())
-
-    def follow(self, sampler: Sampler) -> None:
-        """Tell a sampler of the trajectories that are there now; before its state is loaded."""
-        with self._lock:
-            self._look(sampler)
-
-    def get(self, trajectory_id: int) -> AnyTrajectory:
-        """Return a trajectory by id.
-
-        Raises:
-            TrajectoryUnavailableError: there is none.
-            StoreUnreachableError: its store does not answer.
-        """
-        return self._reads.trajectories([trajectory_id])[0]
-
-    # -- looking ----------------------------------------------------------------------------------
-
-    @property
-    def stores(self) -> list[int]:
-        """Ranks of the stores."""
-        return self._stores.ranks
-
-    def nodes(self) -> dict[int, str]:
-        """Return the node of each store, as Ray calls it, by rank.
-
-        Raises:
-            StoreUnreachableError: a store does not answer.
-        """
-        return {rank: self._stores.describe(rank).node for rank in self._stores.look()}
-
-    def served(self) -> list[ServedStore]:
-        """Return what each store says of itself: its rank, the run's path, host and node.
-
-        Raises:
-            StoreUnreachableError: one does not answer.
-        """
-        return [self._stores.describe(rank) for rank in self._stores.look()]
-
-    @property
-    def size(self) -> int:
-        """Number of trajectories in the stores that answered last; as of the last :meth:`refresh`."""
-        with self._lock:
-            return len(self._survey.census)
-
-    def __len__(self) -> int:
-        return self.size
-
-    @property
-    def total_samples(self) -> int:
-        """Number of their samples, T·B summed."""
-        with self._lock:
-            return self._survey.census.total_samples
-
-    def is_ready(self, min_size: int) -> bool:
-        """Return whether there are at least ``min_size`` trajectories; asks the stores."""
-        with self._lock:
-            self._survey.refresh(self.size < min_size)
-            return self.size >= min_size
-
-    def get_stats(self) -> dict[str, float]:
-        """Return flat numbers: those of the stores that answer, added up; and of this handle.
-
-        ``stores`` and ``absent_stores``; ``pending_parcels`` sent by this handle and not known to be committed.
-        """
-        total: dict[str, float] = {}
-        with self._lock:
-            self._survey.refresh(True)
-            absent = self._survey.census.absent
-            for rank in self._stores.ranks:
-                if rank not in absent:
-                    for name, value in self._stores.call(rank, "stats").items():
-                        total[name] = total.get(name, 0) + value
-            total["stores"] = len(self._stores.ranks)
-            total["absent_stores"] = len(absent)
-            total["pending_parcels"] = self._outbox.parcels
-        return total
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
-        return self._draws.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the draws where :meth:`state_dict` left them."""
-        self._draws.load_state_dict(state)
-
     # -- changing ---------------------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
@@ -330,29 +155,54 @@ class DistributedReplayBuffer(Closing):
         Raises:
             StoreUnreachableError: a store has not answered; those of the others are deleted.
         """
-        for rank in sorted({number % MOST_STORES for number in ids}):
-            self._stores.call(rank, "evict", [number for number in ids if number % MOST_STORES == rank])
+        ranks = sorted({number % MOST_STORES for number in ids})
+        mine = {rank: ([number for number in ids if number % MOST_STORES == rank],) for rank in ranks}
+        self._stores.call_all(mine, "evict")
         self.refresh()
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Save every store to ``path/rank_<r>``, on its own machine; what this handle has added is in it.
+    def clear(self) -> None:
+        """Delete all trajectories of all stores. Ids go on; they are never given twice.
 
         Raises:
-            StoreUnreachableError: a store has not answered: those saved before are there, the checkpoint is not whole.
+            StoreUnreachableError: a store has not answered; those of the others are deleted.
         """
         self.flush()
-        for rank in self._stores.look():
-            self._stores.call(rank, "save_checkpoint", str(path))
+        self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "clear")
+        self.refresh()
 
-    def pin(self, name: str) -> dict[int, int]:
-        """Pin every store: keep its present state readable under a name; return the generations by rank."""
-        self.flush()
-        return {rank: self._stores.call(rank, "pin", name) for rank in self._stores.look()}
+    def compact(self) -> None:
+        """Give back the disk space of evicted trajectories, see :meth:`TrajectoryReplayBuffer.compact`.
 
-    def unpin(self, name: str) -> None:
-        """Let go of the checkpoints inside the stores."""
-        for rank in self._stores.look():
-            self._stores.call(rank, "unpin", name)
+        Raises:
+            StoreUnreachableError, StoreWriteError: a store has not; the others have.
+        """
+        self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "compact")
+
+    def mirror_states(self) -> dict[int, MirrorState | None]:
+        """Return what is on the mirror of each store, by rank; None without one.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        return self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "mirror_state")
+
+    def wait_mirrored(self, ids: Sequence[int], timeout: float) -> bool:
+        """Wait until trajectories are on the mirrors of their stores; return whether all are after ``timeout`` seconds.
+
+        Raises:
+            StoreError: the stores have no mirrors.
+            StoreUnreachableError: a store does not answer.
+        """
+        ranks = sorted({number % MOST_STORES for number in ids})
+        mine = {rank: ([number for number in ids if number % MOST_STORES == rank], timeout) for rank in ranks}
+        return all(self._stores.call_all(mine, "wait_mirrored").values())
+
+    def get_stats(self) -> dict[str, float]:
+        """Return flat numbers: those of the stores that answer, added up; and of this handle.
+
+        ``stores`` and ``absent_stores``; ``pending_parcels`` sent by this handle and not known to be committed.
+        """
+        return {**super().get_stats(), "pending_parcels": self._outbox.parcels}
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -375,10 +225,6 @@ class DistributedReplayBuffer(Closing):
         self.close()
         for rank in self._stores.look():
             self._stores.stop(rank)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConfigurationError(f"the handle of {self._stores.name!r} is closed; connect again")
 
     def __del__(self) -> None:
         waiting = 0 if getattr(self, "_closed", True) else self._outbox.trajectories

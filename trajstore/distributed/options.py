@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError
 
 
@@ -20,6 +21,7 @@ class HandleOptions:
         max_pending_bytes: bytes that were sent and are not known to be committed, beyond which adding waits.
         parcel_bytes: most bytes that are sent at once, unless one trajectory has more.
         refresh_interval: seconds after which a draw asks the stores what is new.
+        sample_window_size: draws are from this many newest trajectories of all stores together; 0 = from all.
 
     Raises:
         ConfigurationError: one is out of range.
@@ -31,12 +33,14 @@ class HandleOptions:
     max_pending_bytes: int = 256 << 20
     parcel_bytes: int = 8 << 20
     refresh_interval: float = 1.0
+    sample_window_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("deadline", "patience", "max_pending_bytes", "parcel_bytes"):
             value = getattr(self, name)
             if not _is_number(value) or not value > 0:
                 raise ConfigurationError(f"{name}: {value!r}, must be a number of more than 0")
+        whole("sample_window_size", self.sample_window_size, 0)
         if not _is_number(self.refresh_interval) or not self.refresh_interval >= 0:
             raise ConfigurationError(f"refresh_interval: {self.refresh_interval!r}, must be a number of at least 0")
 

@@ -16,7 +16,7 @@ from trajstore.columns.fields import join_name, walk
 from trajstore.distributed.actors import Stores
 from trajstore.distributed.server import MOST_STORES
 from trajstore.errors import SchemaMismatchError, StoreError, StoreUnreachableError, TrajectoryUnavailableError
-from trajstore.sampling.base import Drawn
+from trajstore.sampling.base import Drawn, IntArray
 from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,20 @@ class Reads:
             mine = [number for number in ids if number % MOST_STORES == rank]
             found.update(zip(mine, self._stores.call(rank, "trajectories", mine), strict=True))
         return [found[number] for number in ids]
+
+    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one is not there.
+            StoreUnreachableError: a store does not answer.
+        """
+        steps, batch = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
+        ranks = ids % MOST_STORES
+        for rank in np.unique(ranks).tolist():
+            mine = np.flatnonzero(ranks == rank)
+            steps[mine], batch[mine] = self._stores.call(rank, "extents", ids[mine])
+        return steps, batch
 
     def _reader(self, rank: int) -> TrajectoryReplayBuffer | None:
         """Return a reader of a store's directory; None if this machine has not got it."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.errors import EmptyBufferError
@@ -25,12 +26,14 @@ class News:
         cursor: how far it has told; the same.
         whole: whether this is everything, whatever was known before.
         changes: in order, what was added, or the ids of what was evicted.
+        next_id: no id below it will be given out from now on; all that were are told.
     """
 
     began: str
     cursor: int
     whole: bool
     changes: list[Additions | IntArray] = field(default_factory=list)
+    next_id: int = 0
 
 
 class Roll(Sampler):
@@ -104,7 +107,11 @@ def joined(parts: Sequence[Additions]) -> Additions:
 
 def without(part: Additions, evicted: IntArray) -> Additions:
     """Return additions without some of their trajectories."""
-    kept = np.flatnonzero(~np.isin(part.ids, evicted))
-    tasks = None if part.tasks is None else [part.tasks[at] for at in kept.tolist()]
-    names = None if part.names is None else part.names[kept]
-    return Additions(part.ids[kept], part.samples[kept], part.versions[kept], tasks, names)
+    return taken(part, np.flatnonzero(~np.isin(part.ids, evicted)))
+
+
+def taken(part: Additions, places: npt.NDArray[np.intp]) -> Additions:
+    """Return some of the trajectories of additions, in the order of the places."""
+    tasks = None if part.tasks is None else [part.tasks[at] for at in places.tolist()]
+    names = None if part.names is None else part.names[places]
+    return Additions(part.ids[places], part.samples[places], part.versions[places], tasks, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,14 +12,21 @@ import numpy as np
 import torch
 
 from trajstore import locks
+from trajstore.buffer.checkpoint import check_target
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.buffer.runs import save_rank_point
 from trajstore.columns.fields import join_name, walk
+from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
-from trajstore.errors import ConfigurationError
-from trajstore.mirroring.options import as_mirror
-from trajstore.sampling.base import Drawn
+from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.files.folders import put_in_place
+from trajstore.files.local import LocalDirectory
+from trajstore.files.opening import directories_above, open_directory
+from trajstore.mirroring.options import MirrorState, as_mirror
+from trajstore.sampling.base import Drawn, IntArray
+from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
 
 MOST_STORES = 1024
@@ -38,6 +46,7 @@ class ServedStore:
         host: of its machine.
         node: id of its node, as Ray calls it.
         began: different for each start of the process, so that callers notice one.
+        store_id: UUID of the store.
     """
 
     rank: int
@@ -46,6 +55,7 @@ class ServedStore:
     host: str
     node: str
     began: str
+    store_id: str = ""
 
 
 class StoreServer:
@@ -73,11 +83,13 @@ class StoreServer:
             seed=None,
             sample_window_size=0,
             auto_save=True,
-            auto_save_path=str(Path(path) / f"rank_{rank}"),
+            auto_save_path=_of_run(path, rank),
             **_of_rank(options, rank),
         )
         self._buffer.share_ids(rank, MOST_STORES)
+        self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
+        self._hold = Hold()
         self._adding = locks.lock("StoreServer._adding")
         self._rolls = {tasks: Roll(tasks, self._about.began) for tasks in (False, True)}
         self._rolling = locks.lock("StoreServer._rolling")
@@ -94,18 +106,31 @@ class StoreServer:
 
     # -- adding -----------------------------------------------------------------------------------
 
-    def add(self, parcel: Parcel, count: int) -> list[int]:
+    def tick(self, clock: int) -> int:
+        """Give out no id below ``clock`` from now on; return the lowest that may be given out."""
+        return self._buffer.share_ids(self._about.rank, MOST_STORES, at_least=clock)
+
+    def add(self, parcel: Parcel, count: int, clock: int = 0) -> list[int]:
         """Add a parcel's trajectories, those that are not here yet, and return the ids of all.
+
+        Args:
+            parcel: of trajectories.
+            count: how many it has.
+            clock: more than all ids that the producer has heard of; those that are added now get higher ones.
 
         Raises:
             StoreWriteError, PendingFullError: see :meth:`TrajectoryReplayBuffer.add_trajectories`.
             ConfigurationError: the parcel is of another version of trajstore.
         """
         uuids = uuids_of(parcel.key, count)
-        with self._adding:  # a second attempt waits for the first one's end, and then finds what it has added
+        with (
+            self._hold.changing(),
+            self._adding,
+        ):  # a second attempt waits for the first one's end, and then finds what it has added
             known = self._known.ids(uuids)
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
+                self.tick(clock)
                 flats = unpack(parcel)
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
@@ -138,12 +163,20 @@ class StoreServer:
 
     # -- drawing ----------------------------------------------------------------------------------
 
-    def news(self, began: str, cursor: int, tasks: bool) -> News:
-        """Return which trajectories were added and evicted since; see :class:`Roll`."""
+    def news(self, began: str, cursor: int, tasks: bool, clock: int = 0) -> News:
+        """Return which trajectories were added and evicted since; see :class:`Roll`.
+
+        Args:
+            began: of the last answer.
+            cursor: of the last answer.
+            tasks: whether those of agent trajectories are told.
+            clock: no id below it is to be given out from now on.
+        """
         with self._rolling:
+            next_id = self.tick(clock)
             roll = self._rolls[tasks]
             self._buffer.follow(roll)
-            return roll.since(began, cursor)
+            return replace(roll.since(began, cursor), next_id=next_id)
 
     def read(self, drawn: Drawn, columns: Sequence[str] | None) -> dict[str, np.ndarray[Any, Any] | torch.Tensor]:
         """Return rows that were drawn, by dotted name; as numpy arrays where numpy has the dtype.
@@ -162,32 +195,143 @@ class StoreServer:
         """
         return [self._buffer.get(number) for number in ids]
 
-    # -- the rest ---------------------------------------------------------------------------------
+    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of trajectories; see :meth:`TrajectoryReplayBuffer.extents`."""
+        return self._buffer.extents(ids)
+
+    # -- changing ---------------------------------------------------------------------------------
 
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, durably; those that are evicted already are passed over, as this may be called again."""
-        here = set(self._buffer.trajectory_ids.tolist())
-        self._buffer.evict([number for number in ids if number in here])
+        with self._hold.changing():
+            here = set(self._buffer.trajectory_ids.tolist())
+            self._buffer.evict([number for number in ids if number in here])
 
-    def save_checkpoint(self, path: str) -> None:
-        """Save the store to ``path/rank_<rank>``."""
-        self._buffer.save_checkpoint(Path(path) / f"rank_{self._about.rank}")
+    def clear(self) -> None:
+        """Delete all trajectories, durably."""
+        with self._hold.changing():
+            self._buffer.clear()
 
-    def pin(self, name: str) -> int:
-        """Make a checkpoint inside the store; return its generation."""
-        return self._buffer.pin(name)
+    def compact(self) -> None:
+        """Give back the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""
+        self._buffer.compact()
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def hold(self, by: str, seconds: float) -> None:
+        """Add and evict nothing until :meth:`release`, and return when everything added before is on disk.
+
+        Raises:
+            StoreWriteError: see :meth:`Hold.begin`; or what was added cannot be written.
+        """
+        self._buffer.flush()  # most of it before anybody has to wait
+        self._hold.begin(by, seconds)
+        with self._hold.keeping(by):
+            self._buffer.flush()
+
+    def release(self, by: str) -> None:
+        """Go on."""
+        self._hold.end(by)
+
+    def prepare_checkpoint(self, by: str, path: str) -> None:
+        """Make a checkpoint beside ``path/rank_<rank>``. In an object store nothing can be put in place: do nothing.
+
+        Raises:
+            StoreWriteError: it could not be written, or the store is held no longer.
+            ConfigurationError: something else lies there.
+        """
+        with self._hold.keeping(by):
+            target = open_directory(_of_run(path, self._about.rank))
+            if isinstance(target, LocalDirectory):
+                check_target(target, directories_above(target))
+                self._buffer.save_checkpoint(_prepared(target.path, by))
+
+    def publish_checkpoint(self, by: str, path: str) -> None:
+        """Put the checkpoint that was made in its place, at one stroke.
+
+        Raises:
+            StoreWriteError: it could not be.
+        """
+        target = open_directory(_of_run(path, self._about.rank))
+        if not isinstance(target, LocalDirectory):
+            with self._hold.keeping(by):
+                self._buffer.save_checkpoint(target.url)
+        elif (made := _prepared(target.path, by)).exists():  # else an earlier attempt has put it there
+            try:
+                put_in_place(made, target.path)
+            except OSError as error:
+                raise StoreWriteError(f"{error}: the checkpoint {target.path} was not replaced") from error
+
+    def pin(self, by: str, name: str) -> int:
+        """Make a checkpoint inside the store; return its generation.
+
+        Raises:
+            StoreWriteError: the store is held no longer.
+        """
+        with self._hold.keeping(by):
+            return self._buffer.pin(name)
 
     def unpin(self, name: str) -> None:
         """Let go of a checkpoint inside the store."""
         self._buffer.unpin(name)
 
+    def saved_points(self) -> list[SavedPoint]:
+        """Return the saved points of the store, lowest step first."""
+        return self._buffer.saved_points
+
+    def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> SavedPoint:
+        """Save a point, one of ``ranks`` that belong together; earlier ones stay.
+
+        Raises:
+            StoreWriteError: it could not be written, or the store is held no longer.
+        """
+        with self._hold.keeping(by):
+            return save_rank_point(self._buffer, step, state, ranks)
+
+    def rollback(self, by: str, step: int, aside: bool) -> dict[str, Any]:
+        """Go back to a saved point; return the state that was saved with it.
+
+        Raises:
+            StoreWriteError: it could not be written, or the store is held no longer.
+        """
+        with self._hold.keeping(by), self._adding:
+            state = self._buffer.rollback(step, aside=aside)
+            self._known = Known()  # what was set aside is not here: who sends it again, adds it again
+            self._recall()
+        return state
+
+    # -- the rest ---------------------------------------------------------------------------------
+
     def stats(self) -> dict[str, float]:
         """Return flat numbers, see :meth:`TrajectoryReplayBuffer.get_stats`."""
         return self._buffer.get_stats()
 
+    def mirror_state(self) -> MirrorState | None:
+        """Return what is on the store's mirror; None without one."""
+        return self._buffer.mirror_state
+
+    def wait_mirrored(self, ids: Sequence[int], timeout: float) -> bool:
+        """Wait until trajectories are on the mirror; return whether all are.
+
+        Raises:
+            StoreError: the store has no mirror.
+        """
+        return self._buffer.wait_mirrored(ids, timeout)
+
     def close(self) -> None:
         """Flush and give the directory back."""
         self._buffer.close()
+
+
+def _of_run(path: str, rank: int) -> str:
+    """Return the path or URL of a store of a run."""
+    return f"{path.rstrip('/')}/rank_{rank}"
+
+
+def _prepared(target: Path, by: str) -> Path:
+    """Return where a checkpoint is made; what an interrupted one left there is removed by the next."""
+    where = Path(os.path.realpath(target))
+    return where.parent / f".{where.name}.{by}.tmp"
 
 
 def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Shipment:
     def _submit(self) -> None:
         try:
             if self.stage == "adding":
-                self._answer = self._stores.submit(self.rank, "add", self._parcel, self.count)
+                self._answer = self._stores.submit(self.rank, "add", self._parcel, self.count, self._stores.clock)
             else:
                 self._answer = self._stores.submit(self.rank, "committed", self._key, self.count, _ASK_AGAIN)
         except StoreUnreachableError as error:
@@ -100,6 +100,7 @@ class Shipment:
         self._pause = _PAUSE
         if self.stage == "adding":
             self.ids, self.stage = value, "committing"
+            self._stores.note(max(value, default=-1) + 1)
         elif value is None:
             logger.warning("rank_%d began anew before it committed %d trajectories; sent again", self.rank, self.count)
             self.stage = "adding"

@@ -12,7 +12,18 @@ from trajstore.distributed.actors import Stores, actor_name, ray
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError
 
-_GROUPS = {"add": 4, "wait": 256, "read": 8}
+_GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
+"""Threads of a store's process, for each kind of call; what takes long does not keep others waiting."""
+
+_METHODS = {
+    "add": ("add",),
+    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "release"),
+    "read": ("read", "trajectories", "extents", "news", "stats", "tick", "mirror_state", "saved_points"),
+    "save": (
+        *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "unpin", "save_point", "rollback"),
+        "compact",
+    ),
+}
 
 
 def strategies(stores: int | str, given: Any, shared: bool) -> Sequence[Any]:
@@ -69,15 +80,16 @@ def start_stores(
         _start(known.name, rank, path, wanted, actor_options, strategy, known.namespace)
         rank += 1
     found = Stores(known.name, known.namespace, known.deadline)
-    for number in found.ranks:
-        if found.node_of(number) is None:
-            continue
+    there = [number for number in found.ranks if found.node_of(number) is not None]
+    for number in there:
         about = found.describe(number)
         if (about.path, dict(about.options)) != (path, wanted):
             raise ConfigurationError(
                 f"store rank_{number} of {known.name!r} is there already, with path {about.path!r} and options "
                 f"{dict(about.options)}; connect to it, or stop() it first"
             )
+    for number in [*there, *there]:  # what a store that has joined is given now is newer than what the others have
+        found.note(found.call(number, "tick", found.clock))
     return found
 
 
@@ -92,11 +104,7 @@ def _actor_class() -> Any:
             node = module.get_runtime_context().get_node_id()
             super().__init__(path, rank, options, (socket.gethostname(), node, uuid.uuid4().hex))
 
-    for group, names in {
-        "add": ("add",),
-        "wait": ("committed", "flush", "save_checkpoint", "pin", "unpin", "evict"),
-        "read": ("read", "trajectories", "news", "stats"),
-    }.items():
+    for group, names in _METHODS.items():
         for name in names:
             inherited = getattr(StoreServer, name)
             setattr(StoreActor, name, module.method(concurrency_group=group)(_copy(inherited)))

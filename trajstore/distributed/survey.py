@@ -50,6 +50,9 @@ class Survey:
     def refresh(self, force: bool) -> None:
         """Ask all stores; those that were silent before are asked, too, but not waited for.
 
+        A store that may still give out ids below those of another one is told so, and asked once more: then all that
+        was added before is settled.
+
         Args:
             force: also if the last time was less than the interval ago.
         """
@@ -59,12 +62,18 @@ class Survey:
             if rank not in self._asked:
                 self._ask(rank)
         self._collect()
+        self._stores.note(self.census.clock)
+        behind = self.census.behind
+        for rank in behind:
+            self._ask(rank)
+        if behind:
+            self._collect()
         self._looked = time.monotonic()
 
     def _ask(self, rank: int) -> None:
         try:
             heard = self.census.heard(rank)
-            self._asked[rank] = self._stores.submit(rank, "news", *heard, self._needs_tasks)
+            self._asked[rank] = self._stores.submit(rank, "news", *heard, self._needs_tasks, self._stores.clock)
         except StoreUnreachableError as error:
             self._leave_out(rank, error)
 

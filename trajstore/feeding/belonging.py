@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, listed
+from trajstore.feeding.options import Replay
 from trajstore.sampling.base import Drawn, IntArray
 from trajstore.sampling.states import check_names, check_state, names_in, tensor_of
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 _WITNESSES = 1024
 """Trajectories that a state names of each buffer, besides those that batches and samplers name."""
 
-Buffers = Sequence[TrajectoryReplayBuffer | None]
+Buffers = Sequence[Replay | None]
 
 
-def belonging_of(buffer: TrajectoryReplayBuffer | None) -> dict[str, Any] | None:
+def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
     """Return what tells a buffer's trajectories from those of another store: names of some, evenly over all."""
     if buffer is None:
         return None
@@ -35,7 +35,7 @@ def belonging_of(buffer: TrajectoryReplayBuffer | None) -> dict[str, Any] | None
     }
 
 
-def check_belonging(what: str, buffer: TrajectoryReplayBuffer, then: Any) -> list[str]:
+def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     """Refuse the state of other trajectories; return a sentence on each thing that is not as it was.
 
     Args:
@@ -96,7 +96,7 @@ def tell(sentences: Sequence[str]) -> None:
         logger.warning("state of a loader: %s", sentence)
 
 
-def rows_state(drawn: Drawn, buffer: TrajectoryReplayBuffer) -> dict[str, Any]:
+def rows_state(drawn: Drawn, buffer: Replay) -> dict[str, Any]:
     """Return drawn rows as tensors, with the names of their trajectories."""
     named: dict[str, Any] = {"ids": tensor_of(drawn.ids), "samples": tensor_of(drawn.samples)}
     named["names"] = tensor_of(buffer.names_of(drawn.ids))
@@ -111,7 +111,7 @@ def rows_of(state: Mapping[str, Any]) -> Drawn:
     return Drawn(state["ids"].numpy(), state["samples"].numpy(), None if weights is None else weights.numpy())
 
 
-def check_rows(state: Any, buffer: TrajectoryReplayBuffer) -> None:
+def check_rows(state: Any, buffer: Replay) -> None:
     """Refuse rows of other trajectories.
 
     Raises:

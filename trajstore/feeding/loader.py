@@ -17,7 +17,7 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
 from trajstore.feeding.memory import Memory, Ready, memory_for, nbytes_of
-from trajstore.feeding.options import BatchOptions, LoaderOptions, TokenOptions
+from trajstore.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions
 from trajstore.feeding.prefetch import Prefetcher
 from trajstore.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore.feeding.tokens import TokenSource
@@ -212,7 +212,7 @@ class ReplayLoader(Loader[DrawnBatch, Batch]):
         ConfigurationError: an argument is unknown or out of range.
     """
 
-    def __init__(self, replay: TrajectoryReplayBuffer, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+    def __init__(self, replay: Replay, batch_size: int, **options: Unpack[BatchOptions]) -> None:
         self._batches = BatchSource(replay, batch_size, **options)
         super().__init__(self._batches, options, reuse=options.get("reuse", False), even=True)
 

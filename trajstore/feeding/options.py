@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
-from trajstore.sampling.base import Sampler, Unit
+from trajstore.sampling.base import Drawn, Sampler, Unit
 
 Layout = Literal["packed", "padded"]
 LongTrajectories = Literal["refuse", "skip", "alone"]
@@ -17,6 +18,31 @@ LongTrajectories = Literal["refuse", "skip", "alone"]
 
 Stores = Literal["shared", "per_rank"]
 """What W ranks draw from: one store, or each from its own."""
+
+
+class Replay(Protocol):
+    """What batches of transitions are drawn from.
+
+    A :class:`~trajstore.TrajectoryReplayBuffer`, or a :class:`~trajstore.distributed.DistributedReplayBuffer`.
+    """
+
+    @property
+    def share(self) -> tuple[int, int] | None: ...
+    @property
+    def store_ids(self) -> list[str]: ...
+    @property
+    def trajectory_ids(self) -> npt.NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+    def is_ready(self, min_size: int) -> bool: ...
+    def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn: ...
+    def read(
+        self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]: ...
+    def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]: ...
+    def follow(self, sampler: Sampler) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class LoaderOptions(TypedDict, total=False):
@@ -58,7 +84,7 @@ class BatchOptions(LoaderOptions, total=False):
         reuse: batches on the CPU take turns in the same memory; each is valid until the next one is asked for (False).
     """
 
-    demos: TrajectoryReplayBuffer | None
+    demos: Replay | None
     demo_share: float
     min_demo_size: int
     demo_sampler: Sampler | None
@@ -116,9 +142,7 @@ def check_rank(rank: tuple[int, int], batch_size: int) -> None:
         raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
 
 
-def share_of_batch(
-    options: LoaderOptions, batch_size: int, buffer: TrajectoryReplayBuffer
-) -> tuple[tuple[int, int], int]:
+def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> tuple[tuple[int, int], int]:
     """Return which part of each batch that it draws a loader reads, and how large that batch is.
 
     Args:

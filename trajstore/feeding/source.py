@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar, Unpack
 import numpy as np
 import torch
 
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.feeding.belonging import (
@@ -23,7 +22,7 @@ from trajstore.feeding.belonging import (
     tell,
     tell_unnamed,
 )
-from trajstore.feeding.options import BatchOptions, check_options, check_sampler, share_of_batch
+from trajstore.feeding.options import BatchOptions, Replay, check_options, check_sampler, share_of_batch
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.states import check_state
 
@@ -133,7 +132,7 @@ class BatchSource(Source[DrawnBatch]):
         ConfigurationError: an argument is out of range.
     """
 
-    def __init__(self, replay: TrajectoryReplayBuffer, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+    def __init__(self, replay: Replay, batch_size: int, **options: Unpack[BatchOptions]) -> None:
         check_options("ReplayLoader", options, BatchOptions)
         demos, share = options.get("demos"), options.get("demo_share", 0.5)
         if demos is not None and not 0 < share < 1:
@@ -173,7 +172,7 @@ class BatchSource(Source[DrawnBatch]):
             demos = self._mended(self.demos, demos, self._samplers[1])
         return DrawnBatch(replay, demos) if len(replay) and (demos is None or len(demos)) else None
 
-    def _mended(self, buffer: TrajectoryReplayBuffer, drawn: Drawn, sampler: Sampler | None) -> Drawn:
+    def _mended(self, buffer: Replay, drawn: Drawn, sampler: Sampler | None) -> Drawn:
         left = still_there(buffer, drawn)
         lacking = len(drawn) - len(left)
         try:
@@ -288,7 +287,7 @@ class BatchSource(Source[DrawnBatch]):
                 buffer.load_state_dict(of_buffer)
 
 
-def still_there(buffer: TrajectoryReplayBuffer, drawn: Drawn) -> Drawn:
+def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
     """Return the rows whose trajectories can still be read."""
     there = buffer.readable(drawn.ids)
     if there.all():

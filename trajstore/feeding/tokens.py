@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import check_kind
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.feeding.belonging import (
@@ -69,6 +70,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def __init__(self, buffer: TrajectoryReplayBuffer, tokens: int, **options: Unpack[TokenOptions]) -> None:
         check_options("TokenLoader", options, TokenOptions)
+        check_kind(
+            "buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer: tokens are copied from its maps"
+        )
         self._buffer = buffer
         self._tokens = tokens
         self._batch_size, self._lookahead = options.get("batch_size", 1), options.get("lookahead", 32)

@@ -50,6 +50,19 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
         shutil.rmtree(temporary, ignore_errors=True, dir_fd=parent.number)
 
 
+def put_in_place(made: Path, path: Path) -> None:
+    """Let a finished folder stand at ``path``, beside which it lies; what stood there before is gone then.
+
+    Raises:
+        OSError: it could not be; what was at ``path`` before is still there.
+    """
+    where = Path(os.path.realpath(path))
+    parent = HeldFolder(where.parent)
+    _swap_in(parent, made.name, where.name)
+    shutil.rmtree(made.name, ignore_errors=True, dir_fd=parent.number)
+    _remove_abandoned(parent, where.name)
+
+
 def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
     """Put a finished folder in its place, at one stroke; an earlier one is then where it came from.
 

@@ -1,0 +1,176 @@
+"""What is newest over several stores: a census beside one buffer that was given the same, whatever stores do."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.buffer.intake import flatten_all
+from trajstore.distributed.census import Census
+from trajstore.distributed.parcel import pack
+from trajstore.distributed.server import MOST_STORES, StoreServer
+from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.sampling import EpochSampler, Priorities, Sampler, WeightedSampler
+from trajstore.sampling.draws import Draws
+from trajstore.testing.witness import witness
+
+
+class Stores:
+    """Stores of a run, some of which are away, and what a dict knows of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.there: dict[int, StoreServer] = {}
+        self.away: set[int] = set()
+        self.starts = 0
+        self.held: dict[int, int] = {}
+        """By id, the key of its trajectory."""
+        self.next_key = 0
+        self.census = Census()
+
+    def start(self, rank: int) -> None:
+        self.starts += 1
+        if rank in self.there:
+            self.there[rank].close()
+        self.there[rank] = StoreServer(str(self.path), rank, {}, ("host", "node", f"start {self.starts}"))
+        self.away.discard(rank)
+
+    def add(self, rank: int, count: int) -> list[int]:
+        keys = range(self.next_key, self.next_key + count)
+        self.next_key += count
+        ids = self.there[rank].add(pack(flatten_all([witness(key) for key in keys])), count)
+        self.held |= dict(zip(ids, keys, strict=True))
+        return ids
+
+    def evict(self, number: int) -> None:
+        self.there[number % MOST_STORES].evict([number])
+        del self.held[number]
+
+    def look(self) -> None:
+        """Ask all stores, as a survey does."""
+        for again in (False, True):
+            clock = self.census.clock
+            for rank in self.census.behind if again else sorted(self.there):
+                if rank in self.away:
+                    self.census.leave_out(rank)
+                else:
+                    self.census.take(rank, self.there[rank].news(*self.census.heard(rank), False, clock))
+
+    def expected(self) -> dict[int, int]:
+        """Return the keys of what can be drawn, by id, the oldest first."""
+        return {number: key for number, key in sorted(self.held.items()) if number % MOST_STORES not in self.away}
+
+    def close(self) -> None:
+        for store in self.there.values():
+            store.close()
+
+
+def twin_of(stores: Stores, window: int) -> tuple[TrajectoryReplayBuffer, list[int]]:
+    """Return one buffer with what can be drawn, in its order, and the ids that its trajectories have here."""
+    expected = stores.expected()
+    twin = TrajectoryReplayBuffer(seed=3, sample_window_size=0)
+    if expected:
+        twin.add_trajectories([witness(key) for key in expected.values()])
+    twin.sample_window_size = window
+    return twin, list(expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    stores = Stores(tmp_path)
+    stores.start(0)
+    stores.start(1)
+    sampler = WeightedSampler()
+    seen: set[int] = set()
+    for step in range(30):
+        fresh: list[int] = []
+        for _ in range(chance.randrange(4)):
+            rank = chance.choice(sorted(stores.there.keys() - stores.away))
+            fresh += stores.add(rank, 1 + chance.randrange(3))
+        # What is added after a look is newer than all that it showed, in whichever store.
+        assert not fresh or min(fresh) > max(seen, default=-1)
+        if stores.expected() and chance.random() < 0.3:
+            stores.evict(chance.choice(list(stores.expected())))
+        if chance.random() < 0.2 and len(stores.there.keys() - stores.away) > 1:
+            stores.away.add(chance.choice(sorted(stores.there.keys() - stores.away)))
+        if chance.random() < 0.3 and stores.away:
+            stores.start(min(stores.away))  # its node is back
+        if step == 15:
+            stores.start(2)  # joins
+        stores.look()
+        census = stores.census
+        seen = set(census.ids.tolist())
+        assert census.ids.tolist() == list(stores.expected())
+        for window in (0, 1, 4, 1000):
+            twin, ids = twin_of(stores, window)
+            if not ids:
+                with pytest.raises(EmptyBufferError):
+                    census.samples(8, window, Draws(3))
+                continue
+            draws = Draws(3)
+            mine, theirs = census.samples(8, window, draws), twin.draw(8)
+            assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
+            assert mine.samples.tolist() == theirs.samples.tolist()
+            assert len(twin.sample_trajectories(3)) == len(census.trajectories(3, window, draws))
+            census.tell(sampler)
+            assert sampler.ids.tolist() == ids
+            mine, theirs = sampler.draw(8, draws.generator, census.first_of(window)), twin.draw(8, sampler=fresh_one())
+            assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
+            assert mine.samples.tolist() == theirs.samples.tolist()
+    stores.close()
+
+
+def fresh_one() -> Sampler:
+    return WeightedSampler()
+
+
+@pytest.mark.parametrize("make", [lambda: WeightedSampler(priorities=Priorities()), EpochSampler])
+def test_a_sampler_goes_on_as_one_that_was_told_all_at_once(tmp_path: Path, make: type[Sampler]) -> None:
+    """What two handles draw from the same stores does not depend on when each of them heard of what."""
+    stores = Stores(tmp_path)
+    for rank in range(3):
+        stores.start(rank)
+    sampler, draws = make(), Draws(5)
+    for step in range(6):
+        stores.add(step % 3, 2)
+        stores.add((step + 1) % 3, 1)
+        if step == 3:
+            stores.away.add(1)
+            stores.add(0, 2)
+        if step == 4:
+            stores.start(1)
+        stores.look()
+        stores.census.tell(sampler)
+        drawn = sampler.draw(6, draws.generator, stores.census.first_of(5))
+        if isinstance(sampler, WeightedSampler):
+            sampler.update(drawn.ids, drawn.samples, [float(step + place) for place in range(6)])
+    resumed, census = make(), Census()
+    again = Stores(tmp_path)
+    again.there, again.census, again.held = stores.there, census, stores.held
+    again.look()
+    census.tell(resumed)
+    resumed.load_state_dict(sampler.state_dict())
+    other = Draws(None)
+    other.load_state_dict(draws.state_dict())
+    for _ in range(4):
+        mine = sampler.draw(6, draws.generator, stores.census.first_of(5))
+        theirs = resumed.draw(6, other.generator, census.first_of(5))
+        assert (mine.ids.tolist(), mine.samples.tolist()) == (theirs.ids.tolist(), theirs.samples.tolist())
+    stores.close()
+
+
+def test_ids_that_are_no_clock_are_refused(tmp_path: Path) -> None:
+    stores = Stores(tmp_path)
+    stores.start(1)
+    store = stores.there[1]
+    assert (store.tick(0), store.tick(5000), store.tick(0)) == (1, 5121, 5121)
+    assert stores.add(1, 2) == [5121, 5121 + MOST_STORES]
+    for clock in (-1, 1 << 62):
+        with pytest.raises(ConfigurationError, match="at_least"):
+            store.tick(clock)
+    assert store.add(pack(flatten_all([witness(9)])), 1, 10_000) == [1 + 10 * MOST_STORES]
+    stores.close()

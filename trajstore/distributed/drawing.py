@@ -1,0 +1,284 @@
+"""The half of a handle that draws: what the stores have told, and reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore import locks
+from trajstore.arguments import whole
+from trajstore.buffer.choices import Batch
+from trajstore.columns.fields import nest
+from trajstore.distributed.actors import Stores
+from trajstore.distributed.census import Census
+from trajstore.distributed.options import HandleOptions
+from trajstore.distributed.reads import Reads
+from trajstore.distributed.routes import Routes
+from trajstore.distributed.server import ServedStore
+from trajstore.distributed.survey import Survey
+from trajstore.errors import ConfigurationError
+from trajstore.sampling.base import Drawn, Sampler
+from trajstore.sampling.draws import Draws
+from trajstore.sampling.weighted import WeightedSampler
+from trajstore.trajectory import AnyTrajectory
+
+
+class DrawingHandle:
+    """Trajectories of many stores that can be looked at and drawn from. Users make a ``DistributedReplayBuffer``.
+
+    Args:
+        stores: the actors.
+        routes: hears which of them answer.
+        options: of this handle.
+    """
+
+    def __init__(self, stores: Stores, routes: Routes, options: HandleOptions) -> None:
+        self._stores = stores
+        self._options = options
+        self._lock = locks.rlock("DrawingHandle._lock")
+        self._draws = Draws(options.seed)
+        self._survey = Survey(stores, routes, options.refresh_interval)
+        self._reads = Reads(stores)
+        self._closed = False
+        self.sample_window_size = options.sample_window_size
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigurationError(f"the handle of {self._stores.name!r} is closed; connect again")
+
+    # -- drawing ----------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Learn what the stores have added and evicted since.
+
+        Stores that do not answer are left out of draws, which is told once; they come back when they answer.
+        """
+        self._check_open()
+        with self._lock:
+            self._survey.refresh(True)
+
+    def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
+        """Choose transitions among the newest trajectories of all stores that answer, as a buffer does.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+        """
+        if num_chunks <= 0:
+            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        with self._lock:
+            census = self._look(sampler)
+            if sampler is None:
+                return census.samples(num_chunks, self.sample_window_size, self._draws)
+            return sampler.draw(num_chunks, self._draws.generator, census.first_of(self.sample_window_size))
+
+    def _look(self, sampler: Sampler | None) -> Census:
+        self._check_open()
+        return self._survey.look(sampler)
+
+    def read(
+        self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Return transitions that :meth:`draw` chose, as :meth:`sample` returns them.
+
+        Stores whose directory this machine has are read from it, mapped; the others are asked.
+
+        Raises:
+            TrajectoryUnavailableError: one of their trajectories has been evicted since.
+            SchemaMismatchError: their trajectories differ in their columns.
+            StoreUnreachableError: a store has not answered for the handle's deadline.
+        """
+        return nest(self._reads.rows(drawn, columns, out))
+
+    def sample(
+        self,
+        num_chunks: int = 0,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler | None = None,
+    ) -> dict[str, Any]:
+        """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+            TrajectoryUnavailableError, SchemaMismatchError, StoreUnreachableError: see :meth:`read`.
+        """
+        if sampler is not None and sampler.unit != "sample":
+            raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
+        drawn = self.draw(num_chunks, sampler=sampler)
+        found = self.read(drawn, columns=columns, out=out)
+        return found if sampler is None else Batch(found, drawn)
+
+    def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
+        """Draw whole trajectories, none twice unless the sampler says so; all if ``count`` is larger.
+
+        Raises:
+            EmptyBufferError: there is nothing to draw from.
+        """
+        with self._lock:
+            census = self._look(sampler)
+            if sampler is None:
+                ids = census.trajectories(count, self.sample_window_size, self._draws)
+            else:
+                if sampler.unit != "trajectory":
+                    raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
+                ids = sampler.draw(count, self._draws.generator, census.first_of(self.sample_window_size)).ids
+        return self._reads.trajectories(ids.tolist())
+
+    def follow(self, sampler: Sampler) -> None:
+        """Tell a sampler of the trajectories that are there now; before its state is loaded."""
+        with self._lock:
+            self._look(sampler)
+
+    def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
+        """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+        """
+        with self._lock:
+            self._look(sampler)
+            return sampler.update(drawn.ids, drawn.samples, priorities)
+
+    def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be drawn, as far as the stores have told."""
+        with self._lock:
+            return self._look(None).has(trajectory_ids)
+
+    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the first half of the UUID of some trajectories; 0 for those that cannot be drawn."""
+        with self._lock:
+            return self._look(None).names_of(trajectory_ids)
+
+    def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return T and B of some trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one of them is not there.
+            StoreUnreachableError: a store does not answer.
+        """
+        return self._reads.extents(trajectory_ids)
+
+    def get(self, trajectory_id: int) -> AnyTrajectory:
+        """Return a trajectory by id.
+
+        Raises:
+            TrajectoryUnavailableError: there is none.
+            StoreUnreachableError: its store does not answer.
+        """
+        return self._reads.trajectories([trajectory_id])[0]
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    @property
+    def sample_window_size(self) -> int:
+        """Draws are from this many newest trajectories of all stores together; 0 = from all."""
+        return self._sample_window_size
+
+    @sample_window_size.setter
+    def sample_window_size(self, value: int) -> None:
+        self._sample_window_size = whole("sample_window_size", value, 0)
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the generator."""
+        return self._draws.seed
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of all draws; part of :meth:`state_dict`."""
+        return self._draws.generator
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """None: a handle shows all that the stores have."""
+        return None
+
+    @property
+    def stores(self) -> list[int]:
+        """Ranks of the stores."""
+        return self._stores.ranks
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that answer.
+
+        Raises:
+            StoreUnreachableError: one has just fallen silent.
+        """
+        with self._lock:
+            absent = self._survey.census.absent
+        return [self._stores.describe(rank).store_id for rank in self._stores.ranks if rank not in absent]
+
+    def nodes(self) -> dict[int, str]:
+        """Return the node of each store, as Ray calls it, by rank.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        return {rank: self._stores.describe(rank).node for rank in self._stores.look()}
+
+    def served(self) -> list[ServedStore]:
+        """Return what each store says of itself: its rank, the run's path, host and node.
+
+        Raises:
+            StoreUnreachableError: one does not answer.
+        """
+        return [self._stores.describe(rank) for rank in self._stores.look()]
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories in the stores that answered last; as of the last :meth:`refresh`."""
+        with self._lock:
+            return len(self._survey.census)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def trajectory_ids(self) -> npt.NDArray[np.int64]:
+        """Ids of these trajectories, oldest first, as an int64 array."""
+        with self._lock:
+            return self._survey.census.ids.copy()
+
+    @property
+    def total_samples(self) -> int:
+        """Number of their samples, T·B summed."""
+        with self._lock:
+            return self._survey.census.total_samples
+
+    def is_ready(self, min_size: int) -> bool:
+        """Return whether there are at least ``min_size`` trajectories; asks the stores."""
+        with self._lock:
+            self._survey.refresh(self.size < min_size)
+            return self.size >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """Return whether there are at least ``min_size`` trajectories; asks the stores."""
+        return self.is_ready(min_size)
+
+    def get_stats(self) -> dict[str, float]:
+        """Return flat numbers: those of the stores that answer, added up; ``stores`` and ``absent_stores``."""
+        total: dict[str, float] = {}
+        with self._lock:
+            self._survey.refresh(True)
+            absent = self._survey.census.absent
+            for rank in self._stores.ranks:
+                if rank not in absent:
+                    for name, value in self._stores.call(rank, "stats").items():
+                        total[name] = total.get(name, 0) + value
+            total["stores"] = len(self._stores.ranks)
+            total["absent_stores"] = len(absent)
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened."""
+        return self._draws.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the draws where :meth:`state_dict` left them."""
+        self._draws.load_state_dict(state)

@@ -1,0 +1,212 @@
+"""The part of a handle that saves: all stores of a run at one moment, or none of them."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trajstore.arguments import check_kind, truth, whole, whole_or_none
+from trajstore.buffer.runs import RunPoint, incomplete_sentence, unite_points
+from trajstore.buffer.saved_points import KEPT
+from trajstore.distributed.drawing import DrawingHandle
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, listed
+from trajstore.store.saved_points import SavedPoint, point_name
+from trajstore.store.states import asked
+
+logger = logging.getLogger(__name__)
+
+_HELD = 20.0  # seconds for which stores wait for each other, each time
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """All stores, held since one moment.
+
+    Attributes:
+        by: who holds them.
+        ranks: of the stores, ``0 .. n - 1``.
+    """
+
+    by: str
+    ranks: list[int]
+
+
+class RestorableHandle(DrawingHandle):
+    """What many stores hold can be saved, and gone back to. Users make a ``DistributedReplayBuffer``.
+
+    Saving has two steps. First all stores are held: nothing is added to or evicted from any of them, and what was added
+    is on disk; producers wait. Then each saves itself. A store that does not answer, or that was started again in
+    between, ends it with an error, and what was saved before stays as it is.
+    """
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Return when everything that this handle has added survives the kill of any process."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _held(self) -> Iterator[_Cut]:
+        """Keep all stores as they are, from one moment on until the block ends.
+
+        Raises:
+            StoreUnreachableError: one of them is not there, or does not answer.
+            StoreWriteError: one cannot write what was added, or somebody else holds it for long.
+        """
+        self.flush()
+        ranks = self._stores.look()
+        lacking = sorted(set(range(max(ranks) + 1)) - set(ranks))
+        if lacking:
+            names = listed(f"rank_{rank}" for rank in lacking)
+            raise StoreUnreachableError(f"{self._stores.name!r}: {names} are not there; create() starts them again")
+        by = uuid.uuid4().hex
+        begun = []
+        try:
+            for rank in ranks:  # in this order, so that two handles that save do not wait for each other
+                begun.append(rank)
+                self._stores.call(rank, "hold", by, _HELD)
+            yield _Cut(by, ranks)
+        finally:
+            for rank in begun:
+                try:
+                    self._stores.submit(rank, "release", by)
+                except StoreUnreachableError as error:  # its process is gone, and what it held
+                    logger.info("%s", error)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(self, save_path: str | Path) -> None:
+        """Save all stores at one moment to ``save_path/rank_<r>``, each on its own machine.
+
+        What this handle has added is in it. Every store first makes its checkpoint beside the earlier one, and only
+        when all have, each puts it in its place. In an object store nothing can be put in place: there one store is
+        saved after another, and a failure half-way leaves ranks of two moments.
+
+        Raises:
+            StoreUnreachableError, StoreWriteError: a store could not be saved. If it says "publish", some ranks may be
+                of the new moment; else all earlier ones are there as they were.
+            ConfigurationError: something else lies there.
+        """
+        check_kind("save_path", save_path, str | Path, "a path or URL")
+        with self._held() as cut:
+            for call in ("prepare_checkpoint", "publish_checkpoint"):
+                self._stores.call_all({rank: (cut.by, str(save_path)) for rank in cut.ranks}, call)
+
+    def pin(self, name: str) -> dict[int, int]:
+        """Make a checkpoint inside every store, all at one moment; return their generations by rank.
+
+        Raises:
+            StoreUnreachableError, StoreWriteError: a store could not be pinned; others may be.
+        """
+        with self._held() as cut:
+            return self._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name)), "pin")
+
+    def unpin(self, name: str) -> None:
+        """Let go of the checkpoints inside the stores, or of a saved point (``step-750``)."""
+        self._stores.call_all(dict.fromkeys(self._stores.look(), (name,)), "unpin")
+
+    # -- saved points -----------------------------------------------------------------------------
+
+    @property
+    def saved_points(self) -> list[RunPoint]:
+        """The saved points of the run, lowest step first; those that a store lacks are among them, and say so.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        return unite_points(self._points())
+
+    def _points(self) -> dict[int, list[SavedPoint]]:
+        return self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "saved_points")
+
+    def save_point(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> RunPoint:
+        """Mark what all stores hold at one moment with the model's step, so that :meth:`rollback` can go back to it.
+
+        It counts when every store has it. Earlier points are let go of after that only, so a complete one is there at
+        every moment, whatever is killed.
+
+        Args:
+            step: of the model.
+            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
+                a sampler), which are asked for it at that very moment. This handle's own generator is saved anyway.
+            keep: points that stay, those of the highest steps; older ones are released. None = all.
+
+        Raises:
+            ConfigurationError: there is a point of this step, or a later one; or ``state`` has what cannot be saved.
+            StoreUnreachableError, StoreWriteError: a store has not saved it; earlier points are as they were.
+        """
+        step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
+        check_kind("state", state, Mapping, "a dict")
+        with self._held() as cut:
+            points = self._points()
+            self._check_step(step, unite_points(points))
+            begun = [rank for rank, saved in points.items() if any(point.step == step for point in saved)]
+            self._stores.call_all({rank: (point_name(step),) for rank in begun}, "unpin")  # of an attempt that failed
+            parts = asked(state or {})  # first: parts bring their own state of the generator
+            with self._lock:
+                told = {"parts": parts, "draws": self._draws.state_dict()}
+            given = {rank: (cut.by, step, {} if rank else told, len(cut.ranks)) for rank in cut.ranks}
+            self._stores.call_all(given, "save_point")
+        saved = self.saved_points
+        complete = [point.step for point in saved if point.is_complete]
+        for old in saved:
+            if keep is not None and len(complete) > keep and old.step < complete[-keep]:
+                self.unpin(point_name(old.step))
+        return next(point for point in saved if point.step == step)
+
+    def _check_step(self, step: int, points: list[RunPoint]) -> None:
+        later = [point.step for point in points if point.step > step]
+        if later:
+            raise ConfigurationError(
+                f"save_point({step}): there is a saved point of step {max(later)}, which is later; go back with "
+                f"rollback first, or let go of it with unpin({point_name(max(later))!r})"
+            )
+        if any(point.step == step and point.is_complete for point in points):
+            raise ConfigurationError(
+                f"save_point({step}): every store has a point of this step; saving it again would leave none while it "
+                f"is saved. Let go of it first with unpin({point_name(step)!r})"
+            )
+
+    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
+        """Go back to the saved point of a step: all stores show what they showed then, and draws go on from there.
+
+        No producer should be adding: what one adds again after this stays. What was added since is set aside in each
+        store, see :meth:`TrajectoryReplayBuffer.rollback`. When a store is killed in the midst of it, call it again.
+
+        Args:
+            step: of the point.
+            aside: False deletes what was written since the point.
+
+        Returns:
+            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
+
+        Raises:
+            StoreNotFoundError: there is no point of this step, or a store lacks it; says which.
+            ConfigurationError: another number of stores saved it.
+            StoreUnreachableError, StoreWriteError: a store could not go back; others have, call again.
+        """
+        step, aside = whole("step", step, 0), truth("aside", aside)
+        with self._held() as cut:
+            self._check_point(step, len(cut.ranks))
+            told = self._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, step, aside)), "rollback")[0]
+        with self._lock:
+            if "draws" in told:
+                self._draws.load_state_dict(told["draws"])
+            self._survey.refresh(True)
+        return dict(told.get("parts", told))
+
+    def _check_point(self, step: int, stores: int) -> None:
+        points = self.saved_points
+        found = next((point for point in points if point.step == step), None)
+        if found is not None and found.saved_by not in (None, stores):
+            raise ConfigurationError(
+                f"rollback({step}): {found.saved_by} stores saved it together, there are {stores} now; begin a new run "
+                f"from it: load_checkpoint(..., pin={point_name(step)!r})"
+            )
+        if found is None or not found.is_complete:
+            why = f"no saved point of step {step}" if found is None else incomplete_sentence(found)
+            complete = listed(str(point.step) for point in points if point.is_complete)
+            raise StoreNotFoundError(f"{self._stores.name!r}: {why}; complete are: {complete or 'none'}")
