@@ -8,7 +8,7 @@ import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, errors
 from trajstore.sampling.draws import Window
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
 
 
@@ -82,7 +82,7 @@ def test_what_was_loaded_is_drawn_across_those_that_were_lost(tmp_path: Path, fm
 def test_windows_are_counted_as_in_a_list() -> None:
     lengths = [3, 1, 4, 1, 5, 9]
     index = TrajectoryIndex()
-    index.append({**{name: [0] * 6 for name in index.arrays if name != "uuid"}, "uuid": b"", "num_samples": lengths})
+    index.append({**{name: [0] * 6 for name in COLUMNS if name != "uuid"}, "uuid": b"", "num_samples": lengths})
     for first in range(4):
         index.drop_oldest(first - index.first)
         for low in range(first, 7):

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.columns.conversion import flatten
+from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.store.index import COLUMNS, TrajectoryIndex, columns_of, starts_of
+from trajstore.store.index import COLUMNS, Home, TrajectoryIndex
+from trajstore.store.new_entries import columns_of, starts_of
 from trajstore.store.packing import StringTable, pack, unpack
 from trajstore.testing.witness import witness
 
@@ -77,7 +79,7 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         flat = flatten(witness(number))
-        columns = columns_of([flat], [number], number.to_bytes(16, "big"), index.weights, 0)
+        columns = columns_of([flat], [number], number.to_bytes(16, "big"), index.weights) | {"shard": np.zeros(1)}
         index.append(columns | starts_of([flat.extent], flat.schema.kind))
     return index
 
@@ -121,3 +123,48 @@ def test_columns_that_disagree(name: str) -> None:
             TrajectoryIndex.from_json(value, 1)
     value["columns"][name] = packed
     assert len(TrajectoryIndex.from_json(value, 1)) == 3
+
+
+def test_positions_stay_when_the_oldest_leave_and_a_column_counts_from_the_oldest_kept() -> None:
+    index = index_of([3, 5, 8, 9])
+    index.drop_oldest(2)
+    assert index["trajectory_id"].tolist() == [8, 9]
+    assert index.at("trajectory_id", 2) == 8
+    assert index.at("trajectory_id", index.find_many([9, 8])).tolist() == [9, 8]
+    assert index.at("trajectory_id", slice(index.first, index.end)).tolist() == [8, 9]
+
+
+def test_where_the_rows_of_an_entry_are_is_changed_at_once() -> None:
+    index = index_of([3, 5, 8])
+    index.drop_oldest(1)
+    index.point(index.find_many([8, 5]), [Home(4, 1, 2, 3), Home(6)])
+    assert index.home(index.position_of(8)) == (4, 1, 2, 3)
+    assert index.home(index.position_of(5)) == (6, 0, 0, 0)
+    assert index["shard"].tolist() == [6, 4]
+
+
+def test_an_index_of_slots_has_the_same_entries_and_changes_by_itself() -> None:
+    index = index_of([3, 5, 8])
+    index.drop_oldest(1)
+    shown = index.in_slots(np.array([7], np.int32))
+    assert shown["slot"].tolist() == [7, 7]
+    assert shown["trajectory_id"].tolist() == [5, 8]
+    assert shown.total_samples == index.total_samples
+    assert shown.entry(shown.position_of(8)) == index.entry(index.position_of(8))
+    shown.note_extent(shown.position_of(5), Extent(1, 2, 3, 4))
+    shown.point(shown.find_many([5]), [Home(9, 1, 1, 1)])
+    shown.weights.add("new")
+    assert (index["shard"].tolist(), index["start_samples"].tolist()) == ([0, 0], [0, 0])
+    assert len(index.weights) < len(shown.weights)
+    assert index.entry(index.position_of(5)).extent == flatten(witness(5)).extent
+    for name, of in (("shard", shown), ("slot", index)):
+        with pytest.raises(KeyError):
+            of[name]
+
+
+def test_other_ids_are_found() -> None:
+    index = index_of([3, 9, 8])
+    index.drop_oldest(1)
+    index.renumber(np.array([0, 1]))
+    assert index.find_many([0, 1, 8]).tolist() == [index.first, index.first + 1, -1]
+    assert index.entry(index.position_of(1)).num_samples == flatten(witness(8)).num_samples

@@ -30,7 +30,7 @@ from trajstore.formats import get_format
 from trajstore.formats.base import ShardContent, ShardManifest
 from trajstore.formats.checksums import manifest_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import columns_of, starts_of
+from trajstore.store.new_entries import columns_of, starts_of
 from trajstore.store.sealed import INDEX_NAME
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.queue import random_uuids
@@ -98,7 +98,7 @@ def _write_store(folder: Path, total: int, packed: int) -> None:
         catalog.shards.add(number, _renamed(manifest, name))
         with open(folder / "shards" / f"{name}.pt", "wb") as file:
             file.truncate(manifest.files[0].size)  # nothing is stored of it
-    columns = columns_of(flats, range(packed), random_uuids(packed), catalog.index.weights, 0)
+    columns = columns_of(flats, range(packed), random_uuids(packed), catalog.index.weights)
     columns |= starts_of([flat.extent for flat in flats], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}
     repeated["trajectory_id"] = np.arange(total)

@@ -34,8 +34,9 @@ from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import START_OF, TrajectoryIndex, starts_of
+from trajstore.store.index import START_OF, STARTS, TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
+from trajstore.store.new_entries import starts_of
 from trajstore.store.rlinf_layout import INDEX_NAMES
 from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
@@ -177,7 +178,7 @@ def _write_store(
 
     for manifest, group in in_order(write, enumerate(_loose_groups(picture, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
-        _set_starts(picture.index, [at for at, _ in group], [flat for _, flat in group])
+        _set_homes(picture.index, row, [at for at, _ in group], [flat for _, flat in group])
         rows[[at for at, _ in group]] = row
     columns = picture.index.take(np.arange(picture.index.first, picture.index.end))
     columns["shard"] = rows
@@ -194,14 +195,13 @@ def _write_store(
         target.publish([file])
 
 
-def _set_starts(index: TrajectoryIndex, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
-    """Set where trajectories begin within the shard that was made of them."""
+def _set_homes(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
+    """Set where trajectories are within the shard that was made of them."""
     starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
-    for name, values in starts.items():
-        index.arrays[name][np.array(entries)] = values
+    homes = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
+    index.point(np.array(entries, np.int64), homes)
     for at, flat in zip(entries, flats, strict=True):
-        index.arrays["extra"][at] = flat.extent.extra
-        index.arrays["document"][at] = flat.extent.document
+        index.note_extent(at, flat.extent)
 
 
 def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
@@ -233,7 +233,7 @@ def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
     reader = source.reader(row)
     tensors = []
     for number, column in enumerate(manifest.schema.columns):
-        start = int(picture.index.arrays[START_OF[column.axis]][at])
+        start = int(picture.index.at(START_OF[column.axis], at))
         tensors.append(reader.rows(number, start, start + extent.rows(column.axis)))
     return FlatTrajectory(
         manifest.schema,

@@ -62,7 +62,7 @@ class Following:
     def sync(self, contents: Contents) -> None:
         """Tell the sampler what has changed since the last time."""
         index = contents.index
-        ids = index.arrays["trajectory_id"]
+        ids = index.at("trajectory_id", slice(None))
         first = max(index.first, contents.start)
         if self._index is None or self._index() is not index or self._revision != index.revision:
             positions = _without(np.arange(first, index.end), contents.gap)
@@ -80,7 +80,7 @@ class Following:
         if not len(positions):
             return
         names = ("trajectory_id", "num_samples", "version_high")
-        ids, samples, versions = (contents.index.arrays[name][positions].astype(np.int64) for name in names)
+        ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in names)
         tasks = [contents.task_of(at) for at in positions.tolist()] if self._sampler.needs_tasks else None
         self._sampler.added(Additions(ids, samples, versions, tasks, self._view.names_at(contents, positions)))
 
@@ -112,12 +112,12 @@ class Choices:
 
     def _draw(self, contents: Contents, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
         window = Window.newest(contents.index, window_size, contents.gap, contents.start)
-        ids = contents.index.arrays["trajectory_id"]
+        ids = contents.index.at("trajectory_id", slice(None))
         if sampler is None:
             ends = contents.index.ends
             places = self._draws.samples(window, count) + contents.index.samples_before(window.first)
             positions = np.searchsorted(ends[: window.end], places, side="right")
-            samples = places - ends[positions] + contents.index.arrays["num_samples"][positions]
+            samples = places - ends[positions] + contents.index.at("num_samples", positions)
             return Drawn(ids[positions], samples)
         self._follow(contents, sampler)
         narrowed = len(window) < len(contents.index)
@@ -144,7 +144,7 @@ class Choices:
     def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
         index = contents.index
         positions = self._positions(contents, drawn.ids)
-        sizes = index.arrays["num_samples"][positions]
+        sizes = index.at("num_samples", positions)
         if np.any((drawn.samples < 0) | (drawn.samples >= sizes)):
             raise ConfigurationError("drawn rows: a place lies outside its trajectory")
         first = index.first
@@ -156,7 +156,7 @@ class Choices:
 
         def look(contents: Contents) -> npt.NDArray[np.bool_]:
             positions = contents.index.find_many(ids)
-            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.arrays["shard"][positions] != UNAVAILABLE)
+            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.at("slot", positions) != UNAVAILABLE)
             return found
 
         return self._view.locked(look)
@@ -231,7 +231,7 @@ class Choices:
 
         def look(contents: Contents) -> tuple[IntArray, IntArray]:
             positions = self._positions(contents, ids)
-            steps, batch = (contents.index.arrays[name][positions].astype(np.int64) for name in ("steps", "batch"))
+            steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
             return steps, batch
 
         return self._view.locked(look)

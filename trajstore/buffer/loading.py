@@ -235,7 +235,7 @@ def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], shar
         low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
         part = index.slice(low, high)
         if renumber:
-            part.arrays["trajectory_id"] = np.arange(before + low, before + high, dtype=np.int64)
+            part.renumber(np.arange(before + low, before + high, dtype=np.int64))
         loaded.parts.append((source, part))  # also without an entry: a later commit may change that
         loaded.counter = max(loaded.counter, int(part["trajectory_id"].max(initial=-1)) + 1)
         before += len(index)

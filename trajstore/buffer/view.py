@@ -127,7 +127,7 @@ class View:
         stored = all(isinstance(source, StoreSource) for source in contents.sources)
         if not stored or (self._own is None and contents.added):
             return np.zeros(len(positions), np.int64)
-        return names_of(contents.index.arrays["uuid"][positions])
+        return names_of(contents.index.at("uuid", positions))
 
     @property
     def store_ids(self) -> list[str]:
@@ -309,7 +309,7 @@ class View:
             durable = max(newest, self.own_first - 1)  # what was loaded is on disk elsewhere
             safe = int(np.searchsorted(index["trajectory_id"], durable, side="right"))
             positions = index.first + self.retention.to_evict(index.slice(0, safe))
-            ids = index.arrays["trajectory_id"][positions].tolist()
+            ids = index.at("trajectory_id", positions).tolist()
             loaded = [number for number in ids if number < self.own_first]
             if loaded:
                 self.forget(loaded)

@@ -55,7 +55,7 @@ def _alike(catalog: Catalog, first: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield (position, count) of step trajectories of one shape that lie behind each other; all others singly."""
     if first == end:
         return
-    columns = {name: array[first:end] for name, array in catalog.index.arrays.items()}
+    columns = catalog.index.take(slice(first, end))
     of_steps = catalog.shards.of_steps()[columns["shard"]]
     steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
     breaks = ~of_steps[1:] | (steps * batch == 0)[1:]

@@ -172,7 +172,7 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
                 "name": head.name,
                 "rolled_back_to": head.back_to,
                 "trajectories": len(entries),
-                "bytes": int(catalog.pinned.arrays["nbytes"][entries].sum()),
+                "bytes": int(catalog.pinned.at("nbytes", entries).sum()),
                 "steps": sorted(step for step in steps if step is not None),
             }
         )

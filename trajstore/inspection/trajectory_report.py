@@ -64,7 +64,7 @@ def inspect_trajectory(
         "trajectory_id": trajectory_id,
         "uuid": entry.uuid,
         "kind": access.schema(catalog.index, position).kind,
-        "shard": catalog.shards.manifest(entry.shard).files[0].name,
+        "shard": catalog.shards.manifest(catalog.index.at("shard", position)).files[0].name,
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
     }

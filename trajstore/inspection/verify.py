@@ -295,13 +295,13 @@ def _check_documents(catalog: Catalog, whole: np.ndarray[Any, np.dtype[np.bool_]
         for position in _positions_in(index, whole):
             result.trajectories += 1
             schema = access.schema(index, position)
-            if schema in made and not index.arrays["document"][position]:
+            if schema in made and not index.at("document", position):
                 continue
             made.add(schema)
             try:
                 access.trajectory(index, position)
             except TrajstoreError as error:
-                number = int(index.arrays["trajectory_id"][position])
+                number = int(index.at("trajectory_id", position))
                 result.problems.append(Problem(f"trajectory {number}", str(error), ((number, number),)))
     access.close()
 

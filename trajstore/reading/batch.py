@@ -130,7 +130,7 @@ class BatchColumns:
 
         def who(at: Sequence[int]) -> str:
             theirs = np.isin(of_each, [signatures[number] for number in at])
-            ids = np.unique(index.arrays["trajectory_id"][located.position[theirs]]).tolist()
+            ids = np.unique(index.at("trajectory_id", located.position[theirs])).tolist()
             return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
 
         agreed = agree(kinds, like, names, self._residency.specs, who)
@@ -147,13 +147,14 @@ class BatchColumns:
         """Return the signature of the trajectory at a position; None if it cannot be read. Needed slots stay."""
         if not index.first <= position < index.end:
             return None
-        slot = int(index.arrays["shard"][position])
+        slot = int(index.at("slot", position))
         if slot == UNAVAILABLE:
             return None
         known = int(self._residency.signature[slot])
         if known >= 0 or self._undecoded[0] == slot:
             return known if known >= 0 else self._undecoded[1]
-        if self._residency.ensure(np.append(needed, slot), index.note_extent):
+        # The needed ones are resident, so that only this one can be found to have extra rows.
+        if self._residency.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
             source, row = self._residency.shard_of(slot)
             schema = self._sources[source].manifest(row).schema
             self._undecoded = slot, self._residency.signature_of(schema)

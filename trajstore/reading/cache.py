@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import ConfigurationError
+from trajstore.store.index import Home
 
 
 @dataclass(slots=True)
 class Held:
-    """A trajectory in memory. ``home`` is its (slot, starts...) on disk, once it is there."""
+    """A trajectory in memory: its slot there, and its home on disk once it is there."""
 
     slot: int
     nbytes: int
-    home: tuple[int, int, int, int] | None
+    home: Home | None
     pending: bool
     flat: FlatTrajectory | None
 

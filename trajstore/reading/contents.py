@@ -1,13 +1,14 @@
 """What a buffer holds: its index over all sources, and where each trajectory's rows are now.
 
 A trajectory's rows are in its shard on disk (its *home*) or in memory: pending (not committed yet), or
-cached. The ``shard`` column of the index is the slot to read from. Changes happen under ``lock``; copies
-run outside it, on addresses that stay valid until they end.
+cached. The ``slot`` column of the index says which is read, the ``start_*`` columns from which row on.
+Changes happen under ``lock``; copies run outside it, on addresses that stay valid until they end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from trajstore import locks
 from trajstore.columns.conversion import parse_document, trajectory_of
 from trajstore.columns.fields import Axis
 from trajstore.columns.owned import OwnedTrajectory
-from trajstore.columns.schema import Schema
+from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import TrajectoryUnavailableError
-from trajstore.machine_code import begin_kernels, kernels
+from trajstore.machine_code import begin_kernels
 from trajstore.reading.batch import BatchColumns, Prepared
 from trajstore.reading.cache import Held, TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
@@ -30,8 +31,9 @@ from trajstore.reading.residency import UNAVAILABLE, MappedShard, Residency
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at
 from trajstore.store.committed import Change, Evicted
-from trajstore.store.index import STARTS, TrajectoryIndex, columns_of
+from trajstore.store.index import STARTS, Home, TrajectoryIndex
 from trajstore.store.moves import Moved
+from trajstore.store.new_entries import columns_of
 from trajstore.store.packing import StringTable
 from trajstore.trajectory import AnyTrajectory
 
@@ -47,7 +49,7 @@ class Contents:
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
         begin_kernels()
         self.lock = locks.rlock("Contents.lock")
-        self.index = TrajectoryIndex()
+        self.index = TrajectoryIndex("slot")
         self.sources: list[Source] = []
         self.cache = cache
         self.residency = Residency(map_limit)
@@ -77,13 +79,10 @@ class Contents:
         slots = np.full(len(entries) + 1, UNAVAILABLE, np.int32)  # the last one stands for UNAVAILABLE
         slots[needed] = self.residency.add_shards(number, needed, entries[needed])
         if len(self.index) == 0:
-            self.index = part  # arrays are shared, not copied
-            self.index.unshare(*STARTS, "extra", "document")
-            self.index.arrays["shard"] = slots[part.arrays["shard"]]
-            self.index.weights = part.weights.copy()
+            self.index = part.in_slots(slots)
         else:
             columns = part.take(np.arange(part.first, part.end))
-            columns["shard"] = slots[columns["shard"]]
+            columns["slot"] = slots[columns.pop("shard")]
             columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
             self._append(columns)
         self._note_listed()
@@ -103,10 +102,10 @@ class Contents:
             self.moved(number, change, 0)
             return
         columns = dict(change.columns)
-        rows, which, counts = np.unique(columns["shard"], return_inverse=True, return_counts=True)
+        rows, which, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
         pairs = zip(rows.tolist(), counts.tolist(), strict=True)
         slots = np.array([self.residency.add_shard(number, row, count) for row, count in pairs], np.int32)
-        columns["shard"] = slots[which]
+        columns["slot"] = slots[which]
         columns["weights"] = self.index.weights.extend(weights, columns["weights"].tolist())
         self._append(columns)
 
@@ -119,15 +118,15 @@ class Contents:
             if not ids:
                 return
             slot = self.residency.add_shard(source, moved.row, len(ids))
-            homes = np.stack([np.full(len(ids), slot), *(moved.starts[name][known] for name in STARTS)], axis=1)
-            before = self.index.arrays["shard"][positions]
+            homes = moved.homes(slot)[known]
+            before = self.index.at("slot", positions)
             on_disk = np.ones(len(ids), np.bool_)
             for at, number in enumerate(ids):
                 held = self._held.get(number)
                 if held is not None and held.home is not None:
-                    before[at], on_disk[at] = held.home[0], False
-                    held.home = (slot, int(homes[at, 1]), int(homes[at, 2]), int(homes[at, 3]))
-            self._point(positions[on_disk], homes[on_disk])
+                    before[at], on_disk[at] = held.home.table, False
+                    held.home = Home(*homes[at].tolist())
+            self.index.point(positions[on_disk], homes[on_disk])
             self.residency.leave(before)
 
     def _append(self, columns: Mapping[str, Any]) -> None:
@@ -141,7 +140,7 @@ class Contents:
 
     def _note_listed(self) -> None:
         """Note that RLinf's index, which is shown alone, begins with trajectories that have no files."""
-        self.start = self.index.first + int(np.count_nonzero(self.index["shard"] == UNAVAILABLE))
+        self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
     def add(self, owned: Sequence[OwnedTrajectory], ids: Sequence[int], uuids: bytes, *, pending: bool) -> None:
         """Append trajectories that are in memory; ``pending`` ones stay there until they are committed.
@@ -150,7 +149,7 @@ class Contents:
         """
         flats = [item.flat for item in owned]
         with self.lock:
-            columns = columns_of(flats, ids, uuids, self.index.weights, UNAVAILABLE)
+            columns = columns_of(flats, ids, uuids, self.index.weights)
             columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
             for at in range(len(flats)):
                 item = owned[at]
@@ -158,7 +157,7 @@ class Contents:
                 self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item.flat)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)
-            columns["shard"] = np.array([self._held[number].slot for number in ids], np.int32)
+            columns["slot"] = np.array([self._held[number].slot for number in ids], np.int32)
             self._append(columns)
             self.added += len(ids)
             self._trim()
@@ -182,13 +181,13 @@ class Contents:
             if not held_here:
                 return
             slot = self.residency.add_shard(source, row, len(held_here))
-            starts = [columns[name].tolist() for name in STARTS]
+            starts = zip(*(columns[name].tolist() for name in STARTS), strict=True)
             going = []
-            for at, number in enumerate(ids):
+            for number, rows in zip(ids, starts, strict=True):
                 held = self._held.get(number)
                 if held is None:
                     continue
-                held.home = (slot, starts[0][at], starts[1][at], starts[2][at])
+                held.home = Home(slot, *rows)
                 held.pending = False
                 if self.cache is None or number not in self.cache:
                     going.append(number)
@@ -206,22 +205,14 @@ class Contents:
         if not going:
             return
         positions = self.index.find_many(going)
-        homes = np.array([self._held[number].home or (UNAVAILABLE, 0, 0, 0) for number in going], np.int64)
+        homes = np.array([self._held[number].home or Home(UNAVAILABLE) for number in going], np.int64)
         known = positions >= 0
         lost = positions[known & (homes[:, 0] == UNAVAILABLE)]
         if len(lost):
             self.gap = range(self.gap.start if self.gap else int(lost[0]), int(lost[-1]) + 1)
-        self._point(positions[known], homes[known])
+        self.index.point(positions[known], homes[known])
         for number in going:
             self.residency.release(self._held.pop(number).slot)
-
-    def _point(self, positions: npt.NDArray[np.int64], homes: npt.NDArray[np.int64]) -> None:
-        """Let entries be read from elsewhere: ``homes`` has slot and first rows, ``[positions, 4]``.
-
-        At one stroke: an entry with the slot of one place and the rows of another would be read out of bounds.
-        """
-        slots, samples, extra, document = (self.index.arrays[name] for name in ("shard", *STARTS))
-        kernels().set_homes(slots, samples, extra, document, positions, homes)
 
     def clear_cache(self) -> None:
         """Drop what is cached. What is nowhere else stays."""
@@ -238,20 +229,20 @@ class Contents:
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
         """Forget trajectories."""
         with self.lock:
-            homes = self.index.arrays["shard"][positions]
-            for at, number in enumerate(self.index.arrays["trajectory_id"][positions].tolist()):
+            homes = self.index.at("slot", positions)
+            for at, number in enumerate(self.index.at("trajectory_id", positions).tolist()):
                 held = self._held.pop(number, None)
                 if self.cache is not None:
                     self.cache.discard(number)
                 if held is not None:
-                    homes[at] = UNAVAILABLE if held.home is None else held.home[0]
+                    homes[at] = UNAVAILABLE if held.home is None else held.home.table
                     self.residency.release(held.slot)
             listed = max(self.start - self.index.first, 0)
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)
             self.start = self.index.first + listed
             if self.gap:
-                lost = self.start + np.flatnonzero(self.index["shard"][listed:] == UNAVAILABLE)
+                lost = self.start + np.flatnonzero(self.index["slot"][listed:] == UNAVAILABLE)
                 self.gap = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
             self.residency.leave(homes[homes != UNAVAILABLE])
 
@@ -300,7 +291,7 @@ class Contents:
             TrajectoryUnavailableError: one is no longer in memory and was never on disk.
             CorruptStoreError: a file is missing or damaged.
         """
-        ends, sizes = self.index.ends[positions], self.index.arrays["num_samples"][positions]
+        ends, sizes = self.index.ends[positions], self.index.at("num_samples", positions)
         first = self.index.first
         return self._locate(ends - sizes - self.index.samples_before(first), first, self.index.end).slot
 
@@ -314,29 +305,32 @@ class Contents:
         located = locate(samples, self.index, first, end)
         while len(located.slot):
             if located.slot.min() < 0:
-                number = int(self.index.arrays["trajectory_id"][located.position[located.slot.argmin()]])
+                number = int(self.index.at("trajectory_id", located.position[located.slot.argmin()]))
                 raise TrajectoryUnavailableError(
                     f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
                 )
             if self.residency.signature[located.slot].min() >= 0:
                 break
-            undecoded = self.residency.ensure(located.slot, self.index.note_extent)
+            undecoded = self.residency.ensure(located.slot, partial(self._note_extent, located))
             if undecoded:
                 self._decode(np.unique(located.position[np.isin(located.slot, undecoded)]))
             located = locate(samples, self.index, first, end)
         return located
 
+    def _note_extent(self, located: Located, slot: int, extent: Extent) -> None:
+        """Note the extent of the one trajectory in a slot, of which some samples were located."""
+        self.index.note_extent(located.position[located.slot == slot], extent)
+
     def _decode(self, positions: npt.NDArray[np.int64]) -> None:
         """Bring trajectories whose columns cannot be mapped into memory; the cache says how long they stay."""
-        order = np.argsort(self.index.arrays["shard"][positions], kind="stable")
+        order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
             schema, tensors = self._rows_of(position)
             slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors))
-            number = int(self.index.arrays["trajectory_id"][position])
-            home = tuple(int(self.index.arrays[name][position]) for name in ("shard", *STARTS))
+            number = int(self.index.at("trajectory_id", position))
             nbytes = sum(tensor.nbytes for tensor in tensors)
-            self._held[number] = Held(slot, nbytes, (home[0], home[1], home[2], home[3]), False, None)
-            self._point(np.array([position], np.int64), np.array([[slot, 0, 0, 0]], np.int64))
+            self._held[number] = Held(slot, nbytes, self.index.home(position), False, None)
+            self.index.point(np.array([position], np.int64), [Home(slot)])
             if self.cache is not None:
                 self.cache.put(number, nbytes)
             self._decoded.append(number)
@@ -371,9 +365,9 @@ class Contents:
             return ""
 
     def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
-        slot = int(self.index.arrays["shard"][position])
+        slot = int(self.index.at("slot", position))
         if slot == UNAVAILABLE:
-            number = int(self.index.arrays["trajectory_id"][position])
+            number = int(self.index.at("trajectory_id", position))
             if position < self.start:
                 raise TrajectoryUnavailableError(
                     f"trajectory {number} is listed and counted, but its file is not there"

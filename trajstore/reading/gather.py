@@ -50,7 +50,7 @@ def locate(samples: npt.NDArray[np.int64], index: TrajectoryIndex, first: int, e
     """Find the rows of samples, counted from the first sample of the window of positions ``[first, end)``."""
     count = len(samples)
     position, slot, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty((3, count), np.int64)
-    columns = [index.arrays[name] for name in ("shard", "start_samples", "start_extra", "steps", "batch", "extra")]
+    columns = index.by_position(index.table, "start_samples", "start_extra", "steps", "batch", "extra")
     kernels().locate_rows(samples, first, end, index.ends, *columns, position, slot, rows)
     return Located(position, slot, rows)
 

@@ -19,7 +19,7 @@ class Picture:
     """A consistent picture of the contents, for a checkpoint.
 
     Attributes:
-        index: the entries that can be saved; ``shard`` is meaningless.
+        index: the entries that can be saved; ``shard`` is a row of an entry's source, or UNAVAILABLE.
         shards: per entry, (source, row) on disk, or None where ``flats`` has it.
         flats: by position in ``index``, trajectories that are in memory only.
         sources: the sources that ``shards`` refers to.
@@ -47,13 +47,13 @@ def picture_of(
     shards: list[tuple[int, int] | None] = []
     flats: dict[int, FlatTrajectory] = {}
     kept = np.ones(len(positions), np.bool_)
-    slots = columns["shard"].tolist()
+    slots = columns.pop("slot").tolist()
     for at, number in enumerate(columns["trajectory_id"].tolist()):
         slot = slots[at]
         there = held.get(number)
         if there is not None and there.home is not None:
-            slot = there.home[0]
-            for name, start in zip(STARTS, there.home[1:], strict=True):
+            slot, *starts = there.home
+            for name, start in zip(STARTS, starts, strict=True):
                 columns[name][at] = start
         elif there is not None and there.flat is not None:
             flats[len(shards)] = there.flat
@@ -65,5 +65,6 @@ def picture_of(
         shards.append(residency.shard_of(slot))
     picture = TrajectoryIndex()
     picture.weights = index.weights.copy()
-    picture.append({name: array[kept] for name, array in columns.items()})
+    rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
+    picture.append({name: array[kept] for name, array in columns.items()} | {"shard": rows})
     return Picture(picture, shards, flats, list(sources))

@@ -31,7 +31,7 @@ class ShardAccess:
 
     def schema(self, index: TrajectoryIndex, position: int) -> Schema:
         """Return the columns that a trajectory has."""
-        return self._catalog.shards.schema(int(index.arrays["shard"][position]))
+        return self._catalog.shards.schema(int(index.at("shard", position)))
 
     def columns(
         self, index: TrajectoryIndex, position: int, only: Collection[str] | None = None
@@ -46,13 +46,13 @@ class ShardAccess:
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
-        manifest = self._open(int(index.arrays["shard"][position]))
+        manifest = self._open(int(index.at("shard", position)))
         extent = extent_at(index, position)
         found = {}
         for number, column in enumerate(manifest.schema.columns):
             if only is not None and column.name not in only:
                 continue
-            start = int(index.arrays[START_OF[column.axis]][position])
+            start = int(index.at(START_OF[column.axis], position))
             rows = extent.rows(column.axis)
             tensor = self._rows(manifest, number, start, start + rows)
             if manifest.schema.kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
@@ -77,12 +77,12 @@ class ShardAccess:
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
-        manifest = self._open(int(index.arrays["shard"][position]))
+        manifest = self._open(int(index.at("shard", position)))
         extent = extent_at(index, position)
         found = {}
         for number, column in enumerate(manifest.schema.columns):
             if column.name in only:
-                start, rows = int(index.arrays[START_OF[column.axis]][position]), extent.rows(column.axis)
+                start, rows = int(index.at(START_OF[column.axis], position)), extent.rows(column.axis)
                 tensor = self._rows(manifest, number, start, start + count * rows)
                 found[column.name] = tensor.reshape(count, rows // extent.batch, extent.batch, *column.row_shape)
         return found
@@ -93,10 +93,10 @@ class ShardAccess:
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
-        manifest = self._open(int(index.arrays["shard"][position]))
+        manifest = self._open(int(index.at("shard", position)))
         for number, column in enumerate(manifest.schema.columns):
             if column.name == name:
-                first = int(index.arrays[START_OF[column.axis]][position])
+                first = int(index.at(START_OF[column.axis], position))
                 return self._rows(manifest, number, first + start, first + stop)
         return None
 
@@ -107,7 +107,7 @@ class ShardAccess:
             CorruptStoreError: a file is missing or damaged; names it.
         """
         entry = index.entry(position)
-        schema = self._catalog.shards.schema(entry.shard)
+        schema = self.schema(index, position)
         columns = tuple(column for column in schema.columns if only is None or column.name in only)
         tensors = self.columns(index, position, [column.name for column in columns])
         return trajectory_of(
@@ -148,7 +148,7 @@ class ShardAccess:
 
 def extent_at(index: TrajectoryIndex, position: int) -> Extent:
     """Return how many rows the trajectory at a position has on each axis."""
-    return Extent(*(int(index.arrays[name][position]) for name in ("steps", "batch", "extra", "document")))
+    return Extent(*(int(index.at(name, position)) for name in ("steps", "batch", "extra", "document")))
 
 
 def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buffer:

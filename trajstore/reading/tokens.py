@@ -51,10 +51,12 @@ class TokenRows:
         documents: IntArray,
         partial: Sequence[PartialMap],
     ) -> None:
-        index = contents.index.arrays
-        of = {name: index[name][positions].astype(np.int64) for name in ("trajectory_id", "steps", "extra", "document")}
+        index = contents.index
+        of = {
+            name: index.at(name, positions).astype(np.int64) for name in ("trajectory_id", "steps", "extra", "document")
+        }
         self.ids, self.lengths, self.responses = of["trajectory_id"], of["steps"], of["extra"]
-        self.versions: IntArray = index["version_high"][positions].astype(np.int64)
+        self.versions: IntArray = index.at("version_high", positions).astype(np.int64)
         self._columns = columns
         self._documents = documents
         self._document_sizes = of["document"]
@@ -143,11 +145,12 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         TrajectoryUnavailableError, CorruptStoreError: one cannot be read.
     """
     slots = contents.make_resident(positions)
-    residency, index = contents.residency, contents.index.arrays
+    residency, index = contents.residency, contents.index
     starts = {
-        axis: index[START_OF[axis]][positions].astype(np.int64) for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
+        axis: index.at(START_OF[axis], positions).astype(np.int64)
+        for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
     }
-    ids = index["trajectory_id"][positions]
+    ids = index.at("trajectory_id", positions)
     by_slot = {slot: _columns_of(residency, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
     taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
@@ -158,7 +161,7 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
             wrong.append(f"{name} (absent from trajectory {lacking[0]})")
     if wrong:
         raise SchemaMismatchError(f"trajectories differ in {'; '.join(wrong)}; name the columns to read")
-    short = np.flatnonzero(index["extra"][positions] > index["steps"][positions])
+    short = np.flatnonzero(index.at("extra", positions) > index.at("steps", positions))
     if len(short):
         raise SchemaMismatchError(f"trajectory {int(ids[short[0]])}: has more entries for its response than tokens")
     columns = {}

@@ -26,18 +26,17 @@ def rows_at(
     Raises:
         CorruptStoreError: a file is missing or damaged.
     """
-    slot = int(index.arrays["shard"][position])
-    undecoded = residency.ensure(np.array([slot], np.int64), index.note_extent)
+    slot = int(index.at("slot", position))
+    undecoded = residency.ensure(np.array([slot], np.int64), lambda _, extent: index.note_extent(position, extent))
     extent = index.entry(position).extent
-    starts = {axis: int(index.arrays[START_OF[axis]][position]) for axis in Axis}
+    starts = {axis: int(index.at(START_OF[axis], position)) for axis in Axis}
     if undecoded:
         source, row = residency.shard_of(slot)
         schema = sources[source].manifest(row).schema
         told = sources[source].extent(row)
         if told is not None:
             extent = told
-            index.arrays["extra"][position] = told.extra
-            index.arrays["document"][position] = told.document
+            index.note_extent(position, told)
         reader = sources[source].reader(row)
         return schema, [
             reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))

@@ -92,7 +92,7 @@ class Committed:
 
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
-        columns = index.arrays
+        columns = index.take(slice(index.first, index.end))
         of_steps = self.shards.of_steps()[columns["shard"]] if len(index) else np.zeros(0, np.bool_)
         try:
             sound = self._gate.admit(columns, shape_faults(columns, of_steps))
@@ -212,8 +212,8 @@ class Committed:
         positions = self.index.positions_in(ranges)
         if not len(positions):
             return 0
-        nbytes = int(self.index.arrays["nbytes"][positions].sum())
-        kept = self.pins.named(self.index.arrays["trajectory_id"][positions])
+        nbytes = int(self.index.at("nbytes", positions).sum())
+        kept = self.pins.named(self.index.at("trajectory_id", positions))
         if kept.any():
             columns = self.index.take(positions[kept])
             columns["weights"] = self.pinned.weights.extend(self.index.weights, columns["weights"].tolist())

@@ -3,6 +3,9 @@
 Entries are in the order in which trajectories were added, the oldest first. Dropping the oldest moves
 a boundary; everything else that sampling asks for is one search in the running total of samples.
 
+An entry has a *position*, which stays when older ones are dropped. Whatever takes or returns positions says so;
+``index[name]`` alone counts from the oldest that is kept.
+
 Whoever holds an index guards it: ``Contents.lock`` what a buffer shows, ``CommitLog._lock`` a writer's catalog.
 """
 
@@ -11,16 +14,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
-from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.columns.schema import Extent, Kind
+from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.machine_code import kernels
 from trajstore.store.entry_checks import EntryGate, check_lengths, range_faults
 from trajstore.store.packing import StringTable, declared_rows, pack, unpack
 
@@ -44,10 +47,15 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays of the index.
+"""Arrays of the index, as a directory has them.
 
 ``nbytes`` are those of the columns, ``shard`` is a row of the shard table, ``start_*`` are first rows within it.
 """
+
+Table = Literal["shard", "slot"]
+"""What the entries of an index name as the table of their rows: a shard of a directory, or a slot of a buffer."""
+
+Positions = int | slice | npt.NDArray[np.integer[Any]]
 
 STARTS = ("start_samples", "start_extra", "start_document")
 """The arrays of first rows."""
@@ -62,6 +70,15 @@ START_OF: Mapping[Axis, str] = {
 """Which of them says where the rows of a column on an axis begin."""
 
 
+class Home(NamedTuple):
+    """Where the rows of a trajectory are: the table (shard or slot) and, on each kind of axis, the first row in it."""
+
+    table: int
+    start_samples: int = 0
+    start_extra: int = 0
+    start_document: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryEntry:
     """One trajectory as the index knows it. ``versions`` is (lowest, highest) or None if unknown."""
@@ -74,14 +91,18 @@ class TrajectoryEntry:
     max_episode_length: int
     model_weights_id: str
     versions: tuple[int, int] | None
-    shard: int
 
 
 class TrajectoryIndex:
-    """Growable arrays of entries; positions run from ``first`` (oldest kept) to ``end`` (exclusive)."""
+    """Growable arrays of entries; positions run from ``first`` (oldest kept) to ``end`` (exclusive).
 
-    def __init__(self) -> None:
-        self.arrays: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+    Args:
+        table: what the entries name as the table of their rows, and how the column is called that names it.
+    """
+
+    def __init__(self, table: Table = "shard") -> None:
+        self.table = table
+        self._arrays = self._empty()
         self.ends: IntArray = np.zeros(0, np.int64)
         """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
         self.weights = StringTable()
@@ -95,9 +116,20 @@ class TrajectoryIndex:
     def __len__(self) -> int:
         return self.end - self.first
 
+    def _empty(self) -> dict[str, npt.NDArray[Any]]:
+        return {self.table if name == "shard" else name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """Return one column of all kept entries, oldest first (a view)."""
-        return self.arrays[name][self.first : self.end]
+        return self._arrays[name][self.first : self.end]
+
+    def at(self, name: str, positions: Positions) -> Any:
+        """Return what one column has at a position, or at several (a copy, of a slice a view)."""
+        return self._arrays[name][positions]
+
+    def by_position(self, *names: str) -> list[npt.NDArray[Any]]:
+        """Return whole columns, in which positions count, for machine code. Valid until entries are added."""
+        return [self._arrays[name] for name in names]
 
     @property
     def total_samples(self) -> int:
@@ -117,11 +149,11 @@ class TrajectoryIndex:
         count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
         self.reserve(count)
         new = slice(self.end, self.end + count)
-        for name, array in self.arrays.items():
+        for name, array in self._arrays.items():
             array[new] = columns[name]
         before = self.samples_before(self.end)
-        self.ends[new] = before + np.cumsum(self.arrays["num_samples"][new])
-        ids = self.arrays["trajectory_id"]
+        self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
+        ids = self._arrays["trajectory_id"]
         later = ids[max(new.start - 1, self.first) : new.stop]
         self._ascending = self._ascending and bool(np.all(later[1:] > later[:-1]))
         self.end += count
@@ -136,10 +168,10 @@ class TrajectoryIndex:
         kept = slice(self.first, self.end)
         capacity = max(capacity - self.first, 2 * len(self), 64)
         before = self.samples_before(self.first)
-        for name, array in self.arrays.items():
+        for name, array in self._arrays.items():
             grown = np.zeros(capacity, array.dtype)
             grown[: len(self)] = array[kept]
-            self.arrays[name] = grown
+            self._arrays[name] = grown
         ends = np.zeros(capacity, np.int64)
         ends[: len(self)] = self.ends[kept] - before
         self.ends = ends
@@ -181,16 +213,41 @@ class TrajectoryIndex:
             raise TrajectoryUnavailableError(f"no trajectory has the id {trajectory_id}")
         return position
 
-    def unshare(self, *names: str) -> None:
-        """Stop sharing some columns with the index from which this one was sliced."""
-        for name in names:
-            self.arrays[name] = self.arrays[name].copy()
+    def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
+        """Return an index of the same entries that names slots. What is changed later in either is not shared.
 
-    def note_extent(self, shard: int, extent: Extent) -> None:
-        """Note the extra rows and the document of the trajectory in a shard, which RLinf's index does not tell."""
-        here = self.arrays["shard"][: self.end] == shard
-        self.arrays["extra"][: self.end][here] = extent.extra
-        self.arrays["document"][: self.end][here] = extent.document
+        Args:
+            slots: by row of the shard table.
+        """
+        other = self.slice(0, len(self))
+        for name in (*STARTS, "extra", "document"):
+            other._arrays[name] = other._arrays[name].copy()
+        other.table = "slot"
+        other._arrays["slot"] = slots[other._arrays.pop("shard")]
+        other.weights = self.weights.copy()
+        return other
+
+    def renumber(self, ids: IntArray) -> None:
+        """Give all kept entries other ids, which ascend."""
+        self.adopt({name: self[name] for name in self._arrays} | {"trajectory_id": ids})
+
+    def home(self, position: int) -> Home:
+        """Return where the rows of the trajectory at a position are."""
+        return Home(*(int(array[position]) for array in self.by_position(self.table, *STARTS)))
+
+    def point(self, positions: npt.NDArray[np.int64], homes: Sequence[Home] | IntArray) -> None:
+        """Let trajectories be read from elsewhere: ``homes`` has a row for each position.
+
+        At one stroke: an entry that an interrupt left with the table of one home and the first rows of another would be
+        read out of bounds.
+        """
+        columns = self.by_position(self.table, *STARTS)
+        kernels().set_homes(*columns, positions, np.array(homes, np.int64).reshape(-1, len(columns)))
+
+    def note_extent(self, positions: Positions, extent: Extent) -> None:
+        """Note the extra rows and the document of a trajectory, which RLinf's index does not tell."""
+        self._arrays["extra"][positions] = extent.extra
+        self._arrays["document"][positions] = extent.document
 
     def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
         """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
@@ -211,16 +268,16 @@ class TrajectoryIndex:
         keep[positions] = False
         self.replace(self.take(np.flatnonzero(keep)))
 
-    def take(self, positions: npt.NDArray[np.intp]) -> dict[str, npt.NDArray[Any]]:
-        """Return copies of the columns at some positions."""
-        return {name: array[positions] for name, array in self.arrays.items()}
+    def take(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return all columns at some positions (copies, of a slice views)."""
+        return {name: array[positions] for name, array in self._arrays.items()}
 
     def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Forget all entries and hold these; the weights table stays."""
         self.revision += 1
         self.first = self.end = 0
         self._ascending = True
-        self.arrays = {name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+        self._arrays = self._empty()
         self.ends = np.zeros(0, np.int64)
         self.append(columns)
 
@@ -229,9 +286,9 @@ class TrajectoryIndex:
 
         Arrays are shared until either side adds entries; the weights table is shared for good.
         """
-        part = TrajectoryIndex()
+        part = TrajectoryIndex(self.table)
         low, high = self.first + start, self.first + stop
-        part.arrays = {name: array[low:high] for name, array in self.arrays.items()}
+        part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
         part.ends = self.ends[low:high] - self.samples_before(low)
         part.weights = self.weights
         part.end = high - low
@@ -240,7 +297,7 @@ class TrajectoryIndex:
 
     def entry(self, position: int) -> TrajectoryEntry:
         """Return the entry at a position."""
-        at = {name: array[position] for name, array in self.arrays.items()}
+        at = {name: array[position] for name, array in self._arrays.items()}
         low = int(at["version_low"])
         return TrajectoryEntry(
             trajectory_id=int(at["trajectory_id"]),
@@ -251,7 +308,6 @@ class TrajectoryIndex:
             max_episode_length=int(at["max_episode_length"]),
             model_weights_id=self.weights[int(at["weights"])],
             versions=None if low == UNKNOWN_VERSION else (low, int(at["version_high"])),
-            shard=int(at["shard"]),
         )
 
     def to_json(self, **replaced: npt.NDArray[Any]) -> dict[str, Any]:
@@ -293,7 +349,7 @@ class TrajectoryIndex:
         """
         if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
-        self.arrays = dict(columns)
+        self._arrays = dict(columns)
         self.first, self.end = 0, len(columns["trajectory_id"])
         self.ends = np.cumsum(columns["num_samples"])
         ids = columns["trajectory_id"]
@@ -328,49 +384,3 @@ def lie_in(ids: IntArray, ranges: IntArray) -> npt.NDArray[np.bool_]:
     at = np.searchsorted(lows, ids, side="right") - 1
     inside: npt.NDArray[np.bool_] = (at >= 0) & (reach[at] >= ids)
     return inside
-
-
-_NUMBERS = (
-    *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
-    *("max_episode_length", "version_low", "version_high"),
-)
-
-
-def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, IntArray]:
-    """Return the first rows, within their shard, of all its trajectories in order."""
-    more = Axis.FIRST_EXTRA if kind == "step" else Axis.RESPONSE
-    rows = np.array([(e.rows(Axis.SAMPLES), e.rows(more), e.document) for e in extents], np.int64)
-    starts = np.cumsum(rows, axis=0) - rows
-    return {name: starts[:, at] for at, name in enumerate(STARTS)}
-
-
-def columns_of(
-    flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: bytes, weights: StringTable, shard: int
-) -> dict[str, npt.NDArray[Any]]:
-    """Return the index columns of new trajectories, those of :func:`starts_of` aside.
-
-    Args:
-        flats: the trajectories.
-        ids: their trajectory ids.
-        uuids: 16 bytes for each.
-        weights: table that takes their ``model_weights_id``.
-        shard: row of the shard table in which they lie, one after the other.
-    """
-    numbers = np.array(
-        [
-            (
-                *(flat.num_samples, flat.extent.steps, flat.extent.batch, flat.extent.extra),
-                *(flat.extent.document, flat.nbytes, flat.max_episode_length),
-                *(flat.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION)),
-            )
-            for flat in flats
-        ],
-        np.int64,
-    )
-    return {
-        "trajectory_id": np.array(ids, np.int64),
-        **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
-        "weights": np.array([weights.add(flat.model_weights_id) for flat in flats], np.int32),
-        "uuid": np.frombuffer(uuids, "V16"),
-        "shard": np.full(len(flats), shard, np.int32),
-    }

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
-from trajstore.machine_code import kernels
-from trajstore.store.index import STARTS, TrajectoryIndex, starts_of
+from trajstore.store.index import STARTS, TrajectoryIndex
 from trajstore.store.log_records import natural, parse_ranges, ranges_of
+from trajstore.store.new_entries import starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,14 @@ class Moved:
     row: int
     ids: npt.NDArray[np.int64]
     starts: Mapping[str, npt.NDArray[np.int64]]
+
+    def homes(self, table: int) -> npt.NDArray[np.int64]:
+        """Return where the rows of each trajectory are, ``[ids, 4]``, as :class:`~trajstore.store.index.Home` has them.
+
+        Args:
+            table: number of the new shard for whoever shows it: its row, or a slot.
+        """
+        return np.stack([np.full(len(self.ids), table), *(self.starts[name] for name in STARTS)], axis=1)
 
 
 def move_to_json(ids: Sequence[int], extents: Sequence[Extent]) -> dict[str, Any]:
@@ -55,15 +63,10 @@ def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[n
 
 
 def move_entries(index: TrajectoryIndex, moved: Moved) -> None:
-    """Point the entries of an index to the new shard.
-
-    At one stroke: an entry with the shard of one place and the rows of another, after an interrupt, points elsewhere.
-    """
+    """Point the entries of an index to the new shard."""
     positions = index.find_many(moved.ids.tolist())
     known = positions >= 0
-    rows = [np.full(len(positions), moved.row, np.int64), *(moved.starts[name] for name in STARTS)]
-    shards, samples, extra, document = (index.arrays[name] for name in ("shard", *STARTS))
-    kernels().set_homes(shards, samples, extra, document, positions[known], np.stack(rows, axis=1)[known])
+    index.point(positions[known], moved.homes(moved.row)[known])
 
 
 def check_moved(
@@ -83,8 +86,8 @@ def check_moved(
     positions = index.find_many(ids.tolist())
     known = positions >= 0
     told = np.array([(e.steps, e.batch, e.extra, e.document) for e in extents], np.int64).reshape(-1, 4)[known]
-    have = np.stack([index.arrays[name][positions[known]] for name in ("steps", "batch", "extra", "document")], axis=1)
-    if not np.array_equal(told, have) or not fitting[index.arrays["shard"][positions[known]]].all():
+    have = np.stack([index.at(name, positions[known]) for name in ("steps", "batch", "extra", "document")], axis=1)
+    if not np.array_equal(told, have) or not fitting[index.at("shard", positions[known])].all():
         raise CorruptStoreError("a trajectory would be moved to a shard that does not hold it")
 
 

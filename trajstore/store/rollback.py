@@ -58,7 +58,7 @@ def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
     return RollbackPlan(
         point,
         np.sort(catalog.index["trajectory_id"][leaves]),
-        np.sort(catalog.pinned.arrays["trajectory_id"][back]),
+        np.sort(catalog.pinned.at("trajectory_id", back)),
         tuple(later),
         int(catalog.index["nbytes"][leaves].sum()),
     )

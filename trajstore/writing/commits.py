@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
 from trajstore.columns.flat import FlatTrajectory
@@ -16,9 +17,9 @@ from trajstore.columns.schema import Extent, Schema
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import added_to_json, by_id
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import columns_of, starts_of
 from trajstore.store.log_records import encode_line, manifest_to_json
 from trajstore.store.moves import Moved, move_to_json
+from trajstore.store.new_entries import columns_of, starts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLin
         of_shards = []
         for shard in shards:
             flats = shard.flats
-            columns = columns_of(flats, shard.ids, shard.uuids, catalog.index.weights, row)
+            columns = columns_of(flats, shard.ids, shard.uuids, catalog.index.weights)
+            columns["shard"] = np.full(len(flats), row, np.int32)
             columns |= starts_of([flat.extent for flat in flats], shard.manifest.schema.kind)
             of_shards.append(columns)
             told.append(Commit(tuple(shard.ids), row, columns))

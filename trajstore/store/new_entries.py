@@ -1,0 +1,59 @@
+"""What an index says of trajectories that are new. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.fields import Axis
+from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.columns.schema import Extent, Kind
+from trajstore.store.index import COLUMNS, STARTS
+from trajstore.store.packing import StringTable
+
+_NUMBERS = (
+    *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
+    *("max_episode_length", "version_low", "version_high"),
+)
+
+
+def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
+    """Return the first rows, within their shard, of all its trajectories in order."""
+    more = Axis.FIRST_EXTRA if kind == "step" else Axis.RESPONSE
+    rows = np.array([(e.rows(Axis.SAMPLES), e.rows(more), e.document) for e in extents], np.int64)
+    starts = np.cumsum(rows, axis=0) - rows
+    return {name: starts[:, at] for at, name in enumerate(STARTS)}
+
+
+def columns_of(
+    flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: bytes, weights: StringTable
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the index columns of new trajectories; where their rows are is the caller's to add.
+
+    Args:
+        flats: the trajectories.
+        ids: their trajectory ids.
+        uuids: 16 bytes for each.
+        weights: table that takes their ``model_weights_id``.
+    """
+    numbers = np.array(
+        [
+            (
+                *(flat.num_samples, flat.extent.steps, flat.extent.batch, flat.extent.extra),
+                *(flat.extent.document, flat.nbytes, flat.max_episode_length),
+                *(flat.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION)),
+            )
+            for flat in flats
+        ],
+        np.int64,
+    )
+    return {
+        "trajectory_id": np.array(ids, np.int64),
+        **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
+        "weights": np.array([weights.add(flat.model_weights_id) for flat in flats], np.int32),
+        "uuid": np.frombuffer(uuids, "V16"),
+    }
