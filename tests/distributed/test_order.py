@@ -163,6 +163,34 @@ def test_a_sampler_goes_on_as_one_that_was_told_all_at_once(tmp_path: Path, make
     stores.close()
 
 
+def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
+    """A parcel that a silent store had taken after all, when it had been sent to another one."""
+    stores = Stores(tmp_path)
+    for rank in range(2):
+        stores.start(rank)
+    parcel = pack(flatten_all([witness(key) for key in range(5)]))
+    first = stores.there[0].add(parcel, 5)
+    stores.away.add(0)
+    stores.look()
+    stores.add(1, 1)
+    second = stores.there[1].add(parcel, 5, stores.census.clock)
+    sampler = WeightedSampler()
+    for away, shown in ((True, second), (False, second)):
+        if not away:
+            stores.start(0)
+        stores.look()
+        stores.census.tell(sampler)
+        assert sampler.ids.tolist()[-5:] == stores.census.ids.tolist()[-5:] == shown
+        assert len(stores.census) == 6
+    assert stores.census.copies_of(stores.census.ids[-2:]).tolist() == first[-2:]
+    stores.away.add(1)
+    stores.look()
+    stores.census.tell(sampler)
+    assert sampler.ids.tolist() == stores.census.ids.tolist() == first
+    assert not len(stores.census.copies_of(stores.census.ids))
+    stores.close()
+
+
 def test_ids_that_are_no_clock_are_refused(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     stores.start(1)

@@ -18,7 +18,8 @@ class Census:
     """The trajectories of the stores that answer, in the order of their ids, the oldest first.
 
     Only what is *settled* is shown: ids below those that any store may still give out. So what is shown first is older
-    than all that is shown later, whichever store has it.
+    than all that is shown later, whichever store has it. Of a trajectory that lies in two stores, because its parcel
+    was sent again to another one, the newer copy is shown.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class Census:
         self._absent: set[int] = set()
         self._table: Additions | None = None
         self._ends: IntArray = np.zeros(0, np.int64)
+        self._copies = _NONE
         self._settled = 0
         self.revision = 0
 
@@ -115,6 +117,13 @@ class Census:
             found[there] = rows.names[np.searchsorted(rows.ids, ids[there])]
         return found
 
+    def copies_of(self, ids: IntArray) -> IntArray:
+        """Return the ids under which other stores have these trajectories, too; those are not shown."""
+        self._rows()
+        if not len(self._copies) or self._copies.names is None:
+            return self._copies.ids
+        return self._copies.ids[np.isin(self._copies.names, self.names_of(ids))]
+
     # -- drawing ----------------------------------------------------------------------------------
 
     def samples(self, count: int, window_size: int, draws: Draws) -> Drawn:
@@ -184,13 +193,30 @@ class Census:
             parts = [part for rank, told in self._parts.items() if rank not in self._absent for part in told]
             whole = joined(parts) if parts else _NONE
             order = np.argsort(whole.ids, kind="stable")
-            self._table = taken(whole, order[whole.ids[order] < self._settled])
+            settled = taken(whole, order[whole.ids[order] < self._settled])
+            again = _again(settled)
+            self._copies = taken(settled, np.flatnonzero(again))
+            self._table = taken(settled, np.flatnonzero(~again)) if again.any() else settled
             self._ends = np.cumsum(self._table.samples)
         return self._table
 
     def _changed(self) -> None:
         self._table = None
         self.revision += 1
+
+
+def _again(rows: Additions) -> npt.NDArray[np.bool_]:
+    """Return which rows have a copy further on."""
+    found = np.zeros(len(rows), np.bool_)
+    names = rows.names
+    if names is None or not len(names):
+        return found
+    ordered = np.sort(names)
+    if np.any((ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)):  # else, nearly always, nothing more is to be done
+        _, last = np.unique(names[::-1], return_index=True)
+        found[:] = names != 0
+        found[len(names) - 1 - last] = False
+    return found
 
 
 _EMPTY = np.zeros(0, np.int64)

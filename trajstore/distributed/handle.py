@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from trajstore.arguments import check_kind
 from trajstore.buffer.intake import flatten_all
 from trajstore.closing import Closing
@@ -155,8 +157,11 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         Raises:
             StoreUnreachableError: a store has not answered; those of the others are deleted.
         """
-        ranks = sorted({number % MOST_STORES for number in ids})
-        mine = {rank: ([number for number in ids if number % MOST_STORES == rank],) for rank in ranks}
+        with self._lock:
+            copies = self._survey.census.copies_of(np.asarray(ids, np.int64)).tolist()
+        wanted = [*map(int, ids), *copies]
+        ranks = sorted({number % MOST_STORES for number in wanted})
+        mine = {rank: ([number for number in wanted if number % MOST_STORES == rank],) for rank in ranks}
         self._stores.call_all(mine, "evict")
         self.refresh()
 

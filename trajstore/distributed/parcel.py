@@ -22,7 +22,9 @@ from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
 
 KEY_BYTES = 12
-"""Of a trajectory's UUID the first bytes are the parcel's key, the last four its place in it."""
+"""A trajectory's UUID is its parcel's key and its place in it; the place is in both halves, which names go by."""
+
+_STEP = 0x9E3779B97F4A7C15  # odd, so that no two places of 2**64 give the same first half; 2**64 by the golden ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ def uuids_of(key: bytes, count: int) -> bytes:
 
     They are the same each time, so that whoever is sent a parcel twice can tell.
     """
-    return b"".join([key + place.to_bytes(4, "big") for place in range(count)])
+    first, rest = int.from_bytes(key[:8], "big"), key[8:]
+    halves = [((first + place * _STEP) % (1 << 64), place) for place in range(count)]
+    return b"".join([half.to_bytes(8, "big") + rest + place.to_bytes(4, "big") for half, place in halves])
 
 
 def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[list[FlatTrajectory]]:
