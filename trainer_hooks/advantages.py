@@ -10,12 +10,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trajstore.arguments import finite
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 Groups = Tensor | npt.NDArray[Any] | Sequence[object]
 """One group per row: ``group_ids`` as an integer tensor, or ``uid`` as strings."""
 
 
+@checked
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -50,6 +53,7 @@ def compute_grpo_outcome_advantage(
     Raises:
         ConfigurationError: shapes don't fit, or a row's score is not a finite number.
     """
+    finite("epsilon", epsilon, 0)
     if token_level_rewards.dim() != 2 or response_mask.shape != token_level_rewards.shape:
         raise ConfigurationError(
             f"token_level_rewards, response_mask: shapes {list(token_level_rewards.shape)} and "
@@ -79,6 +83,7 @@ def compute_grpo_outcome_advantage(
     return advantages, advantages
 
 
+@checked
 def share_by_rollout(advantages: Tensor, rollouts: Tensor) -> Tensor:
     """Return advantages [B, R] with which a rollout of m rows weighs as much as one of one row: 1 / m on each.
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar, overload
 
+from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
 from trainer_hooks.poolfiles import PoolFiles
 from trajstore.experience import ExperienceManager, ExperienceMixCollateFn
@@ -108,6 +109,28 @@ class ReplayParts(Generic[Task]):
     """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
     pending: Preparation | None = None
     """While it is under way, nothing else may touch the pool."""
+
+    @staticmethod
+    def of(
+        config: ExperienceReplayConfig,
+        manager: ExperienceManager,
+        get_task: Callable[[str], Task | None],
+        task_text: Callable[[Task], str] | None,
+    ) -> ReplayParts[Task]:
+        """Return what a hook with this configuration works with."""
+        collate = ExperienceMixCollateFn(
+            manager,
+            get_task,
+            exp_ratio=config.ratio(),
+            replay_start_ratio=config.replay_start_ratio,
+            offpolicy_trajectories_per_task=config.offpolicy_trajectories_per_task,
+            text_of=task_text,
+        )
+        files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
+        made = ReplayParts(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
+        if config.prepare_in_background:
+            made.begin_background()
+        return made
 
     def begin_background(self) -> None:
         """Draw histories in a thread from now on."""

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.masks import build_exp_mask, compute_response_mask
+from trajstore.arguments import whole, whole_or_none
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.guidance import TrainMode
 from trajstore.trajectory import AgentTrajectory
@@ -41,6 +43,7 @@ _RESPONSE_KEYS = ("responses", "response_mask", "recorded_old_log_probs", "recor
 _SEQUENCE_KEYS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask")
 
 
+@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
     """One row of a batch: a trajectory and what its place in training is."""
@@ -86,6 +89,7 @@ class Batch:
         return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
+@checked
 def assign_group_ids(
     task_positions: Sequence[int], is_experience_replay: Sequence[bool], group_offpolicy: GroupOffPolicy = "shared"
 ) -> list[int]:
@@ -101,7 +105,7 @@ def assign_group_ids(
     """
     if len(task_positions) != len(is_experience_replay):
         raise ConfigurationError(
-            f"is_experience_replay: {len(is_experience_replay)} entries for {len(task_positions)} rows"
+            f"is_experience_replay: {len(is_experience_replay)} entries for {len(task_positions)} of task_positions"
         )
     if group_offpolicy == "shared":
         return list(task_positions)
@@ -115,6 +119,7 @@ def assign_group_ids(
     return groups
 
 
+@checked
 def build_batch(
     rows: Sequence[BatchRow],
     pad_token_id: int,
@@ -136,9 +141,12 @@ def build_batch(
         response_length: R; None: that of the longest response.
 
     Raises:
-        ConfigurationError: there are no rows, or one is longer than the length asked for.
+        ConfigurationError: there are no rows, one is longer than the length asked for, or a number is negative.
         InvalidTrajectoryError: a row lacks tokens, or its fields don't fit; names row and field.
     """
+    whole("pad_token_id", pad_token_id, 0)
+    whole_or_none("prompt_length", prompt_length, 0)
+    whole_or_none("response_length", response_length, 0)
     if not rows:
         raise ConfigurationError("rows: empty, a batch needs at least one")
     spans = [_span(number, row.trajectory) for number, row in enumerate(rows)]
@@ -201,6 +209,7 @@ def build_batch(
     return Batch(tensors, non_tensors, prompt_lengths, response_lengths)
 
 
+@checked
 def to_tensordict(batch: Batch, *, jagged: bool = False) -> Any:
     """Return the batch as a ``TensorDict`` of batch size [B]; what is not a tensor as ``NonTensorStack``.
 

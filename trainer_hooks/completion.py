@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from trainer_hooks.batch import Batch
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.checked import checked
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.rows import pack_rows, row_count, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 
+@checked
 def completed_rollouts(
     batch: Batch, fresh: Sequence[AgentTrajectory], old_log_probs: Tensor, entropys: Tensor, policy_version: int
 ) -> list[AgentTrajectory]:
@@ -43,6 +45,52 @@ def completed_rollouts(
         ]
         done.append(_whole(trajectory, made))
     return done
+
+
+class HandedOver:
+    """The rollouts of the newest step that was done: none of them may come a second time."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._ids: set[tuple[str, str]] = set()
+
+    def check(self, step: int, rollouts: Sequence[AgentTrajectory]) -> None:
+        """Refuse rollouts that this step has had; those without a ``rollout_id`` cannot be told apart.
+
+        Raises:
+            InvalidTrajectoryError: one was handed over already; names it.
+        """
+        if step != self._step:
+            return
+        for one in rollouts:
+            if one.rollout_id and (one.task_id, one.rollout_id) in self._ids:
+                raise InvalidTrajectoryError(
+                    f"rollout {(one.task_id, one.rollout_id)}: was handed over already in step {step}, and would count"
+                    " twice; hand a batch over once, and give each step its number"
+                )
+
+    def note(self, step: int, rollouts: Sequence[AgentTrajectory]) -> None:
+        """Remember the rollouts of a step."""
+        if step != self._step:
+            self._step, self._ids = step, set()
+        self._ids.update((one.task_id, one.rollout_id) for one in rollouts)
+
+    def forget(self) -> None:
+        """Forget them: the loop went back to an earlier step."""
+        self._step, self._ids = None, set()
+
+
+def check_lengths(**by_row: Sequence[object]) -> None:
+    """Refuse lists that are to have an entry for every row of a batch, and differ in length.
+
+    Raises:
+        ConfigurationError: they do; names them.
+    """
+    lengths = [len(one) for one in by_row.values()]
+    if len(set(lengths)) > 1:
+        raise ConfigurationError(
+            f"{', '.join(by_row)}: {', '.join(map(str, lengths))} entries; each must have one for every row"
+        )
 
 
 def _fresh_rows(batch: Batch, fresh: Sequence[AgentTrajectory]) -> list[list[int]]:

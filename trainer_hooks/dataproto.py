@@ -20,6 +20,7 @@ from trainer_hooks.batch import Batch
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 
@@ -42,6 +43,7 @@ class LossArguments(LossOptions):
     exp_mask: Tensor
 
 
+@checked
 def to_dataproto(batch: Batch) -> DataProto:
     """Return the batch as verl's ``DataProto``; tensors are shared with it.
 
@@ -56,6 +58,7 @@ def to_dataproto(batch: Batch) -> DataProto:
     return data
 
 
+@checked
 def batch_of(data: DataProto) -> Batch:
     """Return what the ``DataProto`` holds now, row by row, as the :class:`Batch` that a ``ReplayHook`` takes.
 
@@ -78,6 +81,7 @@ def batch_of(data: DataProto) -> Batch:
     )
 
 
+@checked
 def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
     """Put recorded log-probs in place of ``old_log_probs`` where the hook says so; call it once, after that pass.
 
@@ -100,6 +104,7 @@ def replace_old_log_probs(data: DataProto, hook: ReplayHook[Any]) -> None:
     data.meta_info[LOSS_OPTIONS] = hook.loss_options
 
 
+@checked
 def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) -> LossArguments:
     """Return what the loss takes from a (micro-)batch: all but ``log_prob`` and the clip range. Needs no hook.
 
@@ -124,6 +129,7 @@ def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) 
     }
 
 
+@checked
 def step_done(data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHook[Any]) -> dict[str, float]:
     """Let what the step made enter the pool, and return the step's metrics; see ``ReplayHook.step_done``.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
-from trajstore.errors import listed
+from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
 from trajstore.experience.outcomes import outcome_of
 from trajstore.trajectory import AgentTrajectory
@@ -70,6 +70,12 @@ class ReplayFigures:
         off_cliprange_high: float,
     ) -> None:
         """Take the figures of one loss computation over some rows of a batch; see ``ReplayHook.loss_computed``."""
+        count = len(batch.prompt_lengths)
+        if any(not 0 <= row < count for row in rows) or len(rows) != len(advantages):
+            raise ConfigurationError(
+                f"rows: {len(rows)} of them for advantages of {len(advantages)}; must be the numbers of these rows in"
+                f" the batch, from 0 to {count - 1}"
+            )
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
         self.note(metrics.loss_metrics(loss, response_mask, exp_mask))

@@ -20,9 +20,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer_hooks.completion import HandedOver
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.plan import PlannedTask
-from trajstore.closing import Closing
+from trajstore.arguments import seconds, whole
+from trajstore.checked import checked
+from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.experience.pool import task_id_of
 from trajstore.guidance import (
     EMClient,
@@ -42,8 +45,12 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
+@of_no_use_when_closed(but=("metrics",))
+@checked
 class GuidanceHook(Closing):
     """Guided rollouts for one training loop. :meth:`context` may be called from many threads, the rest from the loop's.
+
+    After :meth:`close` only :meth:`metrics` may be called.
 
     Args:
         config: what is guided; with everything off the calls hand back what they were given.
@@ -56,6 +63,7 @@ class GuidanceHook(Closing):
 
     def __init__(self, config: GuidanceConfig, *, maker: ExperienceMaker | None = None) -> None:
         self.config = config
+        self._handed_over = HandedOver()
         template = ExperienceTemplate.of(config.experience_template)
         self._store = config.open_store() if config.is_on else None
         try:
@@ -147,13 +155,20 @@ class GuidanceHook(Closing):
 
         Args:
             fresh: the step's rollouts, with outcomes; not to be changed afterwards.
-            global_steps: number of the step.
+            global_steps: number of the step, at least 0.
+
+        Raises:
+            ConfigurationError: ``global_steps`` is out of range.
+            InvalidTrajectoryError: a rollout was handed over already in this step.
         """
+        whole("global_steps", global_steps, 0)
         if not self.config.is_on:
             return {}
+        self._handed_over.check(global_steps, fresh)
         guided = [Guidance.of(one) is not None for one in fresh]
         self._worker.retired = self._note(fresh)
         self.manager.update_experience_pool(fresh, global_steps)
+        self._handed_over.note(global_steps, fresh)
         figures = {"guidance/guided_rollouts": float(sum(guided))}
         for name, side in (("guided", True), ("unguided", False)):
             outcomes = [
@@ -180,6 +195,7 @@ class GuidanceHook(Closing):
         Returns:
             Whether everything was summarized in that time; True where it is off.
         """
+        seconds("timeout", timeout)
         if self._updates is None or not self.config.init_experience_before_training:
             return True
         self._updates.submit(rollouts)
@@ -187,6 +203,7 @@ class GuidanceHook(Closing):
 
     def wait(self, timeout: float) -> bool:
         """Wait until rollouts handed over have become experience; for runs that are to be repeated exactly."""
+        seconds("timeout", timeout)
         return self._updates is None or self._updates.wait(timeout)
 
     def metrics(self) -> dict[str, float]:
@@ -203,10 +220,12 @@ class GuidanceHook(Closing):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` returned."""
         if state:
+            self._handed_over.forget()
             self.manager.load_state_dict(state)
 
     def close(self, timeout: float = 10.0) -> None:
         """Wait up to ``timeout`` seconds for summaries under way, log what is left, and give the store back."""
+        seconds("timeout", timeout)
         if self._updates is not None:
             self._updates.close(timeout)
         if self.maker is not None:

@@ -29,15 +29,15 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.background import ReplayParts
 from trainer_hooks.batch import Batch, BatchRow
-from trainer_hooks.completion import completed_rollouts
+from trainer_hooks.completion import HandedOver, check_lengths, completed_rollouts
 from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.figures import ReplayFigures, ReplayWatch
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan
-from trainer_hooks.poolfiles import PoolFiles
-from trajstore.closing import Closing
-from trajstore.experience import CurrentEntropy, ExperienceManager, ExperienceMixCollateFn
+from trajstore.arguments import finite, share, whole
+from trajstore.checked import checked
+from trajstore.closing import Closing, of_no_use_when_closed
+from trajstore.experience import CurrentEntropy, ExperienceManager
 from trajstore.experience.cut import PoolCut
 from trajstore.experience.pool import task_id_of
 from trajstore.trajectory import AgentTrajectory
@@ -48,8 +48,10 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 
+@of_no_use_when_closed()
+@checked
 class ReplayHook(Closing, Generic[Task]):
-    """Experience replay for one training loop. Not thread-safe.
+    """Experience replay for one training loop. Not thread-safe. After :meth:`close` only properties can be read.
 
     Args:
         config: the section ``exp_manager.experience_replay``.
@@ -78,7 +80,8 @@ class ReplayHook(Closing, Generic[Task]):
         task_text: Callable[[Task], str] | None = None,
     ) -> None:
         self.config = config
-        self._n_rollout = n_rollout
+        self._n_rollout = whole("n_rollout", n_rollout, 1)
+        self._handed_over = HandedOver()
         rules = config.pool_rules(n_rollout)
         self._store = config.open_store() if config.enable else None
         self._made: ReplayParts[Task] | None = None
@@ -92,21 +95,10 @@ class ReplayHook(Closing, Generic[Task]):
                 current_entropy=current_entropy,
                 reward_fingerprint=config.reward_fingerprint or "",
             )
-            collate = ExperienceMixCollateFn(
-                manager,
-                get_task,
-                exp_ratio=config.ratio(),
-                replay_start_ratio=config.replay_start_ratio,
-                offpolicy_trajectories_per_task=config.offpolicy_trajectories_per_task,
-                text_of=task_text,
-            )
+            self._made = ReplayParts.of(config, manager, get_task, task_text)
         except BaseException:
             self.close()
             raise
-        files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
-        self._made = ReplayParts(manager, collate, ReplayFigures(manager), files, ReplayWatch(manager))
-        if config.prepare_in_background:
-            self._made.begin_background()
         config.warn(knows_entropy=current_entropy is not None)
 
     # ---- the fixed points of a step ----
@@ -117,14 +109,20 @@ class ReplayHook(Closing, Generic[Task]):
         Args:
             tasks: what the trainer would train on.
             training_progress: in [0, 1].
-            global_steps: number of this step; the policy version of its rollouts.
+            global_steps: number of this step, at least 0; the policy version of its rollouts.
+
+        Raises:
+            ConfigurationError: one of them is out of range.
         """
+        share("training_progress", training_progress)
+        whole("global_steps", global_steps, 0)
         replay = self._replay
         if replay is None:
             return MixedTasks((), tuple(tasks))
         with replay.figures.times.measure("tasks_chosen"):
             if not replay.files.begun:
-                self.resume(None, global_steps - 1)
+                replay.files.load_newest(global_steps - 1)
+                replay.collate.check_tasks()
             replay.manager.global_steps = global_steps
             experience, on_policy = replay.collate(tasks, training_progress)
             replay.watch.chosen(replay.collate.metrics)
@@ -230,11 +228,10 @@ class ReplayHook(Closing, Generic[Task]):
             advantages: [M, R], as given to it.
             cliprange_low: as given to it.
         """
-        replay = self._replay
-        if replay is None:
-            return
-        with replay.figures.times.measure("loss_computed"):
-            replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
+        finite("cliprange_low", cliprange_low, 0)
+        if (replay := self._replay) is not None:
+            with replay.figures.times.measure("loss_computed"):
+                replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
     def watch(self, figures: Mapping[str, float]) -> None:
         """Take figures of the loss under the names of ``metrics.loss_metrics``, to warn of what is wrong with them."""
@@ -255,7 +252,8 @@ class ReplayHook(Closing, Generic[Task]):
             entropys: [B, R], nats, under the same policy.
 
         Raises:
-            InvalidTrajectoryError: a rollout is not in the batch, or two have the same ids.
+            InvalidTrajectoryError: a rollout is not in the batch, two have the same ids, or one was handed over already
+                in this step.
             StoreWriteError: the pool's store could not write.
         """
         replay = self._replay
@@ -293,14 +291,17 @@ class ReplayHook(Closing, Generic[Task]):
             replayed: histories that were in the batch, for the figures; ``None`` = all that were drawn for this step.
 
         Raises:
-            InvalidTrajectoryError: a rollout lacks its task.
+            InvalidTrajectoryError: a rollout lacks its task, or was handed over already in this step.
             StoreWriteError: the pool's store could not write.
         """
+        check_lengths(task_ids=task_ids, is_experience_replay=is_experience_replay, policy_versions=policy_versions)
         replay = self._replay
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):
+            self._handed_over.check(replay.manager.global_steps, done)
             figures = self.admit(done, asked)
+            self._handed_over.note(replay.manager.global_steps, done)
             figures |= replay.figures.rollouts(done, replayed)
             replay.files.save_if_due()
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
@@ -349,6 +350,7 @@ class ReplayHook(Closing, Generic[Task]):
             CorruptStoreError: this is no such state.
         """
         if self._replay is not None and state:
+            self._handed_over.forget()
             self._replay.files.load_cut(state)
             self._replay.collate.check_tasks()
 
@@ -366,8 +368,10 @@ class ReplayHook(Closing, Generic[Task]):
             ConfigurationError: the pool is of another tokenizer, or of another dataset.
             CorruptStoreError: what was found is no pool.
         """
+        whole("step", step, 0)
         if self._replay is None:
             return
+        self._handed_over.forget()
         if state:
             self._replay.files.load_cut(state)
         else:
@@ -388,10 +392,9 @@ class ReplayHook(Closing, Generic[Task]):
 
     def close(self) -> None:
         """Write what is left and close the pool's store. Closing again does nothing."""
-        made = self._made
         try:
-            if made is not None:
-                made.close()
+            if self._made is not None:
+                self._made.close()
         finally:
             if self._store is not None:
                 self._store.close()

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer_hooks.masks import compute_response_mask
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -46,6 +47,7 @@ class LossOptions(TypedDict):
     clip_off_policy: bool
 
 
+@checked
 def het_compute_token_on_off_policy_loss(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -149,6 +151,7 @@ def het_compute_token_on_off_policy_loss(
     }
 
 
+@checked
 def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAggMode) -> Tensor:
     """Return one number for token losses that are 0 outside ``response_mask``.
 

@@ -11,12 +11,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 RegularizeReplayed = Literal["entropy", "both", "none"]
 REGULARIZERS: tuple[RegularizeReplayed, ...] = get_args(RegularizeReplayed)
 
 
+@checked
 def regularizer_masks(
     response_mask: Tensor, exp_mask: Tensor, regularize_replayed: RegularizeReplayed
 ) -> tuple[Tensor, Tensor]:
@@ -37,6 +40,7 @@ def regularizer_masks(
     return entropy, response_mask if regularize_replayed == "both" else fresh
 
 
+@checked
 def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
     """Return the response's part of a mask, as a view: [B, R] of [B, P + R].
 
@@ -46,6 +50,7 @@ def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
     Raises:
         ConfigurationError: the mask is not [B, P + R] with at least R positions.
     """
+    whole("response_length", response_length, 0)
     if mask.dim() != 2 or not 0 <= response_length <= mask.shape[1]:
         raise ConfigurationError(
             f"mask: shape {list(mask.shape)}, must be [B, P + R] with R = {response_length} response positions"
@@ -53,6 +58,7 @@ def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
     return mask[:, mask.shape[1] - response_length :]
 
 
+@checked
 def build_exp_mask(
     loss_mask: Tensor,
     attention_mask: Tensor,
@@ -76,6 +82,9 @@ def build_exp_mask(
     Raises:
         ConfigurationError: shapes don't fit.
     """
+    whole("prompt_length", prompt_length, 0)
+    if loss_mask.dim() != 2:
+        raise ConfigurationError(f"loss_mask: shape {list(loss_mask.shape)}, must be [B, P + R]")
     rows, width = loss_mask.shape
     if attention_mask.shape != loss_mask.shape or not 0 <= prompt_length <= width:
         raise ConfigurationError(
@@ -92,6 +101,7 @@ def build_exp_mask(
     return exp_mask
 
 
+@checked
 def replace_recorded_old_log_probs(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, exp_mask: Tensor
 ) -> Tensor:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 from trajstore.experience import is_success
 from trajstore.experience.entry import is_demonstration, llm_mask
@@ -48,6 +49,7 @@ _LOSS_KEYS_BY_SIDE = {
 Label = TypeVar("Label", bound=Hashable)
 
 
+@checked
 @torch.no_grad()
 def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
     """Return the figures of one loss computation. Synchronizes with the device once.
@@ -61,6 +63,11 @@ def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Te
         response_mask: [B, R], as given to it.
         exp_mask: [B, R], as given to it.
     """
+    needed = ("pg_loss", "ppo_kl", "importance_ratio", *(key for keys in _LOSS_KEYS_BY_SIDE.values() for key in keys))
+    if lacking := [key for key in needed if key not in loss]:
+        raise ConfigurationError(
+            f"loss: lacks {', '.join(lacking)}; give what het_compute_token_on_off_policy_loss returned"
+        )
     valid, ratio = response_mask.bool(), loss["importance_ratio"]
     off = valid & exp_mask.bool()
     values = {"pg_loss": loss["pg_loss"], "ppo_kl": loss["ppo_kl"]}
@@ -83,6 +90,7 @@ def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Te
     return {PREFIX + name: value for name, value in figures.items()}
 
 
+@checked
 def warnings_of(figures: Mapping[str, float]) -> dict[str, str]:
     """Return what is worth a warning in a step's figures (names of :func:`loss_metrics` and others here), by kind.
 
@@ -117,6 +125,7 @@ def warnings_of(figures: Mapping[str, float]) -> dict[str, str]:
     return found
 
 
+@checked
 @torch.no_grad()
 def distance_metrics(importance_ratio: Tensor, response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
     """Return how far each side is from the policy in training. Synchronizes with the device once.
@@ -148,6 +157,7 @@ def distance_metrics(importance_ratio: Tensor, response_mask: Tensor, exp_mask: 
     return result
 
 
+@checked
 def rollout_metrics(
     fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory], success_threshold: float
 ) -> dict[str, float]:
@@ -171,6 +181,7 @@ def rollout_metrics(
     return figures
 
 
+@checked
 def demonstration_metrics(replayed: Sequence[AgentTrajectory]) -> dict[str, float]:
     """Return how much of what was replayed had no recorded log-probs, and got those of the current policy.
 
@@ -191,6 +202,7 @@ def demonstration_metrics(replayed: Sequence[AgentTrajectory]) -> dict[str, floa
     return {PREFIX + name: value for name, value in figures.items()}
 
 
+@checked
 @torch.no_grad()
 def record_metrics(
     old_log_probs: Tensor, recorded_old_log_probs: Tensor, recorded_mask: Tensor, off_policy_mask: Tensor
@@ -223,6 +235,7 @@ def record_metrics(
     return result
 
 
+@checked
 def batch_metrics(
     task_ids: Sequence[str],
     is_experience_replay: Sequence[bool],
@@ -251,11 +264,13 @@ def batch_metrics(
     return {PREFIX + name: value for name, value in figures.items()}
 
 
+@checked
 def refused_metrics(refused: int, offered: int) -> dict[str, float]:
     """Return ``refused_share``: of ``offered`` trajectories, the share that the pool refused; nothing if none was."""
     return {f"{PREFIX}refused_share": refused / offered} if offered else {}
 
 
+@checked
 @torch.no_grad()
 def effective_sample_size(importance_ratio: Tensor, mask: Tensor) -> float | None:
     """Return (sum of w)² / (n · sum of w²) over the n masked ratios w: in (0, 1], 1 when all are equal.
@@ -271,6 +286,7 @@ def effective_sample_size(importance_ratio: Tensor, mask: Tensor) -> float | Non
     return float(_effective_sample_size(importance_ratio, counted)) if bool(counted.any()) else None
 
 
+@checked
 @torch.no_grad()
 def clip_fraction_by(
     labels: Sequence[Label | None],
@@ -313,11 +329,13 @@ def clip_fraction_by(
     return {label: clipped / tokens for label, (clipped, tokens) in totals.items()}
 
 
+@checked
 def named(name: str, by_label: Mapping[Label, float]) -> dict[str, float]:
     """Return ``{"experience_replay/<name>/<label>": value}``, e.g. of :func:`clip_fraction_by`."""
     return {f"{PREFIX}{name}/{label}": value for label, value in by_label.items()}
 
 
+@checked
 def starving_buckets(replayable: Mapping[int, int], drawn: Mapping[int, int]) -> list[int]:
     """Return the buckets that could be replayed but were not, in ascending order.
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
+from trajstore.experience.pool import task_id_of
 from trajstore.experience.rows import rows_of
 from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory
@@ -16,6 +19,7 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class MixedTasks(Generic[Task]):
     """The tasks of one step: those that bring history, and the rest."""
@@ -24,6 +28,7 @@ class MixedTasks(Generic[Task]):
     on_policy: tuple[Task, ...]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class PlannedTask(Generic[Task]):
     """One task of a step, its histories, and how many rollouts are to be made of it."""
@@ -33,7 +38,12 @@ class PlannedTask(Generic[Task]):
     histories: Sequence[AgentTrajectory]
     """With ``prepare_in_background`` their number is known at once, and looking at one waits for all."""
 
+    def __post_init__(self) -> None:
+        task_id_of(self.task)
+        whole("fresh_rollouts", self.fresh_rollouts, 0)
 
+
+@checked
 def rows_of_plan(
     plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory], group_offpolicy: GroupOffPolicy
 ) -> list[BatchRow]:
@@ -71,6 +81,7 @@ def rows_of_plan(
     ]
 
 
+@checked
 def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_replayed: bool) -> list[BatchRow]:
     """Return the rows of a rollout, which most have one of.
 

@@ -69,3 +69,31 @@ def check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     """
     if value is not None and not isinstance(value, kind):
         raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be {wanted}")
+
+
+def share(name: str, value: Any) -> float:
+    """Return an argument that is a number in [0, 1].
+
+    Raises:
+        ConfigurationError: it is another thing.
+    """
+    if is_number(value) and 0 <= value <= 1:
+        return float(value)
+    raise ConfigurationError(f"{name}: {shown(value)}, must be a number in [0, 1]")
+
+
+def finite(name: str, value: Any, least: float = -math.inf) -> float:
+    """Return an argument that is a finite number.
+
+    Raises:
+        ConfigurationError: it is none, or below ``least``.
+    """
+    if is_number(value) and math.isfinite(value) and value >= least:
+        return float(value)
+    wanted = "must be a finite number" + (f" of at least {least:g}" if math.isfinite(least) else "")
+    raise ConfigurationError(f"{name}: {shown(value)}, {wanted}")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, numpy's among them; true and false are none."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)

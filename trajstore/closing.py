@@ -1,9 +1,13 @@
-"""Objects that are closed where a ``with`` statement ends."""
+"""Objects that are closed where a ``with`` statement ends, and are of no use afterwards."""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+import functools
+from collections.abc import Callable, Collection
+from types import FunctionType, TracebackType
+from typing import Any, Self, TypeVar
+
+from trajstore.errors import StoreClosedError
 
 
 class Closing:
@@ -20,3 +24,43 @@ class Closing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+Closed = TypeVar("Closed", bound=type[Closing])
+
+
+def of_no_use_when_closed(*, but: Collection[str] = ()) -> Callable[[Closed], Closed]:
+    """Decorate a class: after ``close()`` its public methods raise ``StoreClosedError``, which names the method.
+
+    Args:
+        but: methods that may be called all the same, such as one that tells what has been. Properties may always.
+    """
+
+    def decorate(target: Closed) -> Closed:
+        for name, member in list(vars(target).items()):
+            if name == "close":
+                setattr(target, name, _closing(member))
+            elif isinstance(member, FunctionType) and not name.startswith("_") and name not in but:
+                setattr(target, name, _refusing(member, name))
+        return target
+
+    return decorate
+
+
+def _closing(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._was_closed = True
+        return function(self, *args, **kwargs)
+
+    return close
+
+
+def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_was_closed", False):
+            raise StoreClosedError(f"{type(self).__name__}.{name}: called after close(); make a new one")
+        return function(self, *args, **kwargs)
+
+    return call

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import MissingDependencyError
+from trajstore.errors import ConfigurationError, MissingDependencyError
 
 FAN_OUT = 8
 """Segments of a level that become one of the next."""
@@ -75,6 +75,7 @@ class RetrievalIndex:
             keys: ascending, above all earlier ones, removed ones too.
             texts: one for each key.
         """
+        _check_texts(keys, texts)
         if not keys:
             return
         made = self._segment(np.asarray(keys, dtype=np.int64), [words_of(text) for text in texts])
@@ -92,6 +93,10 @@ class RetrievalIndex:
             keys: of texts that are there.
             texts: as they were added.
         """
+        _check_texts(keys, texts)
+        unknown = [word for text in texts for word in words_of(text) if word not in self._vocabulary]
+        if unknown:
+            raise ConfigurationError(f"texts: {unknown[0]!r} is in no text of the index; give them as they were added")
         for text in texts:
             for word in {self._vocabulary[word] for word in words_of(text)}:
                 self._frequencies[word] -= 1
@@ -110,6 +115,12 @@ class RetrievalIndex:
             k: how many at the most.
             without: keys that are not returned.
         """
+        if not isinstance(query, str):
+            raise ConfigurationError(f"query: a {type(query).__name__}, must be a text")
+        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
+            raise ConfigurationError(f"k: {str(k)[:40]}, a {type(k).__name__}, must be a whole number of at least 0")
+        if not isinstance(without, Collection) or not all(isinstance(key, int | np.integer) for key in without):
+            raise ConfigurationError(f"without: a {type(without).__name__}, must be keys, whole numbers")
         levels, removed = self._levels, self._removed
         known = [self._vocabulary[word] for word in dict.fromkeys(words_of(query)) if word in self._vocabulary]
         weights = {word: _idf(count, self._count) for word in known if (count := self._frequencies.get(word, 0)) > 0}
@@ -193,6 +204,18 @@ class _Segment:
         if len(found) > k:  # equal scores at the end: the newest ones
             found = found[np.lexsort((-self.keys[found], -scores[found]))][:k]
         return [Hit(int(self.keys[place]), float(scores[place])) for place in found]
+
+
+def _check_texts(keys: Any, texts: Any) -> None:
+    """Refuse what are no keys with a text each."""
+    for name, items, kinds in (("keys", keys, (int, np.integer)), ("texts", texts, (str,))):
+        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+            raise ConfigurationError(f"{name}: a {type(items).__name__}, must be a list")
+        bad = next((item for item in items if not isinstance(item, kinds) or isinstance(item, bool)), None)
+        if bad is not None or None in items:
+            raise ConfigurationError(f"{name}: a {type(bad).__name__} among them, must be of {kinds[0].__name__}")
+    if len(keys) != len(texts):
+        raise ConfigurationError(f"keys, texts: {len(keys)} keys for {len(texts)} texts")
 
 
 def _merged(segments: Sequence[_Segment], removed: Collection[int]) -> _Segment:

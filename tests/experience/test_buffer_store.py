@@ -197,3 +197,16 @@ def test_a_cut_of_another_store_names_nothing_here(
     assert "of another store" in caplog.text
     store.close()
     other.close()
+
+
+def test_a_pool_that_is_begun_among_other_trajectories_says_so(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([make("a", 1), make("a", 2)])
+    for told in (1, 1):  # not again: there is a pool now
+        store = BufferStore.open(tmp_path)
+        manager = ExperienceManager(RULES, store=store)
+        train(manager, make, 1)
+        store.close()
+        assert caplog.text.count("its store holds 2 trajectories that are none of a pool's") == told

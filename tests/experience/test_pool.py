@@ -288,7 +288,7 @@ def test_state_dict_goes_round_and_choices_go_on(make: Make) -> None:
     ]
     for _ in range(3):
         assert other.sample_tasks_from_replaypool(4) == manager.sample_tasks_from_replaypool(4)
-        assert numbers(other.get_offpolicy_batch("ab", 1)) == numbers(manager.get_offpolicy_batch("ab", 1))
+        assert numbers(other.get_offpolicy_batch([*"ab"], 1)) == numbers(manager.get_offpolicy_batch([*"ab"], 1))
 
 
 @pytest.mark.parametrize("damage", [{"version": 9}, {"generator": {}}, {"refused": 3}, {"trajectories": {"a": [3]}}])

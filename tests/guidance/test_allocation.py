@@ -60,11 +60,11 @@ def test_no_global_random_state_is_touched() -> None:
 
 def test_unknown_modes_and_ratios_are_refused_by_name() -> None:
     generator = np.random.default_rng(0)
-    with pytest.raises(ConfigurationError, match="train_sample_expmode: 'half', must be one of allkeep"):
+    with pytest.raises(ConfigurationError, match="mode: 'half', must be one of allkeep"):
         allocate_train_mode(4, "half", 0.5, generator)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="rollout_expmode: 'some', must be one of woexp, all, mixed"):
+    with pytest.raises(ConfigurationError, match="mode: 'some', must be one of woexp, all, mixed"):
         allocate_add_exp([4], "some", 0.5, generator)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="rollout_expratio: nan"):
+    with pytest.raises(ConfigurationError, match="ratio: nan"):
         allocate_add_exp([4], "mixed", float("nan"), generator)
-    with pytest.raises(ConfigurationError, match=r"train_sample_keepratio: 1\.5"):
+    with pytest.raises(ConfigurationError, match=r"keep_ratio: 1\.5"):
         allocate_train_mode(4, "hybrid", 1.5, generator)

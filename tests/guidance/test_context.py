@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.guidance import (
     EXPERIENCE_TEMPLATE,
     ExperienceTemplate,
+    ExperienceWorker,
     Guidance,
     Insertion,
+    Retrieved,
+    TrajExpConfig,
     plain_messages,
     put_in,
     strip_template,
@@ -121,3 +125,30 @@ def test_record_of_a_trajectory_says_what_was_shown() -> None:
     assert Guidance.of(AgentTrajectory()) is None
     with pytest.raises(InvalidTrajectoryError, match=r"metadata\.guidance"):
         Guidance.of(AgentTrajectory(metadata={"guidance": {"train_mode": "maybe"}}))
+
+
+class Finds:
+    """A maker that finds something for every query."""
+
+    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+        return Retrieved("tip", ("0",))
+
+    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+def test_prompts_without_a_place_are_told_by_kind_with_their_count(caplog: pytest.LogCaptureFixture) -> None:
+    worker = ExperienceWorker(Finds(), template=ExperienceTemplate.of("<{}>"))
+    for number in range(25):
+        config = TrajExpConfig(add_exp=True, task_id=f"task {number}")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}] * (number % 3)
+        worker.manage_rollout_context([*messages, {"role": "user", "content": None}], config)
+    worker.manage_rollout_context([{"role": "user", "content": 3}], TrajExpConfig(add_exp=True))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3
+    assert "'task 0' is not guided" in told[0]
+    assert "10 of this kind so far" in told[1]
+    assert "content: a int" in told[2]
+    assert worker.metrics()["guidance/retrieve/no_place"] == 26.0

@@ -119,7 +119,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         # Prompts that take the place of filtered ones are few, often one: they stay what the data loader gave.
         if num_prompts is not None:
             return batch
-        progress = (self.global_steps - 1) / max(self.total_training_steps, 1)
+        progress = min((self.global_steps - 1) / max(self.total_training_steps, 1), 1.0)
         ids = [task_name(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
         plan = self._session.plan(ids, progress, self.global_steps)
         if not any(task.histories for task in plan):

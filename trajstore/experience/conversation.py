@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.rows import pack_rows
 from trajstore.trajectory import AgentTrajectory
@@ -34,6 +36,7 @@ _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 Message = Mapping[str, Any]
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """What makes tokens of messages."""
@@ -78,6 +81,7 @@ class ChatTemplate:
         return self.encode(asked[len(said) :]) if asked.startswith(said) else []
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class TokenRow:
     """Tokens of one row."""
@@ -87,6 +91,9 @@ class TokenRow:
     """1 on what the model wrote and is trained on."""
     response_start: int
     """Where the header of the first turn that is trained on begins."""
+
+    def __post_init__(self) -> None:
+        whole("response_start", self.response_start, 0)
 
 
 def has_thoughts(message: Message) -> bool:
@@ -100,6 +107,7 @@ def is_of_model(message: Message) -> bool:
     return author == "llm" if author else message.get("role") == "assistant"
 
 
+@checked
 def rows_of_messages(
     messages: Sequence[Message], template: ChatTemplate, context: Context = "linear", think_hint: str = ""
 ) -> list[TokenRow]:
@@ -141,6 +149,7 @@ def rows_of_messages(
     return rows
 
 
+@checked
 def with_tokens(
     trajectory: AgentTrajectory, template: ChatTemplate, context: Context = "linear", think_hint: str = ""
 ) -> AgentTrajectory:

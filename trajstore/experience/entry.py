@@ -10,6 +10,7 @@ from enum import StrEnum
 import orjson
 import torch
 
+from trajstore.checked import checked
 from trajstore.experience.outcomes import outcome_of
 from trajstore.trajectory import AgentTrajectory
 
@@ -76,6 +77,7 @@ class PoolEntry:
         return self.outcome if self.outcome is not None and math.isfinite(self.outcome) else None
 
 
+@checked
 def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
     """Return the mean of ``entropys`` over positions with ``response_mask == 1``; ``None`` if that is no number.
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
 from trajstore.experience.journal import JOURNAL_KEY
@@ -42,6 +43,7 @@ class Exchanged:
     """Trajectories of the store that was read which are damaged, and left out."""
 
 
+@checked
 def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exchanged:
     """Write the pool of a store as files, ``difficulty2task_dict.json`` and the others; also of a run that goes on.
 
@@ -65,6 +67,7 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
         )
 
 
+@checked
 def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, replace: bool = False) -> Exchanged:
     """Fill the pool of a store, which is made if there is none, from files or from rollouts.
 

@@ -320,6 +320,12 @@ def recover(store: PoolStore, rules: PoolRules) -> Recovered:
             break
         tail.append((ids[position], record, head))
     tail.reverse()
+    if ids and snapshot is None and not tail:
+        logger.warning(
+            "experience pool: its store holds %d trajectories that are none of a pool's; they are left alone, and the"
+            " pool is begun among them. Give the pool a directory of its own if that is not what you want",
+            len(ids),
+        )
 
     result = Recovered(PoolState(), None, 0, 0, [], [], "", 0)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.checked import checked
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories
@@ -27,6 +28,7 @@ from trajstore.trajectory import AgentTrajectory, Reward
 logger = logging.getLogger(__name__)
 
 
+@checked
 class KeptPool:
     """Buckets, skip set and trajectories of a pool. What a step does with them is ``ExperienceManager``'s.
 

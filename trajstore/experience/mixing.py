@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
+from trajstore.arguments import share
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience.buckets import TaskSampling
 from trajstore.experience.pool import ExperienceManager, task_id_of
@@ -21,6 +23,7 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 
+@checked
 @dataclass(frozen=True)
 class RatioSchedule:
     """A ratio over training progress: straight lines between points, constant before the first and after the last.
@@ -53,6 +56,7 @@ class RatioSchedule:
         return before[1]
 
 
+@checked
 class ExperienceMixCollateFn(Generic[Task]):
     """Splits every batch into experience tasks, which bring histories, and on-policy tasks.
 
@@ -131,8 +135,9 @@ class ExperienceMixCollateFn(Generic[Task]):
         wait for the next call. No task comes twice unless ``training_tasks`` has it twice and too few others.
 
         Raises:
-            ConfigurationError: the schedule's ratio is outside [0, 1].
+            ConfigurationError: the training progress, or the schedule's ratio, is outside [0, 1].
         """
+        share("training_progress", training_progress)
         if not enable_replay or training_progress < self._start:
             for task in training_tasks:
                 self._manager.waiting_tasks.pop(task_id_of(task), None)

@@ -12,19 +12,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.checked import checked
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 REPLAY_MARK = "is_experience_replay"
 """Key of ``metadata`` that is true on a trajectory that came out of the pool."""
 
 
+@checked
 def is_success(outcome: float | None, threshold: float = 1.0) -> bool:
     """Return whether an outcome reaches the threshold; an unknown one does not.
 
     Reward functions compute in float32, in which 0.7 is a little less than Python's 0.7. Both sides are therefore
     compared as float32: an outcome that was given as the threshold, in either precision, reaches it.
+
+    Raises:
+        ConfigurationError: the threshold is no finite number.
     """
+    if not math.isfinite(threshold):
+        raise ConfigurationError(f"threshold: {threshold}, must be a finite number")
     if outcome is None or not math.isfinite(outcome):
         return False
     with np.errstate(over="ignore"):
@@ -76,7 +83,8 @@ class TaskOutcome:
 
 def outcome_of(trajectory: AgentTrajectory) -> float | None:
     """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one."""
-    return None if trajectory.reward is None else trajectory.reward.outcome
+    outcome = None if trajectory.reward is None else trajectory.reward.outcome
+    return None if outcome is None else float(outcome)
 
 
 def is_known(outcome: float | None) -> bool:

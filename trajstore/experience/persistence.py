@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 import torch
 
+from trajstore.checked import checked
 from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
 from trajstore.experience.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
@@ -63,6 +64,7 @@ class PoolContents:
     task2trajectories: dict[str, list[AgentTrajectory]]
 
 
+@checked
 def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
     """Return the newest complete ``step_N`` below ``base`` with N <= ``not_after``; ``None`` if there is none.
 

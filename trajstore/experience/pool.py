@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.arguments import whole, whole_or_none
+from trajstore.checked import checked
+from trajstore.columns.limits import shown
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import journal
 from trajstore.experience.buckets import TaskSampling, draw_tasks
 from trajstore.experience.choice import choose_histories
@@ -34,10 +37,21 @@ from trajstore.trajectory import AgentTrajectory
 
 
 def task_id_of(task: Any) -> str:
-    """Return the id of a task: the string itself, or the object's ``task_id``."""
-    return task if isinstance(task, str) else str(task.task_id)
+    """Return the id of a task: the string itself, or the object's ``task_id``.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if isinstance(task, str):
+        return task
+    if not hasattr(task, "task_id"):
+        raise ConfigurationError(
+            f"tasks: {shown(task)} is a {type(task).__name__}, must be a task's id (a text) or have a task_id"
+        )
+    return str(task.task_id)
 
 
+@checked
 class ExperienceManager(KeptPool):
     """Keeps successful rollouts of partly solved tasks, and gives them back as histories.
 
@@ -255,6 +269,8 @@ class ExperienceManager(KeptPool):
             strategy: see ``bucket_probabilities``; ``None`` = the rules' ``task_sampling``.
             exclude: tasks that are not drawn.
         """
+        whole("n", n, 0)
+        whole_or_none("difficulty", difficulty, 0)
         buckets = self._state.valid_buckets(self.rules, self.global_steps)
         only = self.rules.replay_difficulty if difficulty is None else difficulty
         if only is not None:
@@ -282,6 +298,7 @@ class ExperienceManager(KeptPool):
             tasks: task ids, or objects with a ``task_id``.
             n: histories per task at the most.
         """
+        whole("n", n, 0)
         candidates = self._candidates(tasks)
         by_value = isinstance(self.rules.make_sampler(), LeastUsedSampler) and self.rules.exp_select_mode != "reward"
         wanted = self.rules.use_current_policy_entropy and by_value
@@ -313,6 +330,7 @@ class ExperienceManager(KeptPool):
 
         Nothing is drawn, scored or read; a record that turns out to be damaged makes it fewer.
         """
+        whole("n", n, 0)
         counts = {}
         for task in dict.fromkeys(map(task_id_of, tasks)):
             entries = self._state.eligible(task, self.rules, self.global_steps)

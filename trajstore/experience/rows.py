@@ -88,17 +88,37 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
 
 
 def row_count(trajectory: AgentTrajectory) -> int:
-    """Return how many rows a rollout has."""
-    return len(trajectory.metadata.get(ROWS, (None,)))
+    """Return how many rows a rollout has.
+
+    Raises:
+        InvalidTrajectoryError: what ``metadata["rows"]`` says are no rows.
+    """
+    said = _said(trajectory)
+    return 1 if said is None else len(said)
 
 
 def response_length(trajectory: AgentTrajectory) -> int | None:
     """Return the number of response tokens of all rows; ``None`` if the trajectory has neither log-probs nor a mask."""
-    said = trajectory.metadata.get(ROWS)
+    said = _said(trajectory)
     if said is None:
         column = trajectory.response_mask if trajectory.old_log_probs is None else trajectory.old_log_probs
         return None if column is None else column.numel()
     return sum(int(row["tokens"]) - int(row["prompt"]) for row in said)
+
+
+def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
+    """Return what ``metadata["rows"]`` says; ``None`` if the rollout is one row."""
+    said = trajectory.metadata.get(ROWS)
+    if said is None:
+        return None
+    if not isinstance(said, list) or not all(
+        isinstance(row, dict) and isinstance(row.get("tokens"), int) and isinstance(row.get("prompt"), int)
+        for row in said
+    ):
+        raise InvalidTrajectoryError(
+            f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] must be a list of rows with their tokens and prompt"
+        )
+    return said
 
 
 def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:

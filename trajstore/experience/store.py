@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
@@ -17,6 +18,7 @@ LEAST_CAPACITY = 256
 """Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
 
 
+@runtime_checkable
 class PoolStore(Protocol):
     """A store of agent trajectories under ascending ids.
 
@@ -52,6 +54,7 @@ class PoolStore(Protocol):
         """Give up trajectories. Ids that are not kept are no error."""
 
 
+@checked
 class MemoryStore:
     """Keeps records in this process only."""
 
@@ -89,6 +92,7 @@ class MemoryStore:
             self._kept.pop(trajectory_id, None)
 
 
+@checked
 class BufferStore:
     """The pool's records in a trajectory buffer that writes what it is given.
 
@@ -105,6 +109,8 @@ class BufferStore:
     durable = True
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+        if not hasattr(buffer, "auto_save"):
+            raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
         if not buffer.auto_save:
             raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
         _check_capacity(buffer.retention.max_trajectories)

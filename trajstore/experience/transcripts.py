@@ -26,13 +26,16 @@ from typing import Any
 import orjson
 import torch
 
+from trajstore.arguments import finite
+from trajstore.checked import checked
+from trajstore.columns.limits import shown
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
     StoreNotFoundError,
 )
 from trajstore.experience.contract import fingerprint_of
-from trajstore.experience.conversation import CONTEXTS, ChatTemplate, Context, has_thoughts, is_of_model, with_tokens
+from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_of_model, with_tokens
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
 from trajstore.experience.exchange import check_is_pool
 from trajstore.experience.outcomes import is_success, outcome_of
@@ -42,6 +45,15 @@ from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import is_worth_keeping
 from trajstore.experience.store import BufferStore
 from trajstore.experience.tokenizers import tokenizer_at
+from trajstore.experience.transcript_lines import (
+    LOSS_MASK,
+    TOKEN_IDS,
+    first_query,
+    ids_of,
+    mask_of,
+    messages_of,
+    text_at,
+)
 from trajstore.trajectory import AgentTrajectory, Reward
 
 AT_ONCE = 64
@@ -50,7 +62,6 @@ AT_ONCE = 64
 TRANSCRIPT = "transcript"
 """Key of ``metadata``: file and line from which a demonstration came, and what else the line said."""
 
-_IDS, _MASK = "token_ids", "loss_mask"
 _OWN = ("messages", "task_id", "reward", "success", "rollout_id", "query")
 
 Progress = Callable[[int, int], None]
@@ -65,6 +76,7 @@ class BadLine:
     reason: str
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class TranscriptReader:
     """Makes demonstrations of lines.
@@ -84,8 +96,15 @@ class TranscriptReader:
     """Outcome from which on a line's conversation is a success."""
 
     def __post_init__(self) -> None:
-        if self.context not in CONTEXTS:
-            raise ConfigurationError(f"context: {self.context!r}, must be one of {', '.join(CONTEXTS)}")
+        if not hasattr(self.tokenizer, "get_vocab"):
+            raise ConfigurationError(
+                f"tokenizer: {shown(self.tokenizer)} is a {type(self.tokenizer).__name__}, must be a tokenizer of"
+                " Hugging Face (load_tokenizer returns one). Conversations that bring token_ids need it too: the pool"
+                " keeps its fingerprint, and ids are compared with its vocabulary"
+            )
+        finite("success_threshold", self.success_threshold)
+        if self.outcome is not None:
+            finite("outcome", self.outcome)
         if self.think_hint and self.context != "linear_think":
             raise ConfigurationError(f"think_hint: {self.think_hint!r}, has no effect with context {self.context}")
 
@@ -129,16 +148,17 @@ class TranscriptReader:
             raise InvalidTrajectoryError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
         if not isinstance(said, dict):
             raise InvalidTrajectoryError(f"a {type(said).__name__}, must be an object with messages and task_id")
-        messages = _messages(said.get("messages"))
+        messages = messages_of(said.get("messages"))
         outcome = self._outcome(said)
         one = AgentTrajectory(
             messages=[
-                {name: value for name, value in message.items() if name not in (_IDS, _MASK)} for message in messages
+                {name: value for name, value in message.items() if name not in (TOKEN_IDS, LOSS_MASK)}
+                for message in messages
             ],
             reward=Reward(outcome=outcome, metadata={"score": outcome}),
-            task_id=_text(said, "task_id"),
-            rollout_id=_text(said, "rollout_id", f"{place['file']}:{place['line']}"),
-            query=_text(said, "query", _query(messages)),
+            task_id=text_at(said, "task_id"),
+            rollout_id=text_at(said, "rollout_id", f"{place['file']}:{place['line']}"),
+            query=text_at(said, "query", first_query(messages)),
             tokenizer_fingerprint=fingerprint,
             metadata={
                 DEMONSTRATION: True,
@@ -179,26 +199,26 @@ class TranscriptReader:
         """Return the demonstration with the ids that its messages bring; ``None`` if they bring none."""
         turns = [number for number, message in enumerate(messages) if is_of_model(message)]
         used = messages[: turns[-1] + 1] if turns else []
-        given = [number for number, message in enumerate(used) if message.get(_IDS) is not None]
+        given = [number for number, message in enumerate(used) if message.get(TOKEN_IDS) is not None]
         if not given:
             return None
         if len(given) < len(used):
             absent = next(number for number in range(len(used)) if number not in given)
-            raise InvalidTrajectoryError(f"messages[{absent}]: has no {_IDS}, but others have; give all or none")
+            raise InvalidTrajectoryError(f"messages[{absent}]: has no {TOKEN_IDS}, but others have; give all or none")
         if self.context == "linear_think" and any(has_thoughts(messages[number]) for number in turns[:-1]):
             raise InvalidTrajectoryError(
-                f"{_IDS}: of a conversation with thoughts, which linear_think leaves out of earlier turns: leave the"
-                " ids out, or use context linear"
+                f"{TOKEN_IDS}: of a conversation with thoughts, which linear_think leaves out of earlier turns: leave"
+                " the ids out, or use context linear"
             )
         ids: list[int] = []
         mask: list[int] = []
         start = None
         for number, message in enumerate(used):
-            tokens = _ids(message[_IDS], number, len(self.tokenizer))
+            tokens = ids_of(message[TOKEN_IDS], number, len(self.tokenizer))
             if is_of_model(message) and start is None:
                 start = len(ids)
             ids += tokens
-            mask += _mask(messages, number, tokens, template)
+            mask += mask_of(messages, number, tokens, template)
         loss_mask = torch.tensor(mask)
         row = dataclasses.replace(
             one,
@@ -231,6 +251,7 @@ class Imported:
     """Highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none."""
 
 
+@checked
 def import_transcripts(
     store: str | Path, source: str | Path, rules: PoolRules, reader: TranscriptReader, progress: Progress | None = None
 ) -> Imported:
@@ -284,6 +305,7 @@ def import_transcripts(
         buffer.close()
 
 
+@checked
 def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     """Return a Hugging Face tokenizer, with a chat template of a file if one is given.
 
@@ -304,91 +326,3 @@ def load_tokenizer(path: str, chat_template: str | Path | None = None) -> Any:
     if not tokenizer.chat_template:
         raise ConfigurationError(f"tokenizer: {path}: has no chat template; give one")
     return tokenizer
-
-
-def _text(said: Mapping[str, Any], name: str, default: str | None = None) -> str:
-    value = said.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, str) or not value:
-        raise InvalidTrajectoryError(f"{name}: {value!r}, must be a text that is not empty")
-    return value
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return messages with texts as content, and the arguments of tool calls as objects."""
-    if not isinstance(value, list) or not value:
-        raise InvalidTrajectoryError("messages: must be a list of messages, at least one")
-    return [_message(message, number) for number, message in enumerate(value)]
-
-
-def _message(value: Any, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise InvalidTrajectoryError(f"messages[{number}]: must be an object with a role")
-    message = dict(value)
-    content = message.get("content")
-    calls = message.get("tool_calls")
-    if content is None and calls:
-        content = ""
-    elif isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if any(not isinstance(part, str) for part in parts):
-            raise InvalidTrajectoryError(
-                f"messages[{number}].content: has parts that are no text; only text is replayed"
-            )
-        content = "".join(map(str, parts))
-    if not isinstance(content, str):
-        raise InvalidTrajectoryError(f"messages[{number}].content: a {type(content).__name__}, must be a text")
-    message["content"] = content
-    if calls is not None:
-        if not isinstance(calls, list):
-            raise InvalidTrajectoryError(f"messages[{number}].tool_calls: must be a list")
-        message["tool_calls"] = [_call(call) for call in calls]
-    return message
-
-
-def _call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object: OpenAI has them as JSON, chat templates as an object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = orjson.loads(function["arguments"])
-    except orjson.JSONDecodeError:  # the model wrote no JSON; templates print it as it is
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-
-def _query(messages: Sequence[Mapping[str, Any]]) -> str:
-    return next((str(one["content"]) for one in messages if one["role"] == "user"), "")
-
-
-def _ids(value: Any, number: int, vocabulary: int) -> list[int]:
-    fine = isinstance(value, list) and all(type(one) is int and 0 <= one < vocabulary for one in value)
-    if not fine:
-        raise InvalidTrajectoryError(f"messages[{number}].{_IDS}: must be a list of ids in [0, {vocabulary})")
-    ids: list[int] = value
-    return ids
-
-
-def _mask(
-    messages: Sequence[Mapping[str, Any]], number: int, tokens: Sequence[int], template: ChatTemplate
-) -> list[int]:
-    """Return 1 on the tokens of a message that the model wrote: as it says, else from its header to its end mark."""
-    message = messages[number]
-    given = message.get(_MASK)
-    if given is not None:
-        if not isinstance(given, list) or len(given) != len(tokens) or any(one not in (0, 1) for one in given):
-            raise InvalidTrajectoryError(f"messages[{number}].{_MASK}: must be 0 or 1 for each of {len(tokens)} {_IDS}")
-        if any(given) and not is_of_model(message):
-            raise InvalidTrajectoryError(f"messages[{number}].{_MASK}: 1 on a message that is not the model's")
-        return [int(one) for one in given]
-    if not is_of_model(message):
-        return [0] * len(tokens)
-    asked = list(template.header(messages[:number]))
-    first = len(asked) if asked and list(tokens[: len(asked)]) == asked else 0
-    special = [place for place in range(first, len(tokens)) if tokens[place] in template.special_ids]
-    stop = special[-1] + 1 if special else len(tokens)
-    return [int(first <= place < stop) for place in range(len(tokens))]

@@ -8,7 +8,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from trajstore.errors import ConfigurationError
+from trajstore.arguments import share, whole
+from trajstore.checked import checked
 
 TrainMode = Literal["keep", "discard"]
 """Whether training keeps the experience in the prompt, or discards it."""
@@ -20,6 +21,7 @@ SampleExpMode = Literal["allkeep", "alldiscard", "hybrid"]
 SAMPLE_EXP_MODES: tuple[SampleExpMode, ...] = get_args(SampleExpMode)
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class TaskExpConfig:
     """What guidance has decided for one task of a step."""
@@ -29,6 +31,7 @@ class TaskExpConfig:
     train_mode: TrainMode
 
 
+@checked
 def allocate_train_mode(
     tasks: int, mode: SampleExpMode, keep_ratio: float, generator: np.random.Generator
 ) -> list[TrainMode]:
@@ -41,16 +44,17 @@ def allocate_train_mode(
         generator: used by ``hybrid`` only.
 
     Raises:
-        ConfigurationError: no such mode, or a ratio outside [0, 1].
+        ConfigurationError: no such mode, a ratio outside [0, 1], or a negative number.
     """
-    _check("train_sample_expmode", mode, SAMPLE_EXP_MODES)
-    _check_ratio("train_sample_keepratio", keep_ratio)
+    whole("tasks", tasks, 0)
+    share("keep_ratio", keep_ratio)
     if mode != "hybrid":
         return ["keep" if mode == "allkeep" else "discard"] * tasks
     keeping = set(generator.permutation(tasks)[: int(tasks * keep_ratio)].tolist())
     return ["keep" if task in keeping else "discard" for task in range(tasks)]
 
 
+@checked
 def allocate_add_exp(
     rollouts: Sequence[int], mode: RolloutExpMode, ratio: float, generator: np.random.Generator
 ) -> list[tuple[bool, ...]]:
@@ -64,10 +68,11 @@ def allocate_add_exp(
         generator: used by ``mixed`` only.
 
     Raises:
-        ConfigurationError: no such mode, or a ratio outside [0, 1].
+        ConfigurationError: no such mode, a ratio outside [0, 1], or a negative number.
     """
-    _check("rollout_expmode", mode, ROLLOUT_EXP_MODES)
-    _check_ratio("rollout_expratio", ratio)
+    share("ratio", ratio)
+    for place, count in enumerate(rollouts):
+        whole(f"rollouts[{place}]", count, 0)
     if mode != "mixed":
         return [(mode == "all",) * count for count in rollouts]
     result = []
@@ -75,13 +80,3 @@ def allocate_add_exp(
         guided = set(generator.permutation(count)[: round(count * ratio)].tolist())
         result.append(tuple(rollout in guided for rollout in range(count)))
     return result
-
-
-def _check(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigurationError(f"{name}: {value!r}, must be one of {', '.join(allowed)}")
-
-
-def _check_ratio(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigurationError(f"{name}: {value!r}, must be a number in [0, 1]")

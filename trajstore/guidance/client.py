@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from trajstore import locks
+from trajstore.arguments import seconds, whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 from trajstore.guidance.json_http import post_json
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
@@ -30,6 +32,7 @@ _RESTING = ("connection", "server", "timeout")
 _ROLES = ("system", "user", "assistant")
 
 
+@checked
 class EMClient:
     """Speaks to a ReMe service. Thread-safe.
 
@@ -66,13 +69,15 @@ class EMClient:
             raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
         if dialect not in DIALECTS:
             raise ConfigurationError(f"dialect: {dialect!r}, must be one of {', '.join(DIALECTS)}")
+        if not workspace_id:
+            raise ConfigurationError("workspace_id: '', must be a name")
         self._url = base_url.rstrip("/")
         self._workspace = workspace_id
         self._dialect: Dialect = dialect
-        self._timeouts = retrieve_timeout, summary_timeout
-        self._retries = retries
-        self._backoff = backoff
-        self._rest = rest
+        self._timeouts = seconds("retrieve_timeout", retrieve_timeout), seconds("summary_timeout", summary_timeout)
+        self._retries = whole("retries", retries, 0)
+        self._backoff = seconds("backoff", backoff)
+        self._rest = seconds("rest", rest)
         self._failures = 0
         self._rest_until = 0.0
         self._lock = locks.lock("EMClient._lock")
@@ -80,6 +85,7 @@ class EMClient:
 
     def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
         """Return the up to ``k`` experiences that the service finds; see ``ExperienceMaker``."""
+        whole("k", k, 0)
         if not query.strip() or k < 1:
             return NOTHING  # the service answers an empty query as if it had failed
         if self._known_dialect() == "0.2":

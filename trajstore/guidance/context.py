@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 EXPERIENCE_TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
@@ -19,6 +21,7 @@ Message = Mapping[str, Any]
 Content = TypeVar("Content", str, list[Any])
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Insertion:
     """A text that was put in front of a message's content."""
@@ -27,7 +30,11 @@ class Insertion:
     """Index of the message."""
     text: str
 
+    def __post_init__(self) -> None:
+        whole("message", self.message, 0)
 
+
+@checked
 @dataclass(frozen=True, slots=True)
 class ExperienceTemplate:
     """The text around an experience. Only the one ``{}`` is special: other braces are what they are."""
@@ -52,6 +59,7 @@ class ExperienceTemplate:
         return f"{self.before}{experience}{self.after}"
 
 
+@checked
 def put_in(messages: Sequence[Message], text: str) -> tuple[list[dict[str, Any]], Insertion]:
     """Put a text in front of the last message's content; return new messages and what was done.
 
@@ -79,6 +87,7 @@ def put_in(messages: Sequence[Message], text: str) -> tuple[list[dict[str, Any]]
     return changed, Insertion(index, text)
 
 
+@checked
 def take_out(messages: Sequence[Message], insertions: Sequence[Insertion]) -> list[dict[str, Any]]:
     """Return the messages as they were before the insertions, to the byte.
 
@@ -106,6 +115,7 @@ def take_out(messages: Sequence[Message], insertions: Sequence[Insertion]) -> li
     return changed
 
 
+@checked
 def strip_template(text: str, template: ExperienceTemplate) -> tuple[list[str], str]:
     """Return the experiences that a text holds by the look of it, and the text without them.
 

@@ -7,6 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from trajstore.arguments import seconds, whole
+from trajstore.checked import checked
+from trajstore.errors import ConfigurationError
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.json_http import post_json
 from trajstore.guidance.maker import MakerError
@@ -22,6 +25,7 @@ PROMPT = (
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 
+@checked
 class EndpointSummarizer:
     """One experience for each task, written by a language model.
 
@@ -33,6 +37,9 @@ class EndpointSummarizer:
         timeout: seconds for one answer.
         most_rollouts: tries of a task in a prompt.
         most_characters: of each try.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
     """
 
     def __init__(
@@ -46,13 +53,15 @@ class EndpointSummarizer:
         most_rollouts: int = 4,
         most_characters: int = 4000,
     ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._model = model
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._prompt = prompt
-        self._timeout = timeout
-        self._most_rollouts = most_rollouts
-        self._most_characters = most_characters
+        self._timeout = seconds("timeout", timeout)
+        self._most_rollouts = whole("most_rollouts", most_rollouts, 1)
+        self._most_characters = whole("most_characters", most_characters, 1)
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
         """Return the experience that the model writes.

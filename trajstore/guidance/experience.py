@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from trajstore.arguments import finite
+from trajstore.checked import checked
 from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -13,6 +15,7 @@ EXPERIENCE = "experience"
 """Key of ``metadata`` of a trajectory that is an experience, or says what experiences were worth."""
 
 
+@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
     """What past rollouts of a task teach, in text."""
@@ -28,6 +31,10 @@ class Experience:
     """Outcome of the rollout it was made of; ``None`` = unknown."""
     sources: tuple[str, ...] = field(default=(), compare=False)
     """Ids of the rollouts it was made of."""
+
+    def __post_init__(self) -> None:
+        if self.score is not None:
+            finite("score", self.score)
 
     @property
     def digest(self) -> str:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from trajstore import locks
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.guidance.experience import Experience
@@ -17,6 +19,7 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
+@checked
 def as_text(experiences: Sequence[Experience]) -> str:
     """Return experiences as they go into the template, best first."""
     return "\n\n".join(
@@ -24,6 +27,7 @@ def as_text(experiences: Sequence[Experience]) -> str:
     )
 
 
+@checked
 class LocalMaker:
     """Experiences in a trajectory store, or in memory. Thread-safe.
 
@@ -69,6 +73,7 @@ class LocalMaker:
 
     def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
         """Return the up to ``k`` experiences most related to a query; see :class:`ExperienceMaker`."""
+        whole("k", k, 0)
         if self._closed:
             raise MakerError("closed", "the maker of experience was closed")
         hits = self._index.search(query, k, [int(name) for name in without if name.isdecimal()])

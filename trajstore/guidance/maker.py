@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from trajstore.checked import checked
 from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Retrieved:
     """What a maker found for a query."""
@@ -36,6 +38,7 @@ class MakerError(TrajstoreError):
         self.kind = kind
 
 
+@runtime_checkable
 class ExperienceMaker(Protocol):
     """Keeps experiences, finds them, and makes new ones of rollouts. Thread-safe."""
 

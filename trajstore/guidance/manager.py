@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trajstore.arguments import share, whole
+from trajstore.checked import checked
+from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.guidance.allocation import (
     RolloutExpMode,
     SampleExpMode,
@@ -22,9 +25,14 @@ from trajstore.trajectory import AgentTrajectory
 RolloutMode = Literal["sample", "validate"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class AllocationRules:
-    """What is guided and what is kept; see :mod:`trajstore.guidance.allocation`."""
+    """What is guided and what is kept; see :mod:`trajstore.guidance.allocation`.
+
+    Raises:
+        ConfigurationError: no such mode, or a ratio outside [0, 1].
+    """
 
     train_rollout_expmode: RolloutExpMode = "mixed"
     val_rollout_expmode: RolloutExpMode = "woexp"
@@ -32,7 +40,12 @@ class AllocationRules:
     train_sample_expmode: SampleExpMode = "alldiscard"
     train_sample_keepratio: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("rollout_expratio", "train_sample_keepratio"):
+            share(name, getattr(self, name))
 
+
+@checked
 class GuidanceManager:
     """Allocation by a seeded generator, and updates of the pool of experiences. Not thread-safe: the training loop's.
 
@@ -46,10 +59,11 @@ class GuidanceManager:
     def __init__(
         self, rules: AllocationRules, *, seed: int = 1234, updates: UpdateQueue | None = None, updated_freq: int = 0
     ) -> None:
+        whole("seed", seed, 0)
         self._rules = rules
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._updates = updates
-        self._updated_freq = updated_freq
+        self._updated_freq = whole("updated_freq", updated_freq, 0)
 
     def allocate_train_mode(self, tasks: Sequence[Any]) -> list[TrainMode]:
         """Return the train mode of each task."""
@@ -79,6 +93,8 @@ class GuidanceManager:
             rollouts: number of rollouts that each of them makes.
             mode: ``sample`` in training, ``validate`` in validation.
         """
+        if len(tasks) != len(rollouts):
+            raise ConfigurationError(f"rollouts: {len(rollouts)} numbers for {len(tasks)} tasks")
         modes = self.allocate_train_mode(tasks)
         flags = self.allocate_add_exp(rollouts, mode)
         return [TaskExpConfig(add_exp, train_mode) for add_exp, train_mode in zip(flags, modes, strict=True)]
@@ -89,6 +105,7 @@ class GuidanceManager:
         Returns:
             Whether they were taken: not if it is no such step, or if too much waits already (counted and logged).
         """
+        whole("global_steps", global_steps, 0)
         if self._updates is None or self._updated_freq == 0 or global_steps % self._updated_freq:
             return False
         return self._updates.submit(trajectories)
@@ -98,5 +115,12 @@ class GuidanceManager:
         return {"generator": self._generator.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned."""
-        self._generator.bit_generator.state = state["generator"]
+        """Go on from a state that :meth:`state_dict` returned.
+
+        Raises:
+            CorruptStoreError: this is no such state; nothing was changed.
+        """
+        try:
+            self._generator.bit_generator.state = state["generator"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"state: not what state_dict() of guidance returned: {error!r}") from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.allocation import TrainMode
 from trajstore.guidance.context import Insertion, take_out
@@ -16,6 +17,7 @@ GUIDANCE = "guidance"
 """Key of ``AgentTrajectory.metadata``."""
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Guidance:
     """What a rollout was shown. A rollout into which nothing was put has none."""
@@ -53,7 +55,7 @@ class Guidance:
         return cls.of_json(trajectory.metadata.get(GUIDANCE))
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Any] | None) -> Guidance | None:
+    def of_json(cls, value: Any) -> Guidance | None:
         """Return the guidance that :meth:`to_json` wrote; ``None`` of ``None``.
 
         Raises:
@@ -75,6 +77,7 @@ class Guidance:
             raise InvalidTrajectoryError(f"field metadata.{GUIDANCE}: not what guidance records: {error!r}") from error
 
 
+@checked
 def with_guidance(trajectory: AgentTrajectory, guidance: Guidance | None) -> AgentTrajectory:
     """Return a copy of the trajectory that records its guidance; the same one if there is none."""
     if guidance is None:
@@ -83,6 +86,7 @@ def with_guidance(trajectory: AgentTrajectory, guidance: Guidance | None) -> Age
     return dataclasses.replace(trajectory, metadata=metadata)
 
 
+@checked
 def plain_messages(trajectory: AgentTrajectory) -> Sequence[Mapping[str, Any]]:
     """Return a trajectory's messages without what guidance put in.
 

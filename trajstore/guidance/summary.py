@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from trajstore.arguments import finite
+from trajstore.checked import checked
 from trajstore.experience import is_success
+from trajstore.experience.outcomes import outcome_of
 from trajstore.guidance.context import ExperienceTemplate, strip_template
 from trajstore.guidance.experience import Experience
 from trajstore.guidance.metadata import Guidance, plain_messages
@@ -76,6 +79,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+@checked
 class ExtractiveSummarizer:
     """One experience for each task: the replies of its shortest success, and those of a failure to avoid.
 
@@ -87,7 +91,7 @@ class ExtractiveSummarizer:
     """
 
     def __init__(self, threshold: float = 1.0) -> None:
-        self._threshold = threshold
+        self._threshold = finite("threshold", threshold)
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
         known = [(_outcome(one), one) for one in rollouts]
@@ -126,7 +130,7 @@ def by_task(rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
 
 
 def _outcome(rollout: AgentTrajectory) -> float | None:
-    outcome = None if rollout.reward is None else rollout.reward.outcome
+    outcome = outcome_of(rollout)
     return outcome if outcome is not None and math.isfinite(outcome) else None
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 
 from trajstore import locks
+from trajstore.arguments import seconds, whole
+from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.context import ExperienceTemplate
 from trajstore.guidance.maker import ExperienceMaker, MakerError
@@ -19,6 +21,7 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
+@checked
 class UpdateQueue:
     """Hands rollouts to a maker, in the background, in batches of whole tasks.
 
@@ -38,9 +41,9 @@ class UpdateQueue:
         template: ExperienceTemplate | None = None,
     ) -> None:
         self._maker = maker
-        self._batch_size = batch_size
+        self._batch_size = whole("batch_size", batch_size, 1)
         self._template = template
-        self._waiting: queue.Queue[list[AgentTrajectory] | None] = queue.Queue(capacity)
+        self._waiting: queue.Queue[list[AgentTrajectory] | None] = queue.Queue(whole("capacity", capacity, 1))
         self._trouble = Trouble("summarizing rollouts")
         self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
         self._busy = 0
@@ -79,11 +82,13 @@ class UpdateQueue:
 
     def wait(self, timeout: float) -> bool:
         """Return whether everything submitted was summarized, or failed, within ``timeout`` seconds."""
+        seconds("timeout", timeout)
         with self._idle:
             return self._idle.wait_for(lambda: self._busy == 0, timeout)
 
     def close(self, timeout: float = 10.0) -> None:
         """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
+        seconds("timeout", timeout)
         with self._idle:
             already, self._closing = self._closing, True
             thread = self._thread

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore import locks
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.allocation import TrainMode
 from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
@@ -20,6 +23,7 @@ from trajstore.guidance.trouble import Trouble
 logger = logging.getLogger(__name__)
 
 
+@checked
 @dataclass(kw_only=True)
 class TrajExpConfig:
     """What guidance has decided for one rollout, and what it did to its messages so far."""
@@ -41,6 +45,7 @@ class TrajExpConfig:
         return Guidance(self.train_mode, tuple(self.names), tuple(self.insertions), taken_out)
 
 
+@checked
 class ExperienceWorker:
     """Puts experience into messages and takes it out. Thread-safe; every rollout has a ``TrajExpConfig`` of its own.
 
@@ -61,11 +66,12 @@ class ExperienceWorker:
     ) -> None:
         self._maker = maker
         self._template = template
-        self._k = retrieve_top_k
+        self._k = whole("retrieve_top_k", retrieve_top_k, 1)
         self.retired: Collection[str] = retired
         """Names of experiences that are not asked for; may be set anew at any time."""
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
+        self._no_place: Counter[str] = Counter()
         self._lock = locks.lock("ExperienceWorker._lock")
 
     def manage_rollout_context(
@@ -89,7 +95,7 @@ class ExperienceWorker:
             changed, insertion = put_in(messages, self._template.fill(found.text))
         except InvalidTrajectoryError as error:
             self._count("no_place")
-            logger.warning("guidance: a rollout of task %r is not guided: %s", traj_config.task_id, error)
+            self._tell_of_no_place(traj_config.task_id, error)
             return unchanged
         self._count("guided")
         traj_config.insertions.append(insertion)
@@ -145,6 +151,21 @@ class ExperienceWorker:
         for kind, count in self._trouble.counts().items():
             figures[f"guidance/retrieve/failed/{kind}"] = float(count)
         return figures
+
+    def _tell_of_no_place(self, task_id: str, error: InvalidTrajectoryError) -> None:
+        """Log that a prompt has no place for experience: the first of a kind, the tenth, the hundredth, and so on."""
+        kind = re.sub(r"\d+", "", str(error))  # of the message's content, wherever the message stands
+        with self._lock:
+            self._no_place[kind] += 1
+            count = self._no_place[kind]
+        if count == 10 ** (len(str(count)) - 1):
+            logger.warning(
+                "guidance: a rollout of task %r is not guided: %s; %d of this kind so far, all are counted as"
+                " guidance/retrieve/no_place",
+                task_id,
+                error,
+                count,
+            )
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trajstore.arguments import finite, whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, StoreError
 from trajstore.experience import MemoryStore, PoolStore
+from trajstore.experience.outcomes import outcome_of
 from trajstore.guidance.experience import EXPERIENCE
 from trajstore.guidance.metadata import Guidance
 from trajstore.guidance.summary import by_task
@@ -21,6 +24,7 @@ COMPACT_AFTER = 64
 """Records of changes after which one record of everything takes their place."""
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class Worth:
     """Rollouts that were shown an experience, and rollouts of the same task and step that were not."""
@@ -30,6 +34,12 @@ class Worth:
     """Sum of their outcomes."""
     other: int = 0
     other_reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        whole("shown", self.shown, 0)
+        whole("other", self.other, 0)
+        finite("shown_reward", self.shown_reward)
+        finite("other_reward", self.other_reward)
 
     def __add__(self, more: Worth) -> Worth:
         return Worth(
@@ -47,6 +57,7 @@ class Worth:
         return self.shown_reward / self.shown - self.other_reward / self.other
 
 
+@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetirementRule:
     """When an experience is no longer shown.
@@ -73,6 +84,7 @@ class RetirementRule:
         return enough and worth.gain is not None and worth.gain < self.below
 
 
+@checked
 def count_worth(rollouts: Iterable[AgentTrajectory]) -> dict[str, Worth]:
     """Return what the rollouts of one step say of each experience that was shown in them.
 
@@ -113,7 +125,7 @@ class GuidanceRecords:
         try:
             self.worth |= {str(name): Worth(*values) for name, values in said["worth"].items()}
             self.retired |= dict.fromkeys(str(name) for name in said["retired"])
-        except (KeyError, AttributeError, TypeError) as error:
+        except (KeyError, AttributeError, TypeError, ConfigurationError) as error:
             logger.warning("a record of what experiences were worth cannot be understood: %r", error)
         return True
 
@@ -137,6 +149,7 @@ class GuidanceRecords:
         }
 
 
+@checked
 class WorthLedger:
     """The worth of all experiences, in a store. Not thread-safe: the training loop's.
 
@@ -230,5 +243,5 @@ def _shown(rollout: AgentTrajectory) -> Sequence[str]:
 
 
 def _outcome(rollout: AgentTrajectory) -> float | None:
-    outcome = None if rollout.reward is None else rollout.reward.outcome
+    outcome = outcome_of(rollout)
     return outcome if outcome is not None and math.isfinite(outcome) else None
