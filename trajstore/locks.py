@@ -35,7 +35,7 @@ ORDER = (
     "Prefetcher._changed",
     "DrawingHandle._lock",
     "Contents.lock",
-    "Residency._lock",
+    "RunningCopies._lock",
     "WriteQueue._lock",
     "CommitCallbacks._lock",
     "StoreMirror._lock",
@@ -55,7 +55,7 @@ ORDER = (
 
 SEVERAL = {
     "Contents.lock": "of all buffers at once, before the process forks",
-    "Residency._lock": "of all buffers at once, before the process forks",
+    "RunningCopies._lock": "of all buffers at once, before the process forks",
     "HeldFolder._mutex": "a folder's, then that of the folder in which it lies",
 }
 """Locks of which one thread may hold those of several objects, and when."""

@@ -18,7 +18,7 @@ from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
-from trajstore.reading.residency import UNAVAILABLE
+from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window

@@ -17,7 +17,9 @@ from trajstore.files.partial import PartialMap, fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.gather import Located, allocate, gather
-from trajstore.reading.residency import UNAVAILABLE, Reading, Residency
+from trajstore.reading.residency import Residency
+from trajstore.reading.running_copies import Copy, RunningCopies
+from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
 
@@ -43,8 +45,8 @@ class Prepared:
     axes: npt.NDArray[np.int8]
     parts: list[tuple[Part, list[ColumnSpec]]]
     """Where dtypes differ: rows of one kind each, with their converted columns in the order of ``specs``."""
-    residency: Residency
-    reading: Reading
+    copies: RunningCopies
+    copy: Copy
     partial: list[PartialMap]
     """Files whose rows must be fetched before they are copied."""
 
@@ -60,7 +62,7 @@ class Prepared:
             with fetched(self.partial, self._pieces) if self.partial else nullcontext():
                 self._copy(targets)
         finally:
-            self.residency.end_reading(self.reading)
+            self.copies.end(self.copy)
         return {spec.name: target for spec, target in zip(self.specs, targets, strict=True)}
 
     def _copy(self, targets: list[torch.Tensor]) -> None:
@@ -115,25 +117,25 @@ class BatchColumns:
         Raises:
             SchemaMismatchError: the trajectories differ in their columns, or are agent trajectories.
         """
-        of_each = self._residency.signature[located.slot]
+        of_each = self._residency.table.signature[located.slot]
         signatures = np.unique(of_each).tolist()
-        if any(self._residency.kind(signature) == "agent" for signature in signatures):
+        if any(self._residency.columns.kind(signature) == "agent" for signature in signatures):
             raise SchemaMismatchError(
                 "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
                 "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
             )
-        kinds = [self._residency.columns(signature) for signature in signatures]
+        kinds = [self._residency.columns.sampled(signature) for signature in signatures]
         oldest = self._signature_of(index, first, located.slot)
         if names is None and len(kinds) == 1 and oldest in (None, signatures[0]):
             return list(kinds[0]), []
-        like = () if oldest is None else self._residency.columns(oldest)
+        like = () if oldest is None else self._residency.columns.sampled(oldest)
 
         def who(at: Sequence[int]) -> str:
             theirs = np.isin(of_each, [signatures[number] for number in at])
             ids = np.unique(index.at("trajectory_id", located.position[theirs])).tolist()
             return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {listed(map(str, ids), 5)}"
 
-        agreed = agree(kinds, like, names, self._residency.specs, who)
+        agreed = agree(kinds, like, names, self._residency.columns.specs, who)
         if all(found == agreed.wanted for found in agreed.found):
             return agreed.wanted, []
         self._tell_casts(agreed)
@@ -150,19 +152,19 @@ class BatchColumns:
         slot = int(index.at("slot", position))
         if slot == UNAVAILABLE:
             return None
-        known = int(self._residency.signature[slot])
+        known = int(self._residency.table.signature[slot])
         if known >= 0 or self._undecoded[0] == slot:
             return known if known >= 0 else self._undecoded[1]
         # The needed ones are resident, so that only this one can be found to have extra rows.
         if self._residency.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
             source, row = self._residency.shard_of(slot)
             schema = self._sources[source].manifest(row).schema
-            self._undecoded = slot, self._residency.signature_of(schema)
+            self._undecoded = slot, self._residency.columns.of(schema)[1]
             return self._undecoded[1]
-        return int(self._residency.signature[slot])
+        return int(self._residency.table.signature[slot])
 
     def _tell_casts(self, agreed: Agreement) -> None:
-        specs = self._residency.specs
+        specs = self._residency.columns.specs
         for found in agreed.found:
             for number, wanted in zip(found, agreed.wanted, strict=True):
                 if number != wanted and (number, wanted) not in self._told:

@@ -27,7 +27,8 @@ from trajstore.reading.cache import Held, TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
 from trajstore.reading.picture import Picture, picture_of
-from trajstore.reading.residency import UNAVAILABLE, MappedShard, Residency
+from trajstore.reading.residency import MappedShard, Residency
+from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at
 from trajstore.store.committed import Change, Evicted
@@ -269,16 +270,17 @@ class Contents:
         """
         located = self._locate(samples, first, end)
         numbers, parts = self._columns.choose(self.index, located, first, columns)
-        reading = self.residency.begin_reading()
+        specs, table = self.residency.columns.specs, self.residency.table
+        copy = self.residency.copies.begin()
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
-            [self.residency.specs[number] for number in numbers],
-            self.residency.addresses,
-            self.residency.axes,
-            [(part, [self.residency.specs[number] for number in part.numbers]) for part in parts],
-            self.residency,
-            reading,
+            [specs[number] for number in numbers],
+            table.first,
+            table.axes,
+            [(part, [specs[number] for number in part.numbers]) for part in parts],
+            self.residency.copies,
+            copy,
             self.residency.partial_maps(located.slot),
         )
         self.forget_decoded()
@@ -309,7 +311,7 @@ class Contents:
                 raise TrajectoryUnavailableError(
                     f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
                 )
-            if self.residency.signature[located.slot].min() >= 0:
+            if self.residency.table.signature[located.slot].min() >= 0:
                 break
             undecoded = self.residency.ensure(located.slot, partial(self._note_extent, located))
             if undecoded:

@@ -1,7 +1,7 @@
 """What a buffer shows stands still while the process forks.
 
 A lock that another thread holds at that moment would stay locked in the child for ever. So the locks of all contents,
-and then those of all residencies, are taken before and given back after.
+and then those of their running copies, are taken before and given back after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Standing(Protocol):
 
     @property
     def lock(self) -> Lock:
-        """Guards the residency too."""
+        """Guards the residency too, all but its running copies."""
 
     @property
     def residency(self) -> Residency:
@@ -41,13 +41,13 @@ def _before_fork() -> None:
     for contents in _stopped:
         contents.lock.acquire()
     for contents in _stopped:
-        contents.residency.stop()
+        contents.residency.copies.stop()
 
 
 def _after_fork(*, in_child: bool = False) -> None:
     while _stopped:
         contents = _stopped.pop()
-        contents.residency.go_on(in_child=in_child)
+        contents.residency.copies.go_on(in_child=in_child)
         contents.lock.release()
 
 

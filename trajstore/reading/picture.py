@@ -9,7 +9,8 @@ import numpy as np
 
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.reading.cache import Held
-from trajstore.reading.residency import UNAVAILABLE, Residency
+from trajstore.reading.residency import Residency
+from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.index import STARTS, TrajectoryIndex
 

@@ -18,7 +18,7 @@ from trajstore.errors import CorruptStoreError, SchemaMismatchError
 from trajstore.files.partial import PartialMap, fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
-from trajstore.reading.residency import Reading, Residency
+from trajstore.reading.residency import Residency
 from trajstore.store.index import START_OF
 
 IntArray = npt.NDArray[np.int64]
@@ -60,13 +60,13 @@ class TokenRows:
         self._columns = columns
         self._documents = documents
         self._document_sizes = of["document"]
-        self._residency: Residency = contents.residency
-        self._reading: Reading = contents.residency.begin_reading()
+        self._copies = contents.residency.copies
+        self._copy = self._copies.begin()
         self._partial = partial
 
     def end(self) -> None:
         """Let go of the rows."""
-        self._residency.end_reading(self._reading)
+        self._copies.end(self._copy)
 
     def copy(self, starts: IntArray, total: int) -> dict[str, torch.Tensor]:
         """Return every column as one tensor ``[total]``, by name, zero where no trajectory has a value for it.

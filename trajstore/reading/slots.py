@@ -1,0 +1,96 @@
+"""What each slot is a table of: a shard of a source, or a trajectory in memory. Pure; guarded by ``Contents.lock``."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UNAVAILABLE = -1
+"""Slot of a trajectory that was kept in memory only and has left it: no slot at all."""
+
+_MEMORY = -1
+_FEWEST = 64
+
+
+class SlotTable:
+    """Gives out numbers of slots. All of them are below its length; those that were freed come first."""
+
+    def __init__(self) -> None:
+        self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._entries: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._count = 0
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add_shards(
+        self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """Return a slot for each of these shards of a source.
+
+        Args:
+            source: its number.
+            rows: of the shards, in the source's table.
+            entries: how many entries have their home in each, be they read from there or from memory.
+        """
+        slots = np.arange(self._count, self._count + len(rows))
+        self._reserve(self._count + len(rows))
+        self._count += len(rows)
+        self._source[slots], self._row[slots], self._entries[slots] = source, rows, entries
+        return slots
+
+    def add_shard(self, source: int, row: int, entries: int) -> int:
+        """Return a slot for one more shard, see :meth:`add_shards`."""
+        slot = self._new()
+        self._source[slot], self._row[slot], self._entries[slot] = source, row, entries
+        return slot
+
+    def add_memory(self) -> int:
+        """Return a slot for a trajectory in memory."""
+        slot = self._new()
+        self._source[slot] = _MEMORY
+        return slot
+
+    def is_memory(self, slot: int) -> bool:
+        """Return whether a slot is a trajectory in memory."""
+        return bool(self._source[slot] == _MEMORY)
+
+    def shard_of(self, slot: int) -> tuple[int, int]:
+        """Return source number and row of a slot on disk."""
+        return int(self._source[slot]), int(self._row[slot])
+
+    def leave(self, slots: npt.NDArray[np.intp]) -> list[int]:
+        """Note that an entry, for each time that a slot is named, has its home there no longer.
+
+        Returns:
+            The slots that are no entry's home now.
+        """
+        left, counts = np.unique(slots, return_counts=True)
+        self._entries[left] -= counts
+        emptied: list[int] = left[self._entries[left] == 0].tolist()
+        return emptied
+
+    def free(self, slots: list[int]) -> None:
+        """Let numbers be given out again. Nothing may know them any more.
+
+        A copy that ends does this without ``Contents.lock``: to extend a list, and to take from it, is one step each.
+        """
+        self._free.extend(slots)
+
+    def _new(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._reserve(self._count + 1)
+        self._count += 1
+        return self._count - 1
+
+    def _reserve(self, count: int) -> None:
+        have = len(self._source)
+        if count <= have:
+            return
+        for name in ("_source", "_row", "_entries"):
+            grown = np.zeros(max(count, 2 * have, _FEWEST), np.int32)
+            grown[:have] = getattr(self, name)
+            setattr(self, name, grown)
