@@ -527,6 +527,11 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[
     return {name: make for name, make in calls(folder) if make()[1]}
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # "x" is a fine path
+
+
 def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str | None:
     """What a call says: None if it was taken; of an error that is none of trajstore's a text that begins with RAW."""
     try:
