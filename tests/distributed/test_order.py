@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_server import ids_of, parcel_of
 from trajstore import TrajectoryReplayBuffer
-from trajstore.buffer.intake import flatten_all
 from trajstore.distributed.census import Census
-from trajstore.distributed.parcel import pack
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling import EpochSampler, Priorities, Sampler, WeightedSampler
@@ -41,7 +40,7 @@ class Stores:
     def add(self, rank: int, count: int) -> list[int]:
         keys = range(self.next_key, self.next_key + count)
         self.next_key += count
-        ids = self.there[rank].add(pack(flatten_all([witness(key) for key in keys])), count)
+        ids = ids_of(self.there[rank].add(parcel_of([witness(key) for key in keys]), count))
         self.held |= dict(zip(ids, keys, strict=True))
         return ids
 
@@ -168,12 +167,12 @@ def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     for rank in range(2):
         stores.start(rank)
-    parcel = pack(flatten_all([witness(key) for key in range(5)]))
-    first = stores.there[0].add(parcel, 5)
+    parcel = parcel_of([witness(key) for key in range(5)])
+    first = ids_of(stores.there[0].add(parcel, 5))
     stores.away.add(0)
     stores.look()
     stores.add(1, 1)
-    second = stores.there[1].add(parcel, 5, stores.census.clock)
+    second = ids_of(stores.there[1].add(parcel, 5, stores.census.clock))
     sampler = WeightedSampler()
     for away, shown in ((True, second), (False, second)):
         if not away:
@@ -200,5 +199,5 @@ def test_ids_that_are_no_clock_are_refused(tmp_path: Path) -> None:
     for clock in (-1, 1 << 62):
         with pytest.raises(ConfigurationError, match="at_least"):
             store.tick(clock)
-    assert store.add(pack(flatten_all([witness(9)])), 1, 10_000) == [1 + 10 * MOST_STORES]
+    assert store.add(parcel_of([witness(9)]), 1, 10_000).ids == [1 + 10 * MOST_STORES]
     stores.close()

@@ -106,6 +106,35 @@ def test_the_same_seed_draws_the_same(cluster: Cluster, tmp_path: Path) -> None:
         handle.stop()
 
 
+def test_what_is_added_together_is_sent_together(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with create("together", tmp_path, refresh_interval=0.0) as handle:
+        monkeypatch.setattr("trajstore.distributed.receipts._TOGETHER", 3600.0)
+        handle.add_trajectories([witness(0)])  # on its way at once, as none was before
+        receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in (1, 3, 5)]
+        assert handle.get_stats()["pending_parcels"] == 2
+        assert not any(receipt.done for receipt in receipts)
+        ids = receipts[1].committed(120)  # whoever asks for one does not wait for more to be added
+        assert [check_trajectory(handle.get(number)) for number in ids] == [3, 4]
+        assert all(receipt.done for receipt in receipts)
+        assert len({number for receipt in receipts for number in receipt.queued(120)}) == 6
+        handle.add_trajectories([witness(7)])
+        handle.flush(120)
+        handle.refresh()
+        assert handle.size == 8
+        handle.stop()
+
+
+def test_what_is_added_arrives_without_another_call(cluster: Cluster, tmp_path: Path) -> None:
+    with create("alone", tmp_path) as handle:
+        for key in range(5):
+            handle.add_trajectories([witness(key)])
+        learner = DistributedReplayBuffer.connect("alone", refresh_interval=0.0)
+        until(lambda: learner.is_ready(5))
+        handle.stop()
+
+
 def test_options_are_checked(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="patiense"):
         create("wrong", tmp_path, patiense=1)

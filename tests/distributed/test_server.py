@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 from trajstore import AgentTrajectory, Retention, Reward, TrajectoryReplayBuffer
 from trajstore.buffer.intake import flatten_all
 from trajstore.columns.conversion import flatten
+from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
 from trajstore.distributed.known import Known
-from trajstore.distributed.parcel import pack, split, unpack
-from trajstore.distributed.server import MOST_STORES, StoreServer
+from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, split, unpack
+from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
+from trajstore.distributed.shipment import Watermarks
 from trajstore.errors import ConfigurationError, EmptyBufferError, StoreLockedError, TrajectoryUnavailableError
 from trajstore.sampling.draws import Draws
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.testing.witness import check_trajectory, witness
+from trajstore.trajectory import AnyTrajectory
 
 
 def agent(number: int) -> AgentTrajectory:
@@ -41,6 +45,16 @@ def server(path: Path, rank: int = 0, began: str = "first", **options: Any) -> S
     return StoreServer(str(path), rank, options, ("host", "node", began))
 
 
+def parcel_of(*calls: Sequence[AnyTrajectory]) -> Parcel:
+    arena = Arena(1 << 20)
+    return Parcel(new_key(), [pack(flatten_all(call), arena) for call in calls])
+
+
+def ids_of(answer: Answer) -> list[int]:
+    assert answer.ids is not None
+    return list(answer.ids)
+
+
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
@@ -51,8 +65,9 @@ def equal(one: Any, other: Any) -> bool:
 
 def test_what_is_packed_comes_out_equal() -> None:
     given = [witness(3), agent(0), agent(1), witness(4)]
-    parcel = pack(flatten_all(given))
-    parcel.data.flags.writeable = False  # as out of Ray's object store
+    parcel = parcel_of(given[:3], given[3:])
+    for piece in parcel.pieces:
+        piece.data.flags.writeable = False  # as out of Ray's object store
     flats = [flatten(one) for one in given]
     for flat, found in zip(flats, unpack(parcel), strict=True):
         assert found.schema is flat.schema
@@ -68,58 +83,76 @@ def test_what_is_packed_comes_out_equal() -> None:
 def test_a_list_is_cut_by_bytes() -> None:
     flats = flatten_all([witness(key) for key in range(6)])
     sizes = [flat.nbytes for flat in flats]
-    parts = list(split(flats, max(sizes)))
+    cut = list(split(flats, max(sizes)))
+    parts = [part for part, _ in cut]
+    assert [nbytes for _, nbytes in cut] == [sum(flat.nbytes for flat in part) for part in parts]
     assert [flat for part in parts for flat in part] == flats
     assert all(len(part) == 1 or sum(flat.nbytes for flat in part) <= max(sizes) for part in parts)
     assert len(list(split(flats, sum(sizes)))) == 1
 
 
 def test_a_parcel_of_another_version_is_refused() -> None:
-    parcel = pack(flatten_all([witness(0)]))
-    for head in (b"{}", b"nonsense", parcel.head.replace(b'"trajectories"', b'"other"')):
+    (piece,) = parcel_of([witness(0)]).pieces
+    for head in (b"{}", b"nonsense", piece.head.replace(b'"trajectories"', b'"other"')):
         with pytest.raises(ConfigurationError, match="same trajstore"):
-            unpack(type(parcel)(parcel.key, head, parcel.data))
+            unpack(Parcel(new_key(), [Piece(head, piece.data)]))
     with pytest.raises(ConfigurationError, match="bytes arrived"):
-        unpack(type(parcel)(parcel.key, parcel.head, parcel.data[:-64]))
+        unpack(Parcel(new_key(), [Piece(piece.head, piece.data[:-64])]))
 
 
 def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     one = server(tmp_path, 7)
-    parcel = pack(flatten_all([witness(key) for key in range(5)]))
-    results: list[list[int]] = []
-    threads = [threading.Thread(target=lambda: results.append(one.add(parcel, 5))) for _ in range(4)]
+    parcel = parcel_of([witness(key) for key in range(5)])
+    results: list[Sequence[int] | None] = []
+    threads = [threading.Thread(target=lambda: results.append(one.add(parcel, 5).ids)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [[7 + MOST_STORES * place for place in range(5)]] * 4
-    assert one.committed(parcel.key, 5, 60.0) is True
+    answer = one.committed(parcel.key, 5, 60.0)
+    assert (answer.ids, answer.began) == (results[0], "first")
+    assert answer.committed >= 7 + MOST_STORES * 4
     one.close()
     again = server(tmp_path, 7, "second")  # the process was killed, and the caller never got its answer
-    assert again.add(parcel, 5) == results[0]
+    assert again.add(parcel, 5).ids == results[0]
     assert again.stats()["num_trajectories"] == 5
-    assert again.add(pack(flatten_all([witness(9)])), 1) == [7 + MOST_STORES * 5]
+    assert again.add(parcel_of([witness(9)]), 1).ids == [7 + MOST_STORES * 5]
     again.close()
 
 
+def test_one_answer_tells_of_all_that_a_start_has_committed() -> None:
+    heard = Watermarks()
+    assert not heard.cover(0, "first", [0])
+    heard.hear(0, Answer([1024], "first", 2048))
+    assert heard.cover(0, "first", [1024, 2048])
+    assert not heard.cover(0, "first", [2048, 3072])
+    assert not heard.cover(1, "first", [1])
+    heard.hear(0, Answer(None, "first", 1024))  # answers may come out of order
+    assert heard.cover(0, "first", [2048])
+    heard.hear(0, Answer([3072], "second", 4096))
+    assert not heard.cover(0, "first", [3072])  # the second start gave out the ids that the first had not committed
+    assert heard.cover(0, "second", [3072])
+
+
 def test_what_was_not_committed_when_the_process_ended_is_asked_for_again(tmp_path: Path) -> None:
-    parcel = pack(flatten_all([witness(0)]))
+    parcel = parcel_of([witness(0)])
     one = server(tmp_path)
-    assert one.committed(parcel.key, 1, 0.0) is None
+    assert one.committed(parcel.key, 1, 0.0).ids is None
     one.close()
 
 
 def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
-    parcel = pack(flatten_all([witness(key) for key in range(4)]))
+    parcel = parcel_of([witness(key) for key in range(4)])
     one = server(tmp_path)
-    ids = one.add(parcel, 4)
+    ids = ids_of(one.add(parcel, 4))
     one.flush()
     one.evict(ids[2:])
     one.close()
     two = server(tmp_path, began="second")  # as if the last two had not been committed
-    assert two.add(parcel, 4)[:2] == ids[:2]
+    assert ids_of(two.add(parcel, 4))[:2] == ids[:2]
     assert two.stats()["num_trajectories"] == 4
-    for key, number in enumerate(two.add(parcel, 4)):
+    for key, number in enumerate(ids_of(two.add(parcel, 4))):
         assert check_trajectory(two.trajectories([number])[0]) == key
     two.close()
 
@@ -159,8 +192,8 @@ def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -
         census.samples(1, 0, Draws(0))
     keys: dict[int, int] = {}
     for key in range(8):
-        keys[one.add(pack(flatten_all([witness(key)])), 1)[0]] = key
-        keys[two.add(pack(flatten_all([witness(100 + key)])), 1)[0]] = 100 + key
+        keys[ids_of(one.add(parcel_of([witness(key)]), 1))[0]] = key
+        keys[ids_of(two.add(parcel_of([witness(100 + key)]), 1))[0]] = 100 + key
         look(census, {0: one, 1: two})
         here = {rank: store.trajectories for rank, store in ((0, one), (1, two))}
         for number in census.ids.tolist():
@@ -197,7 +230,7 @@ def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -
 
 def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
     one = server(tmp_path)
-    one.add(pack(flatten_all([witness(key) for key in range(4)])), 4)
+    one.add(parcel_of([witness(key) for key in range(4)]), 4)
     one.flush()
     census = Census()
     census.take(0, one.news("", -1, False))
@@ -218,7 +251,7 @@ def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
 
 def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
     one = server(tmp_path)
-    one.add(pack(flatten_all([agent(number) for number in range(4)])), 4)
+    one.add(parcel_of([agent(number) for number in range(4)]), 4)
     assert one.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
     assert one.news("", -1, False).changes[0].tasks is None
     one.close()

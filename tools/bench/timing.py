@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -66,6 +67,29 @@ def status_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise SkippedError(f"needs {name} in {status}")
+
+
+def processor_seconds() -> float:
+    """Return the processor time, of user and kernel, that this process and its living descendants have used so far.
+
+    Raises:
+        SkippedError: there is no ``/proc``.
+    """
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        parents[int(file.parent.name)] = int(fields[1])
+        ticks[int(file.parent.name)] = int(fields[11]) + int(fields[12])
+    if not ticks:
+        raise SkippedError("needs /proc")
+    mine = {os.getpid()}
+    while found := {number for number, parent in parents.items() if parent in mine} - mine:
+        mine |= found
+    return sum(ticks[number] for number in mine) / os.sysconf("SC_CLK_TCK")
 
 
 def in_child(module: str, *arguments: object) -> Any:

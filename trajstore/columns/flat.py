@@ -25,20 +25,30 @@ class BlockTensors(Sequence[torch.Tensor]):
     Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
     """
 
-    __slots__ = ("_addresses", "_extent", "_lease", "_schema")
+    __slots__ = ("_extent", "_lease", "_schema", "addresses", "sizes")
 
-    def __init__(self, schema: Schema, extent: Extent, lease: Lease, addresses: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        extent: Extent,
+        lease: Lease,
+        addresses: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+    ) -> None:
         self._schema = schema
         self._extent = extent
         self._lease = lease
-        self._addresses = addresses
+        self.addresses = addresses
+        """Address of each column's first byte, ``[columns]``."""
+        self.sizes = sizes
+        """Bytes of each column, ``[columns]``."""
 
     def __len__(self) -> int:
-        return len(self._addresses)
+        return len(self.addresses)
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
-        start = int(self._addresses[column]) - self._lease.address
+        start = int(self.addresses[column]) - self._lease.address
         rows = self._extent.rows(self._schema.columns[column].axis)
         return self._lease.data[start : start + rows * self._schema.row_nbytes[column]]
 
@@ -90,6 +100,22 @@ class FlatTrajectory:
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return self.schema.nbytes(self.extent)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each column."""
+        if isinstance(self.tensors, BlockTensors):
+            sizes: list[int] = self.tensors.sizes.tolist()
+            return sizes
+        return [tensor.nbytes for tensor in self.tensors]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Address of each column's first byte, for as long as this object lives; of one without bytes any number."""
+        if isinstance(self.tensors, BlockTensors):
+            addresses: list[int] = self.tensors.addresses.tolist()
+            return addresses
+        return [tensor.data_ptr() for tensor in self.tensors]
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""

@@ -42,7 +42,7 @@ class OwnedTrajectory:
 
 def needed(flat: FlatTrajectory) -> int:
     """Return the bytes that :func:`copied` takes for a trajectory."""
-    return sum([aligned(tensor.nbytes) for tensor in flat.tensors])
+    return sum([aligned(size) for size in flat.sizes])
 
 
 def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[OwnedTrajectory]:
@@ -52,11 +52,11 @@ def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[OwnedTrajector
     sources: list[int] = []
     sizes: list[int] = []
     for flat in flats:
-        nbytes = [tensor.nbytes for tensor in flat.tensors]
+        nbytes = flat.sizes
         taken = sum([aligned(size) for size in nbytes])
         lease, offset = arena.take(taken)
         blocks.append((lease, taken))
-        sources += [tensor.data_ptr() for tensor in flat.tensors]
+        sources += flat.addresses
         sizes += nbytes
         address = lease.address + offset
         for size in nbytes:
@@ -71,7 +71,7 @@ def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[OwnedTrajector
     for flat, (lease, taken) in zip(flats, blocks, strict=True):
         columns = slice(start, start + len(flat.tensors))
         start = columns.stop
-        block = BlockTensors(flat.schema, flat.extent, lease, addresses[columns])
+        block = BlockTensors(flat.schema, flat.extent, lease, addresses[columns], lengths[columns])
         owned.append(
             OwnedTrajectory(flat.with_tensors(block), lease.memory, addresses[columns], lengths[columns], taken)
         )

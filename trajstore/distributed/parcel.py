@@ -1,6 +1,6 @@
 """Trajectories on their way to another process: checked, and packed into one block of bytes. Pure; no I/O.
 
-The block travels through Ray's object store without being copied, and is copied once more, into the store's memory.
+A block is copied into Ray's object store, and from there into the store's memory, which is on the same machine or not.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy.typing as npt
 import orjson
 
 from trajstore.columns.flat import BlockTensors, FlatTrajectory
-from trajstore.columns.memory import Lease, aligned
+from trajstore.columns.memory import Arena, Lease, aligned
+from trajstore.columns.portions import portions
 from trajstore.columns.schema import Extent, Schema, intern_schema
 from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
@@ -28,16 +30,14 @@ _STEP = 0x9E3779B97F4A7C15  # odd, so that no two places of 2**64 give the same 
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A list of trajectories.
+class Piece:
+    """What one call adds, or a part of it.
 
     Attributes:
-        key: random, :data:`KEY_BYTES` long; two parcels never have the same.
         head: schemas, extents and numbers of the trajectories, as JSON.
         data: their columns one after another, each from a multiple of 64 bytes on.
     """
 
-    key: bytes
     head: bytes
     data: npt.NDArray[np.uint8]
 
@@ -45,6 +45,19 @@ class Parcel:
     def nbytes(self) -> int:
         """Bytes that it takes."""
         return len(self.head) + self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is sent at once.
+
+    Attributes:
+        key: random, :data:`KEY_BYTES` long; two parcels never have the same.
+        pieces: the trajectories, in the order in which they were added.
+    """
+
+    key: bytes
+    pieces: Sequence[Piece]
 
 
 def uuids_of(key: bytes, count: int) -> bytes:
@@ -57,28 +70,24 @@ def uuids_of(key: bytes, count: int) -> bytes:
     return b"".join([half.to_bytes(8, "big") + rest + place.to_bytes(4, "big") for half, place in halves])
 
 
-def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[list[FlatTrajectory]]:
-    """Cut a list so that each part, if it has more than one trajectory, has at most ``limit`` bytes."""
-    part: list[FlatTrajectory] = []
-    total = 0
-    for flat in flats:
-        nbytes = flat.nbytes
-        if part and total + nbytes > limit:
-            yield part
-            part, total = [], 0
-        part.append(flat)
-        total += nbytes
-    if part:
-        yield part
+def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[tuple[list[FlatTrajectory], int]]:
+    """Cut a list so that each part, if it has more than one trajectory, has at most ``limit`` bytes; yield them too."""
+    return portions(flats, limit, lambda flat: flat.nbytes)
 
 
-def pack(flats: Sequence[FlatTrajectory]) -> Parcel:
-    """Return trajectories as a parcel, their columns copied."""
-    sizes = [tensor.nbytes for flat in flats for tensor in flat.tensors]
-    starts = np.cumsum([0, *map(aligned, sizes)], dtype=np.int64)
-    data = np.empty(int(starts[-1]), np.uint8)
-    sources = np.array([tensor.data_ptr() for flat in flats for tensor in flat.tensors], np.int64)
-    kernels().copy_blocks(starts[:-1] + data.ctypes.data, sources, np.array(sizes, np.int64))
+def new_key() -> bytes:
+    """Return the key of a new parcel."""
+    return os.urandom(KEY_BYTES)
+
+
+def pack(flats: Sequence[FlatTrajectory], arena: Arena) -> Piece:
+    """Return trajectories as a piece of a parcel, their columns copied into memory of the arena."""
+    sizes = [size for flat in flats for size in flat.sizes]
+    sources = [address for flat in flats for address in flat.addresses]
+    starts = [0, *accumulate(map(aligned, sizes))]
+    lease, offset = arena.take(starts[-1])
+    targets = np.array(starts[:-1], np.int64) + (lease.address + offset)
+    kernels().copy_blocks(targets, np.array(sources, np.int64), np.array(sizes, np.int64))
     numbers: dict[Schema, int] = {}
     rows = []
     for flat in flats:
@@ -95,7 +104,7 @@ def pack(flats: Sequence[FlatTrajectory]) -> Parcel:
             )
         )
     head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "trajectories": rows})
-    return Parcel(os.urandom(KEY_BYTES), head, data)
+    return Piece(head, lease.memory[offset : offset + starts[-1]])
 
 
 def unpack(parcel: Parcel) -> list[FlatTrajectory]:
@@ -105,33 +114,34 @@ def unpack(parcel: Parcel) -> list[FlatTrajectory]:
         ConfigurationError: it was not packed by this version of trajstore.
     """
     try:
-        return _unpack(parcel)
+        return [flat for piece in parcel.pieces for flat in _unpack(piece)]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"a parcel cannot be read ({type(error).__name__}: {error}): all machines must have the same trajstore"
         ) from error
 
 
-def _unpack(parcel: Parcel) -> list[FlatTrajectory]:
-    head: dict[str, Any] = orjson.loads(parcel.head)
+def _unpack(piece: Piece) -> list[FlatTrajectory]:
+    head: dict[str, Any] = orjson.loads(piece.head)
     schemas = [_interned(Schema.from_json(value)) for value in head["schemas"]]
-    lease = Lease(_writable(parcel.data))
+    lease = Lease(_writable(piece.data))
     flats = []
     start = lease.address
     for number, extents, samples, longest, weights, versions in head["trajectories"]:
         schema, extent = schemas[number], Extent(*extents)
-        addresses = []
+        addresses, sizes = [], []
         for spec, width in zip(schema.columns, schema.row_nbytes, strict=True):
             addresses.append(start)
-            start += aligned(extent.rows(spec.axis) * width)
-        tensors = BlockTensors(schema, extent, lease, np.array(addresses, np.int64))
+            sizes.append(extent.rows(spec.axis) * width)
+            start += aligned(sizes[-1])
+        tensors = BlockTensors(schema, extent, lease, np.array(addresses, np.int64), np.array(sizes, np.int64))
         flats.append(
             FlatTrajectory(
                 schema, extent, tensors, samples, longest, weights, None if versions is None else tuple(versions)
             )
         )
-    if start - lease.address != parcel.data.nbytes:
-        raise ValueError(f"{parcel.data.nbytes:,} bytes arrived of {start - lease.address:,}")
+    if start - lease.address != piece.data.nbytes:
+        raise ValueError(f"{piece.data.nbytes:,} bytes arrived of {start - lease.address:,}")
     return flats
 
 

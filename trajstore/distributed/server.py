@@ -58,6 +58,21 @@ class ServedStore:
     store_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a store says of a parcel, and, by the way, of all that it was sent before.
+
+    Attributes:
+        ids: of the parcel's trajectories; None if some of them are not here.
+        began: different for each start of the process and after each rollback; ids given out before may be gone.
+        committed: every trajectory up to this id, of those that were given out since, survives a crash.
+    """
+
+    ids: Sequence[int] | None
+    began: str
+    committed: int
+
+
 class StoreServer:
     """Owns the store ``rank_<rank>`` of a run. Every call is safe from several threads, and may be made again.
 
@@ -89,6 +104,8 @@ class StoreServer:
         self._buffer.share_ids(rank, MOST_STORES)
         self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
+        self._era = 0
+        """Rollbacks of this process."""
         self._hold = Hold()
         self._adding = locks.lock("StoreServer._adding")
         self._rolls = {tasks: Roll(tasks, self._about.began) for tasks in (False, True)}
@@ -110,8 +127,8 @@ class StoreServer:
         """Give out no id below ``clock`` from now on; return the lowest that may be given out."""
         return self._buffer.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
-    def add(self, parcel: Parcel, count: int, clock: int = 0) -> list[int]:
-        """Add a parcel's trajectories, those that are not here yet, and return the ids of all.
+    def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:
+        """Add a parcel's trajectories, those that are not here yet, and tell the ids of all.
 
         Args:
             parcel: of trajectories.
@@ -139,23 +156,25 @@ class StoreServer:
                     self._recall()  # a part of it may have been added
                     raise
                 known = self._known.ids(uuids)
-        return [number for number in known if number is not None]
+        return self._answer(known, self._era)
 
-    def committed(self, key: bytes, count: int, timeout: float) -> bool | None:
-        """Wait until a parcel's trajectories survive a crash.
-
-        Returns:
-            Whether they do; False after ``timeout`` seconds; None if some of them are not here: send them again.
+    def committed(self, key: bytes, count: int, timeout: float) -> Answer:
+        """Wait, for ``timeout`` seconds at most, until a parcel's trajectories survive a crash.
 
         Raises:
             StoreWriteError: they cannot be written at present.
         """
-        ids = [number for number in self._known.ids(uuids_of(key, count)) if number is not None]
-        if len(ids) < count:
-            return None
-        if max(ids) <= self._buffer.committed:
-            return True
-        return self._buffer.wait(ids, timeout)
+        era = self._era  # first: what is known after a rollback must not be taken for known before
+        known = self._known.ids(uuids_of(key, count))
+        ids = [number for number in known if number is not None]
+        if len(ids) == count and max(ids) > self._buffer.committed:
+            self._buffer.wait(ids, timeout)
+        return self._answer(known, era)
+
+    def _answer(self, known: Sequence[int | None], era: int) -> Answer:
+        ids = [number for number in known if number is not None]
+        began = f"{self._about.began}/{era}"
+        return Answer(ids if len(ids) == len(known) else None, began, self._buffer.committed)
 
     def flush(self) -> None:
         """Return when everything added before survives a crash."""
@@ -298,6 +317,7 @@ class StoreServer:
             state = self._buffer.rollback(step, aside=aside)
             self._known = Known()  # what was set aside is not here: who sends it again, adds it again
             self._recall()
+            self._era += 1
         return state
 
     # -- the rest ---------------------------------------------------------------------------------

@@ -1,23 +1,47 @@
-"""One parcel on its way: it is sent again until a store says that it has committed it."""
+"""One parcel on its way: filled, sent, and sent again until a store says that it has committed it."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
-from trajstore.distributed.parcel import Parcel
+from trajstore.distributed.parcel import Parcel, Piece, new_key, pack
 from trajstore.distributed.routes import Routes
+from trajstore.distributed.server import Answer
 from trajstore.errors import StoreUnreachableError
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["adding", "committing", "done"]
+Stage = Literal["filling", "adding", "committing", "done"]
+
+STAGES: Sequence[Stage] = ("filling", "adding", "committing", "done")
 
 _PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 _ASK_AGAIN = 5.0  # seconds that a store waits for a commit before it answers "not yet"
+
+
+class Watermarks:
+    """How far each store has said that all it was given is committed: one answer is about many parcels. Pure."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, tuple[str, int]] = {}
+
+    def hear(self, rank: int, answer: Answer) -> None:
+        """Note what a store has answered, whatever it was asked."""
+        began, committed = self._heard.get(rank, ("", -1))
+        if answer.began != began or answer.committed > committed:
+            self._heard[rank] = answer.began, answer.committed
+
+    def cover(self, rank: int, began: str, ids: Sequence[int]) -> bool:
+        """Return whether ids that a start of a store gave out are known to be committed."""
+        heard, committed = self._heard.get(rank, ("", -1))
+        return heard == began and max(ids) <= committed
 
 
 class Shipment:
@@ -26,41 +50,89 @@ class Shipment:
     Args:
         stores: where it may go.
         routes: chooses among them.
-        parcel: what is sent; kept in Ray's object store until it is committed.
-        count: trajectories in it.
+        watermarks: what the stores have committed, heard by all shipments.
     """
 
-    def __init__(self, stores: Stores, routes: Routes, parcel: Parcel, count: int) -> None:
-        self.nbytes = parcel.nbytes
-        self.count = count
-        self.stage: Stage = "adding"
-        self.ids: list[int] = []
-        self.rank = routes.next()
+    def __init__(self, stores: Stores, routes: Routes, watermarks: Watermarks) -> None:
+        self.nbytes = 0
+        self.count = 0
+        self.stage: Stage = "filling"
+        self.ids: Sequence[int] = []
+        self.rank = -1
         self._stores = stores
         self._routes = routes
-        self._key = parcel.key
-        self._parcel: Any = ray().put(parcel)
+        self._watermarks = watermarks
+        self._key = new_key()
+        self._pieces: list[Piece] = []
+        self._parcel: Any = None
         self._answer: Any = None
+        self._began = ""
         self._pause = _PAUSE
         self._not_before = 0.0
-        self._since = time.monotonic()
+        self._since = 0.0
         """When the store last did anything for it."""
+
+    def fill(self, flats: Sequence[FlatTrajectory], arena: Arena) -> range:
+        """Add trajectories, copied into memory of the arena, before it departs; return their places in it."""
+        self._pieces.append(pack(flats, arena))
+        self.nbytes += self._pieces[-1].nbytes
+        self.count += len(flats)
+        return range(self.count - len(flats), self.count)
+
+    def depart(self) -> None:
+        """Send it, unless it is sent already. What raises here leaves it as it was: call again."""
+        if self.stage != "filling":
+            return
+        self._parcel = ray().put(Parcel(self._key, self._pieces))  # kept there until it is committed
+        self._pieces = []
+        self.rank = self._routes.next()
+        self.stage = "adding"
+        self._since = time.monotonic()
         self._submit()
 
     @property
-    def queued(self) -> bool:
-        """Whether a store has it, in memory at least."""
-        return self.stage != "adding"
+    def answer(self) -> Any:
+        """Reference of the call that is under way; None if none is."""
+        return self._answer
 
-    def advance(self, until: float, stage: Stage) -> bool:
-        """Go on until a stage is reached, or a moment (of the monotonic clock); return whether it is.
+    def reached(self, stage: Stage) -> bool:
+        """Return whether it has come so far, as far as is known without asking."""
+        if self.stage == "committing" and self._watermarks.cover(self.rank, self._began, self.ids):
+            self.stage, self._parcel, self._answer = "done", None, None
+            self._routes.answered(self.rank)
+        return STAGES.index(self.stage) >= STAGES.index(stage)
+
+    def take(self) -> None:
+        """Take in the answer that has come, and go on if that needs no waiting.
 
         Raises:
             StoreUnreachableError: no store has answered for the deadline. It is kept; call again to try again.
             StoreWriteError: the store cannot write at present. It is kept, here or there; call again to try again.
         """
-        wanted = ("adding", "committing", "done").index(stage)
-        while ("adding", "committing", "done").index(self.stage) < wanted:
+        reference, self._answer = self._answer, None
+        try:
+            answer: Answer = ray().get(reference)
+        except away() as error:
+            self._lost(error)
+            return
+        self._since = time.monotonic()
+        self._pause = _PAUSE
+        self._watermarks.hear(self.rank, answer)
+        if answer.ids is None:
+            logger.warning("rank_%d began anew before it committed %d trajectories; sent again", self.rank, self.count)
+            self.stage = "adding"
+        else:
+            self.ids, self._began, self.stage = answer.ids, answer.began, "committing"
+            self._stores.note(max(answer.ids) + 1)
+
+    def advance(self, until: float, stage: Stage) -> bool:
+        """Go on until a stage is reached, or a moment (of the monotonic clock); return whether it is.
+
+        Raises:
+            StoreUnreachableError, StoreWriteError: see :meth:`take`.
+        """
+        self.depart()
+        while not self.reached(stage):
             now = time.monotonic()
             if self._answer is None:
                 if now < self._not_before:
@@ -73,11 +145,11 @@ class Shipment:
             patience = self._since + self._routes.patience
             ready, _ = ray().wait([self._answer], timeout=max(0.0, min(until, max(patience, now + _PAUSE)) - now))
             if ready:
-                self._take(ready[0])
+                self.take()
+            elif time.monotonic() >= max(patience, now):
+                self._lost(TimeoutError("no answer"))
             elif time.monotonic() >= until:
                 return False
-            elif time.monotonic() >= patience:
-                self._lost(TimeoutError("no answer"))
         return True
 
     def _submit(self) -> None:
@@ -88,25 +160,6 @@ class Shipment:
                 self._answer = self._stores.submit(self.rank, "committed", self._key, self.count, _ASK_AGAIN)
         except StoreUnreachableError as error:
             self._lost(error)
-
-    def _take(self, answer: Any) -> None:
-        self._answer = None
-        try:
-            value = ray().get(answer)
-        except away() as error:
-            self._lost(error)
-            return
-        self._since = time.monotonic()
-        self._pause = _PAUSE
-        if self.stage == "adding":
-            self.ids, self.stage = value, "committing"
-            self._stores.note(max(value, default=-1) + 1)
-        elif value is None:
-            logger.warning("rank_%d began anew before it committed %d trajectories; sent again", self.rank, self.count)
-            self.stage = "adding"
-        elif value:
-            self.stage, self._parcel = "done", None
-            self._routes.answered(self.rank)
 
     def _lost(self, error: BaseException) -> None:
         """Try again a little later; elsewhere if the store is away for long."""
