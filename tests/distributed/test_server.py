@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Retention, Reward, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.intake import flatten_all
 from trajstore.columns.conversion import flatten
 from trajstore.columns.memory import Arena
@@ -119,6 +119,26 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     assert again.stats()["num_trajectories"] == 5
     assert again.add(parcel_of([witness(9)]), 1).ids == [7 + MOST_STORES * 5]
     again.close()
+
+
+def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
+    trajectories = [Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(50)]
+    one = server(tmp_path)
+    for _ in range(20):
+        one.add(parcel_of(trajectories), 50)
+    assert len({bytes(uuid) for uuid in one._buffer.trajectory_uuids}) == 1000
+    one.close()
+    again = server(tmp_path, began="second")
+    assert again.stats()["num_trajectories"] == 1000
+    again.close()
+
+
+def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
+    flats = flatten_all([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:  # as earlier versions chose them
+        buffer.add_flattened(flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)]))
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        assert len(reader) == 1000
 
 
 def test_one_answer_tells_of_all_that_a_start_has_committed() -> None:

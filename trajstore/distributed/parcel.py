@@ -6,6 +6,7 @@ A block is copied into Ray's object store, and from there into the store's memor
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,7 @@ from trajstore.columns.schema import Extent, Schema, intern_schema
 from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
 
-KEY_BYTES = 12
-"""A trajectory's UUID is its parcel's key and its place in it; the place is in both halves, which names go by."""
-
-_STEP = 0x9E3779B97F4A7C15  # odd, so that no two places of 2**64 give the same first half; 2**64 by the golden ratio
+KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,12 @@ class Parcel:
 
 
 def uuids_of(key: bytes, count: int) -> bytes:
-    """Return the UUIDs of a parcel's trajectories, 16 bytes each.
+    """Return the UUIDs of a parcel's trajectories, 16 bytes each: a stream of hashed bytes that the key begins.
 
-    They are the same each time, so that whoever is sent a parcel twice can tell.
+    They are the same each time, so that whoever is sent a parcel twice can tell; and look random, for names are halves
+    of them, and an index is refused whose UUIDs take fewer bytes than such ones can.
     """
-    first, rest = int.from_bytes(key[:8], "big"), key[8:]
-    halves = [((first + place * _STEP) % (1 << 64), place) for place in range(count)]
-    return b"".join([half.to_bytes(8, "big") + rest + place.to_bytes(4, "big") for half, place in halves])
+    return hashlib.shake_128(key).digest(16 * count)
 
 
 def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[tuple[list[FlatTrajectory], int]]:

@@ -357,7 +357,7 @@ class TrajectoryIndex:
         self._order = None
 
 
-_LEAST_NBYTES = 8  # of an entry within a file: its UUID has 122 random bits, which nothing makes shorter
+_LEAST_NBYTES = 2  # of an entry within a file: its UUID, of which earlier versions chose many with the same beginning
 
 
 def _check_declared(packed: Mapping[str, Any]) -> None:
