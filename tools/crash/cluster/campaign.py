@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trajstore.testing.witness import WitnessError, check_batch, check_trajector
 
 NAME = "campaign"
 _KEYS = 1 << 20  # of one producer
+_MOMENT = 1.0  # seconds; a producer asks a store that did not answer again after two at the most
 
 
 @dataclass
@@ -100,7 +102,10 @@ def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
             time.sleep(chance.uniform(1.0, 4.0))
             rank = chance.randrange(3)
             try:
-                ray.kill(ray.get_actor(f"{NAME}/rank_{rank}", namespace="trajstore"), no_restart=False)
+                actor = ray.get_actor(f"{NAME}/rank_{rank}", namespace="trajstore")
+                if chance.random() < 0.75:  # else it is often killed while it starts, and has nothing to lose
+                    _let_it_work(actor, end)
+                ray.kill(actor, no_restart=False)
                 result.actors_killed += 1
             except ValueError as error:
                 result.problems.append(f"rank_{rank} has no actor: {error}")
@@ -118,6 +123,13 @@ def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
         cluster.shutdown()
     _judge(folder, acknowledged, result)
     return result
+
+
+def _let_it_work(actor: Any, end: float) -> None:
+    """Wait until an actor that starts again has started, and a moment longer, in which producers find it."""
+    with suppress(ray.exceptions.RayError):  # it is lost with its node
+        ray.get(actor.describe.remote(), timeout=max(0.1, end - time.monotonic()))
+        time.sleep(_MOMENT)
 
 
 def _collect(answer: Any, acknowledged: dict[int, int], result: Result) -> None:
