@@ -8,11 +8,9 @@ gives the replayed rows their recorded log-probs, and lets good rollouts enter t
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +21,6 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
-from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
@@ -31,20 +28,19 @@ from trainer_hooks.verl.loss import EXP_MASK, HetOptions
 from trainer_hooks.verl.outcomes import WithoutOutcome, score_metrics
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
+from trainer_hooks.verl.resumption import Resumption
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
     NEEDED_UNRATED,
     WELCOME,
     Row,
-    lost_beside,
     replayable,
     session_of,
     trajectories_of,
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, StoreWriteError
-from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
@@ -79,7 +75,6 @@ class ReplaySession:
         self._maker_reads = block.guidance.enable_summarizer
         self._scribe = Scribe(tokenizer, text=recording.text and (recording.enable or self._maker_reads))
         self._run = run
-        self._checkpoints = Path(checkpoints).absolute()
         own_group = block.experience_replay.group_offpolicy == "separate"
         self._histories = Histories(block.n_rollout, own_group=own_group)
         self._dropped = self._failures = 0
@@ -102,6 +97,17 @@ class ReplaySession:
                     tokenizer_fingerprint=tokenizer.fingerprint,
                 )
             self.guided = GuidedRollouts(block)
+            self._resumption = Resumption(
+                block,
+                self._hook,
+                self._histories,
+                self.guided,
+                self._recorder,
+                run=run,
+                checkpoints=Path(checkpoints).absolute(),
+                on_disk=self._on_disk,
+                judge=self._judge,
+            )
             self.hold_checkpoints()
         except BaseException:
             self.close()
@@ -299,93 +305,16 @@ class ReplaySession:
     # ---- checkpoint and resume ----
 
     def save(self, folder: Path, step: int) -> None:
-        """Write where recording and replay stand, for the checkpoint that is about to be written.
-
-        Raises:
-            StoreWriteError: it, or what it names, did not reach the disk.
-        """
-        rollouts, rollouts_store = -1, ""
-        if self._recorder is not None:
-            self._recorder.flush()
-            rollouts, rollouts_store = self._recorder.buffer.committed, str(self._recorder.buffer.store_id)
-        manager = self._hook.manager
-        pool = None if manager is None else self._on_disk(manager.state_dict)
-        expected = {uid: [to_plain(one) for one in held] for uid, held in self._histories.expected.items()}
-        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, self.guided.state())
-        self._on_disk(lambda: write_cut(folder, cut))
+        """Write where recording and replay stand; see :meth:`Resumption.save`."""
+        self._resumption.save(folder, step)
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store what the checkpoints that verl can load now go back to, and nothing else."""
-        manager = self._hook.manager
-        if manager is not None:
-            cuts = [cut.pool for cut in restorable_cuts(self._checkpoints) if cut.pool is not None]
-            self._on_disk(lambda: manager.hold(cuts))
+        """Keep in the pool's store what checkpoints go back to; see :meth:`Resumption.hold_checkpoints`."""
+        self._resumption.hold_checkpoints()
 
     def resume(self, folder: Path | None, step: int) -> None:
-        """Go back to where the pool stood at a checkpoint. Rollouts recorded since then stay recorded.
-
-        Where no checkpoint says so, the newest ``step_N`` of ``pool_path`` that is not after ``step`` is loaded;
-        without one the pool is used as it lies in its store. With ``on_resume: keep``, rollouts recorded since enter
-        the pool again; without a checkpoint, all that are recorded. With ``on_error: warn`` those that cannot be
-        written are told of, and training goes on.
-
-        Args:
-            folder: the checkpoint; ``None`` = there is none yet.
-            step: of the checkpoint.
-
-        Raises:
-            CorruptStoreError: the checkpoint's cut is damaged.
-            ConfigurationError: it is of another tokenizer.
-            StoreWriteError: the pool's store could not write; the message names the option.
-        """
-        if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
-            self.guided.load_state(found.guidance)
-        if self._hook.manager is None:
-            return
-        keeps = self._block.on_resume == "keep"
-        try:
-            cut = self._go_back(folder, step)
-            if keeps:
-                self._take_in_since(cut)
-        except StoreWriteError as error:
-            wanted = "and takes in the rollouts recorded since" if keeps else ", no more"
-            error.add_note(
-                f"{SECTION}.on_resume: {self._block.on_resume}: the pool goes back to the checkpoint {wanted}; it could"
-                " not write that down. Make room where its store is and resume again: nothing recorded is lost"
-            )
-            raise
-
-    def _go_back(self, folder: Path | None, step: int) -> Cut | None:
-        """Put the pool to where it stood at a checkpoint; return the checkpoint's cut."""
-        cut = None if folder is None else find_cut(folder, step)
-        if cut is not None and cut.pool is not None:
-            if cut.step != step:
-                logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
-            self._hook.load_state_dict(cut.pool)
-            if cut.step == step:
-                self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
-        else:
-            if folder is not None:
-                logger.warning("%s says nothing of the experience pool", folder)
-            self._hook.resume(None, step)
-        return cut
-
-    def _take_in_since(self, cut: Cut | None) -> None:
-        """Let rollouts that were recorded after a checkpoint, or at all, enter the pool, step by step."""
-        if self._recorder is None or (cut is not None and self._recorder.buffer.store_id != cut.rollouts_store):
-            logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
-            return
-        steps = 0
-        # One process after another wrote there, each its steps in their order.
-        recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
-        for _, made in itertools.groupby(recorded, lambda one: (one.metadata.get("run"), one.policy_version)):
-            found = replayable(made)
-            trained = [one for one in found if one.metadata.get("trained", True)]
-            self._judge([one for one in found if not one.metadata.get("trained", True)], {})
-            self._on_disk(partial(self._hook.admit, [*trained, *lost_beside(trained)]))
-            steps += 1
-        if steps:
-            logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)
+        """Go back to where the pool stood at a checkpoint; see :meth:`Resumption.resume`."""
+        self._resumption.resume(folder, step)
 
     def close(self) -> None:
         """Write what is left, and close the stores. Closing again does nothing.

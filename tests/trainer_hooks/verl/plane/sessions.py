@@ -1,0 +1,176 @@
+"""Rows on a real data plane of verl, and sessions that work with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance_config import GuidanceConfig
+from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
+from trainer_hooks.verl.dataplane import add_rows, read_rows, write_column
+from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.offers import OFFER, Report
+from trainer_hooks.verl.reading import RunTokenizer
+from trainer_hooks.verl.rows import Row
+from trainer_hooks.verl.session import ReplaySession
+from trainer_hooks.verl.tasks import TaskTable
+from trajstore.guidance import Guidance, Insertion, TrainMode
+from trajstore.trajectory import AgentTrajectory
+
+N = 4
+"""Rollouts of each prompt."""
+TASKS = [f"sums:{index}" for index in range(4)]
+EOS = 1
+
+
+def batch_of(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
+    return KVBatchMeta(partition_id=partition, keys=[row.key for row in rows], tags=[dict(row.tag) for row in rows])
+
+
+def put(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
+    """Write rows as the agent loop does, one session at a time; return them as a sampler does."""
+    for row in rows:
+        add_rows([row], partition)
+    return batch_of(rows, partition)
+
+
+def put_prompts(*uids: str, partition: str = TRAINING, status: str = "finished") -> None:
+    tags = [{"is_prompt": True, "status": status, "global_steps": 1} for _ in uids]
+    tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=tags)
+
+
+def rollouts(uid: str, count: int, index: int = 0, **more: Any) -> list[Row]:
+    """Return rollouts of one prompt, no two of the same length; the first two succeeded."""
+    return [
+        fresh_row(uid, session, response=2 + session, score=float(session < 2), index=index, seed=index, **more)
+        for session in range(count)
+    ]
+
+
+def rate(batch: KVBatchMeta, value: float = -0.5) -> None:
+    """Write what a pass of the policy gives, for padding rows too."""
+    for name, start in (("old_log_probs", value), ("entropy", 1.0)):
+        columns = [start - torch.arange(tag["response_len"]) / 100 for tag in batch.tags]
+        write_column(batch.keys, TRAINING, name, columns)
+
+
+def column(batch: KVBatchMeta, name: str) -> dict[str, Tensor]:
+    return {row.key: row.columns[name] for row in read_rows(batch, [name])}
+
+
+class Dataset:
+    """Four tasks."""
+
+    def __len__(self) -> int:
+        return len(TASKS)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        return {"data_source": "sums", "index": position, "raw_prompt": [{"content": f"task {position}"}]}
+
+
+MakeSession = Callable[..., ReplaySession]
+
+
+def fill(session: ReplaySession) -> None:
+    """Do the first step of a training: every task has n rollouts, two of which succeed and enter the pool."""
+    rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
+    joined = session.join(put(rows))
+    rate(joined, value=-2.0)
+    session.scored(joined, 1)
+    tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
+
+
+def planned(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
+    """Return the histories of the next step by task."""
+    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
+    assert sorted(found) == TASKS
+    assert all(found.values()), "the pool has histories of every task"
+    return found
+
+
+def sessions(batch: KVBatchMeta) -> Counter[str]:
+    """Return the number of sessions of each uid."""
+    return Counter(session.split("_")[0] for session in {key.rpartition("_")[0] for key in batch.keys})
+
+
+def shown(row: Row, mode: TrainMode) -> Row:
+    """Return a row as the agent loop of guided rollouts writes it."""
+    exchanged = mode == "discard"
+    report = Report(Guidance(mode, ("7",), (Insertion(0, "tip: "),), exchanged), exchanged)
+    extra = {**row.columns["extra_fields"], OFFER: report.to_json()}
+    return Row(row.key, row.tag, {**row.columns, "extra_fields": extra})
+
+
+@contextmanager
+def own_plane() -> Iterator[None]:
+    """Run a data plane, in a Ray of its own."""
+    if ray.is_initialized():
+        pytest.skip("needs a Ray of its own, and one runs in this process already")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_prestart_worker_first_driver", "0")  # a worker for every CPU would take long to start
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
+        try:
+            storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
+            tq.init(OmegaConf.create({"backend": {"SimpleStorage": storage}}))
+            yield
+        finally:
+            tq.close()
+            ray.shutdown()
+
+
+def empty_plane() -> None:
+    """Remove all rows."""
+    for partition, rows in (tq.kv_list() or {}).items():
+        if rows:
+            tq.kv_clear(keys=list(rows), partition_id=partition)
+
+
+def new_session(
+    tmp_path: Path,
+    run: str = "run-a",
+    on_resume: OnResume = "exact",
+    on_error: OnError = "raise",
+    decoder: Any = None,
+    guidance: GuidanceConfig | None = None,
+    **options: Any,
+) -> ReplaySession:
+    """Return a session of four tasks; it is for the caller to close."""
+    values: dict[str, Any] = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0} | options
+    block = ReplayBlock(
+        experience_replay=ExperienceReplayConfig(**values),
+        recording=RecordingConfig(path=str(tmp_path / run / "rollouts"), on_error=on_error),
+        outcome=OutcomeRule(),
+        on_resume=on_resume,
+        folder=tmp_path,
+        n_rollout=N,
+        guidance=guidance or GuidanceConfig(),
+    )
+    tokenizer = RunTokenizer("tokens", decoder=decoder)
+    return ReplaySession(block, TaskTable(Dataset()), tokenizer=tokenizer, run=run, checkpoints=tmp_path)
+
+
+def sampler_of_verl() -> ReplayBuffer:
+    return ReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        poll_interval=0.05,
+    )

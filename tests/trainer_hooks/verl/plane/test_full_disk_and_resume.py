@@ -1,0 +1,261 @@
+"""A session on a full disk, and one that goes on where another ended."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+import transfer_queue as tq
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.plane.sessions import (
+    TASKS,
+    MakeSession,
+    N,
+    column,
+    fill,
+    planned,
+    put,
+    put_prompts,
+    rate,
+    rollouts,
+    sessions,
+)
+from trainer_hooks.verl.config import OnError, OnResume
+from trainer_hooks.verl.cuts import read_cut
+from trainer_hooks.verl.dataplane import prompts_under_way
+from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.session import ReplaySession
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreWriteError
+from trajstore.testing.faults import FaultPlan, failing_disk
+
+# ---- a disk that is full ----
+
+
+def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again(
+    make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trajstore.writing.queue._PAUSES", (0.01,))
+    session = make_session(on_error="warn", store={"path": str(tmp_path / "pool")})
+    plan = FaultPlan(0, "ENOSPC", lasting=True)
+    with failing_disk(plan):
+        for step in range(1, 5):
+            assert sorted(one.task for one in session.plan(TASKS, 0.5, step)) == TASKS
+            batch = put(rollouts(f"u{step}", N, index=step - 1))
+            rate(joined := session.join(batch))
+            figures = session.scored(joined, step)
+            session.save(tmp_path / f"global_step_{step}", step)
+        plan.heal()
+        batch = put(rollouts("after", N, index=0))
+        rate(joined := session.join(batch))
+        figures = session.scored(joined, 5)
+        session.close()
+    assert "No space left" in caplog.text
+    with TrajectoryReplayBuffer() as recorded:
+        recorded.load_checkpoint(tmp_path / "run-a" / "rollouts")
+        assert len(recorded) == 5 * N - figures["recording/lost"]
+    assert figures["recording/lost"] == 0
+
+
+def second_step(session: ReplaySession) -> None:
+    """Record a step whose rollouts are new to the pool."""
+    rows = [
+        fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
+        for index in range(len(TASKS))
+        for number in range(N)
+    ]
+    rate(joined := session.join(put(rows)))
+    session.scored(joined, 2)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_keeping_what_was_recorded_since_on_a_full_disk(
+    on_error: OnError, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool"), "capacity": 256}}
+    session = make_session(**pool)
+    fill(session)
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    second_step(session)
+    session.close()
+    resumed = make_session(on_resume="keep", on_error=on_error, **pool)
+    manager = resumed._hook.manager
+    assert manager is not None
+    manager.flush()
+    real = manager.admit
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StoreWriteError(f"{tmp_path}: No space left on device")
+
+    manager.admit = full  # type: ignore[method-assign]
+    if on_error == "warn":
+        resumed.resume(folder, 1)
+        assert "a change was not made, training goes on" in caplog.text
+        assert len(manager) == 8, "the pool is that of the checkpoint"
+    else:
+        with pytest.raises(StoreWriteError) as caught:
+            resumed.resume(folder, 1)
+        assert "exp_manager.on_resume: keep" in caught.value.__notes__[-1]
+        assert "Make room" in caught.value.__notes__[-1]
+    manager.admit = real  # type: ignore[method-assign]
+    resumed.resume(folder, 1)
+    assert len(manager) == 16, "nothing recorded was lost"
+
+
+def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
+    make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint that was written without the plugin, or copied without its file."""
+    files: Mapping[str, Any] = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1, "store": None}
+    session = make_session(**files)
+    session.plan(TASKS, 0.5, 1)
+    fill(session)
+    session.plan(TASKS, 0.5, 2)
+    second_step(session)
+    session.close()
+    assert sorted(path.name for path in (tmp_path / "experience_pool").iterdir()) == ["step_1", "step_2"]
+    resumed = make_session(**files)
+    with caplog.at_level(logging.INFO):
+        resumed.resume(tmp_path / "global_step_1", 1)
+    assert "step_1 with 8 trajectories of 4 tasks" in caplog.text
+    assert sum(len(one.histories) for one in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
+
+
+# ---- prompts under way ----
+
+
+def test_histories_of_dropped_prompts_are_forgotten(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    held = planned(session)
+    put_prompts("alive", "dropped", status="running")
+    session.expect({"alive": held["sums:0"], "dropped": held["sums:1"]})
+    tq.kv_clear(keys=["dropped"], partition_id=TRAINING)
+    assert prompts_under_way(TRAINING) == {"alive"}
+    session.expect({"next": held["sums:2"]})
+    joined = session.join(put([fresh_row(uid, 0) for uid in ("alive", "dropped", "next")]))
+    assert sessions(joined) == {"alive": 2, "dropped": 1, "next": 2}
+
+
+def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tmp_path: Path) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    (history,) = planned(session)["sums:1"]
+    session.expect({"u": (history,)})
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    session.close()
+
+    resumed = make_session(run="run-b", **pool)
+    resumed.resume(folder, 1)
+    joined = resumed.join(put(rollouts("u", 2, index=1)))
+    assert joined.keys[-1] == "u_1000_0"
+    assert history.input_ids is not None
+    assert torch.equal(column(joined, "input_ids")["u_1000_0"], history.input_ids.long())
+
+
+@pytest.mark.parametrize(("on_resume", "trajectories"), [("exact", 8), ("keep", 16)])
+def test_rollouts_recorded_after_the_checkpoint(
+    on_resume: OnResume, trajectories: int, make_session: MakeSession, tmp_path: Path
+) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    session.plan(TASKS, 0.5, 2)
+    rows = [
+        fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
+        for index in range(len(TASKS))
+        for number in range(N)
+    ]
+    joined = session.join(put(rows))
+    rate(joined)
+    assert session.scored(joined, 2)["experience_replay/pool_trajectories"] == 16
+    session.close()
+
+    resumed = make_session(on_resume=on_resume, **pool)
+    resumed.resume(folder, 1)
+    again = put(rollouts("third", N, index=0))
+    joined = resumed.join(again)
+    rate(joined)
+    # The rollouts of the third group are those of the first once more: nothing new for the pool.
+    assert resumed.scored(joined, 2)["experience_replay/pool_trajectories"] == trajectories
+
+
+def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path: Path) -> None:
+    """A crash left two successes of a group and took its failures: both enter, and what was there stays."""
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    folder = tmp_path / "global_step_1"
+    session.save(folder, 1)
+    rows = [fresh_row("second", number, response=3 + number, score=float(number < 2), seed=100) for number in range(N)]
+    rate(joined := session.join(put(rows)))
+    session.scored(joined, 2)
+    session.close()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as rollouts_store:
+        rollouts_store.evict(rollouts_store.trajectory_ids.tolist()[-2:])
+
+    resumed = make_session(on_resume="keep", **pool)
+    resumed.resume(folder, 1)
+    resumed.save(tmp_path / "global_step_3", 3)
+    cut = read_cut(tmp_path / "global_step_3")
+    assert cut is not None
+    assert cut.pool is not None
+    assert {task: len(held) for task, held in cut.pool["entries"].items()} == dict(
+        zip(TASKS, (4, 2, 2, 2), strict=True)
+    )
+    assert cut.pool["skip_uid_set"] == []
+    # Two of two that are known succeeded: the two that are lost count neither way, and the task is not solved.
+    assert cut.pool["difficulty2task_dict"] == {"2": [*TASKS[1:]], "3": [TASKS[0]]}
+
+
+@pytest.mark.parametrize("checkpoint", [True, False], ids=["checkpoint without a cut", "no checkpoint"])
+@pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
+def test_what_the_pool_had_not_committed_yet(
+    on_resume: OnResume, tasks: int, checkpoint: bool, make_session: MakeSession, tmp_path: Path
+) -> None:
+    """Rollouts are committed before what the pool makes of them; here a crash came in between."""
+    session = make_session(store={"path": str(tmp_path / "pool")})
+    fill(session)
+    session.close()
+
+    resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
+    resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
+    assert sum(map(bool, (one.histories for one in resumed.plan(TASKS, 0.5, 2)))) == tasks
+
+
+def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSession, tmp_path: Path) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(**pool)
+    fill(session)
+    session.save(tmp_path / "global_step_1", 1)
+    session.close()
+    resumed = make_session(on_resume="keep", **pool)
+    resumed.resume(None, 0)
+    resumed.save(tmp_path / "global_step_2", 2)
+    cuts = [read_cut(tmp_path / f"global_step_{step}") for step in (1, 2)]
+    before, after = [dict(cut.pool or {}) for cut in cuts if cut is not None]
+    for name in ("entries", "skip_uid_set", "difficulty2task_dict"):
+        assert after[name] == before[name]
+
+
+def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> None:
+    session = make_session(enable=False)
+    batch = put(rollouts("u", N))
+    assert session.join(batch) is batch
+    rate(batch)
+    assert session.scored(batch, 1)["recording/rollouts"] == N
+    assert not session.replays

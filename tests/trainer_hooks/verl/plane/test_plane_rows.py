@@ -1,0 +1,321 @@
+"""What verl's data plane does to rows without a word, and what a replay session makes of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.plane.sessions import (
+    EOS,
+    TASKS,
+    MakeSession,
+    N,
+    batch_of,
+    column,
+    fill,
+    planned,
+    put,
+    put_prompts,
+    rate,
+    rollouts,
+    sampler_of_verl,
+    sessions,
+)
+from trainer_hooks.verl.dataplane import read_rows, read_whole_row, write_column
+from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row
+from trainer_hooks.verl.sampler import ReplaySampler
+from trajstore.errors import ConfigurationError
+from trajstore.experience.entry import DEMONSTRATION
+
+# ---- a column that one row lacks ----
+
+
+def test_the_plane_drops_a_column_that_one_row_lacks() -> None:
+    """If this fails, verl's data plane has learned to say so, and read_rows may become simpler."""
+    with_bonus = fresh_row("a", 0)
+    with_bonus = Row(with_bonus.key, with_bonus.tag, {**with_bonus.columns, "bonus": torch.ones(4)})
+    batch = put([with_bonus, fresh_row("a", 1)])
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=TRAINING, select_fields=["responses", "bonus"])
+    assert set(data.keys()) == {"responses"}
+
+
+def test_reading_rows_names_the_column_that_one_lacks() -> None:
+    first, second = (fresh_row("a", session, response=2 + session) for session in (0, 1))
+    more = Row(first.key, first.tag, {**first.columns, "bonus": torch.ones(2), "malus": torch.ones(2)})
+    batch = put([more, second])
+    with pytest.raises(ConfigurationError, match=r"no column bonus, malus for these 2 rows.*drops it for all"):
+        read_rows(batch, ["responses", "bonus", "malus"])
+    rows = read_rows(batch, ["responses"], welcome=["bonus"])
+    assert [row.columns.keys() for row in rows] == [{"responses"}] * 2
+    write_column([second.key], TRAINING, "bonus", [torch.zeros(3)])
+    assert {key: value.tolist() for key, value in column(batch, "bonus").items()} == {"a_0_0": [1, 1], "a_1_0": [0] * 3}
+
+
+def test_rows_come_in_the_order_of_the_batch() -> None:
+    rows = rollouts("a", N) + rollouts("b", N)
+    put(rows)
+    batch = batch_of(rows[::-1])
+    found = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
+    for row, wanted in zip(found, rows[::-1], strict=True):
+        assert (row.key, row.tag) == (wanted.key, wanted.tag)
+        assert torch.equal(row.columns["responses"], wanted.columns["responses"])
+        for name in ("uid", "index", "raw_prompt"):
+            assert row.columns[name] == wanted.columns[name]
+        assert row.columns["extra_fields"]["min_global_steps"] == 4
+    assert read_rows(batch_of([]), ["uid"]) == []
+
+
+def test_a_row_that_nobody_marked_stops_the_step(make_session: MakeSession) -> None:
+    session = make_session()
+    joined = session.join(put(rollouts("a", 3)))
+    late = fresh_row("a", 3)
+    put([late])
+    batch = KVBatchMeta(partition_id=TRAINING, keys=[*joined.keys, late.key], tags=[*joined.tags, dict(late.tag)])
+    rate(batch)
+    with pytest.raises(ConfigurationError, match=rf"no column {EXP_MASK} for these 4 rows"):
+        session.scored(batch, 1)
+
+
+# ---- a uid with an underscore ----
+
+
+def test_verl_loses_the_group_of_a_uid_with_an_underscore_and_we_refuse_it(make_session: MakeSession) -> None:
+    put(rollouts("good", 2) + rollouts("b_d", 2))
+    put_prompts("good", "b_d")
+    batch, _ = sampler_of_verl().sample(global_steps=1, partition_id=TRAINING, batch_size=2)
+    assert sorted(batch.keys) == ["good_0_0", "good_1_0"]
+    with pytest.raises(ConfigurationError, match=r"'b_d_0_0'.*uid must have no '_'"):
+        make_session().join(batch_of(rollouts("good", 2) + rollouts("b_d", 2)))
+
+
+# ---- more rows than n ----
+
+
+def test_verl_fills_up_what_stands_on_top_of_n() -> None:
+    """The trap: four rows more than four prompts of four make twelve rows of padding, and a second optimizer step."""
+    batch = put([row for index in range(4) for row in rollouts(f"u{index}", N + 1, index)])
+    filled = upsample_batch_to_divisible_size(batch, 4 * N, EOS)
+    assert (len(batch), len(filled)) == (20, 32)
+    assert sum(tag.get("is_padding", False) for tag in filled.tags) == 12
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_joined_batch_keeps_its_size(k: int, make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=k)
+    fill(session)
+    histories = planned(session)
+    uids = {f"u{index}": histories[task] for index, task in enumerate(TASKS)}
+    session.expect(uids)
+    fresh = [row for index, (uid, held) in enumerate(uids.items()) for row in rollouts(uid, N - len(held), index)]
+    joined = session.join(put(fresh))
+    assert len(joined) == 4 * N
+    assert sessions(joined) == dict.fromkeys(uids, N)
+    assert joined.keys[: len(fresh)] == [row.key for row in fresh]
+    assert upsample_batch_to_divisible_size(joined, 4 * N, EOS) is joined
+
+
+def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=2)
+    fill(session)
+    held = planned(session)["sums:0"]
+    assert len(held) == 2
+    many = [*rollouts("many", 3)[:2], fresh_row("many", 2), fresh_row("many", 2, output=1, seed=5)]
+    rows = {
+        "full": rollouts("full", N),
+        "roomy": rollouts("roomy", 2),
+        "tight": rollouts("tight", 3),
+        "many": many,  # four rows, but three sessions
+        "alone": rollouts("alone", 3),
+    }
+    session.expect(dict.fromkeys(("full", "roomy", "tight", "many", "absent"), held))
+    joined = session.join(put([row for group in rows.values() for row in group]))
+    assert sessions(joined) == {"full": N, "roomy": N, "tight": N, "many": N, "alone": 3}
+    replayed = [key for key in joined.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
+    assert sorted(replayed) == ["many_1000_0", "roomy_1000_0", "roomy_1001_0", "tight_1000_0"]
+
+
+# ---- the rows that were joined ----
+
+
+def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    (history,) = planned(session)["sums:2"]
+    session.expect({"u": (history,)})
+    fresh = rollouts("u", 3, index=2)
+    joined = session.join(put(fresh))
+    data = tq.kv_batch_get(keys=joined.keys, partition_id=TRAINING)
+    assert set(data.keys()) == {*fresh[0].columns, EXP_MASK}, "no column was lost"
+    masks = column(joined, EXP_MASK)
+    assert not any(masks[row.key].any() for row in fresh)
+    assert {key: len(mask) for key, mask in masks.items()} == {
+        key: tag["response_len"] for key, tag in zip(joined.keys, joined.tags, strict=True)
+    }
+    assert history.response_mask is not None
+    assert torch.equal(masks["u_1000_0"], history.response_mask.long())
+    back = read_whole_row("u_1000_0", joined.tags[-1], TRAINING)
+    assert history.input_ids is not None
+    assert torch.equal(back.columns["input_ids"], history.input_ids.long())
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, make_session: MakeSession) -> None:
+    # Every other run draws in the background.
+    session = make_session(exp_is_correct=correct, prepare_in_background=correct)
+    fill(session)
+    histories = planned(session)
+    session.expect({f"u{index}": histories[task] for index, task in enumerate(TASKS)})
+    joined = session.join(put([row for index in range(4) for row in rollouts(f"u{index}", N - 1, index)]))
+    rate(joined)
+    before = column(joined, "old_log_probs")
+    figures = session.scored(joined, 2)
+    after = column(joined, "old_log_probs")
+    assert after.keys() == before.keys()
+    for key, current in before.items():
+        uid, number, _ = key.split("_")
+        expected = current
+        if int(number) >= FIRST_REPLAYED_SESSION and correct:
+            (history,) = histories[TASKS[int(uid[1:])]]
+            assert history.old_log_probs is not None
+            assert history.response_mask is not None
+            expected = torch.where(history.response_mask.bool(), history.old_log_probs, current)
+            assert not torch.equal(expected, current)
+        assert torch.equal(after[key], expected), key
+    assert figures["recording/rollouts"] == 12
+    assert figures["experience_replay/replayed_rows"] == 4
+    assert figures["experience_replay/rows"] == 16
+
+
+def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> None:
+    pytest.importorskip("bm25s")
+    session = make_session(task_sampling="similar", exp_ratio=0.5, prepare_in_background=True)
+    fill(session)
+    plan = session.plan(["sums:1", "sums:3", "sums:0", "sums:2"], 0.5, 2)
+    assert [one.task for one in plan if one.histories] == ["sums:1", "sums:3"]
+    session.expect({one.task: one.histories for one in plan})
+    assert [one.task_id for held in session._histories.expected.values() for one in held] == ["sums:1", "sums:3"]
+
+
+def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=2)
+    fill(session)
+    manager = session._hook.manager
+    assert manager is not None
+    demos = []
+    for held in manager.task2trajectories.values():
+        ids = held[0].input_ids
+        assert ids is not None
+        mark = {"old_log_probs": None, "rollout_log_probs": None, "metadata": {DEMONSTRATION: True}}
+        demos.append(dataclasses.replace(held[0], input_ids=ids + 1, policy_version=None, **mark))
+    assert not manager.seed(demos)
+    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
+    found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 3)}  # the demonstrations' turn
+    session.expect({f"u{index}": found[task] for index, task in enumerate(TASKS)})
+    joined = session.join(put([row for index in range(4) for row in rollouts(f"u{index}", N - 2, index)]))
+    rate(joined)
+    before = column(joined, "old_log_probs")
+    figures = session.scored(joined, 3)
+    after, engine = column(joined, "old_log_probs"), column(joined, "rollout_log_probs")
+    scores = column(joined, "rm_scores")
+    kept = 0
+    for key, current in before.items():
+        uid, number, _ = key.split("_")
+        if int(number) < FIRST_REPLAYED_SESSION:
+            continue
+        history = found[TASKS[int(uid[1:])]][int(number) - FIRST_REPLAYED_SESSION]
+        if history.old_log_probs is None:
+            kept += 1
+            assert torch.equal(after[key], current)
+            assert torch.equal(engine[key], current), "rollout correction weighs it 1"
+            assert scores[key][-1] == 1.0
+        else:
+            assert not torch.equal(after[key], current)
+    assert kept == 4
+    assert figures["experience_replay/demonstration_rows"] == 4
+    assert figures["experience_replay/demonstration_row_share"] == 0.5
+
+
+# ---- one session key for two rows ----
+
+
+def test_a_replayed_row_never_takes_the_session_of_a_rollout(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    held = planned(session)["sums:0"]
+    session.expect({"u": held})
+    joined = session.join(put(rollouts("u", 2)))
+    assert len(joined.keys) == len({key.rpartition("_")[0] for key in joined.keys}) == 3
+    with pytest.raises(ConfigurationError, match="sessions from 1000 on"):
+        session.join(joined)
+
+
+def test_a_sampler_that_uses_the_sessions_of_replay_is_stopped(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    session.expect({"u": planned(session)["sums:0"]})
+    with pytest.raises(ConfigurationError, match=r"row 'u_1000_0': sessions from 1000 on are those of replayed rows"):
+        session.join(put([fresh_row("u", 0), fresh_row("u", FIRST_REPLAYED_SESSION)]))
+
+
+# ---- padding ----
+
+
+@pytest.mark.parametrize("first", ["fresh", "replayed"])
+def test_padding_is_neither_recorded_nor_replaced(first: str, make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    session.expect({"u": planned(session)["sums:0"]})
+    joined = session.join(put(rollouts("u", 2)))  # one rollout failed
+    if first == "replayed":  # verl balances rows over ranks, and padding copies whichever comes first
+        joined = KVBatchMeta(partition_id=TRAINING, keys=joined.keys[::-1], tags=joined.tags[::-1])
+    filled = upsample_batch_to_divisible_size(joined, N, EOS)
+    padding = filled.keys[len(joined) :]
+    assert (len(joined), len(padding)) == (3, 1)
+    copied = column(filled, EXP_MASK)[padding[0]]
+    assert torch.equal(copied, column(joined, EXP_MASK)[joined.keys[0]])
+    assert bool(copied.any()) == (first == "replayed")
+    rate(filled)
+    before = column(filled, "old_log_probs")[padding[0]]
+    figures = session.scored(filled, 2)
+    assert figures["recording/rollouts"] == 2
+    assert figures["experience_replay/rows"] == 3
+    assert torch.equal(column(filled, "old_log_probs")[padding[0]], before)
+
+
+# ---- validation ----
+
+
+def test_validation_goes_through_untouched(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    session.expect({"v": planned(session)["sums:0"]})
+    sampler = ReplaySampler(sampler_of_verl(), session.join)
+    for partition in ("val", TRAINING):
+        put(rollouts("v", 3), partition)
+        put_prompts("v", partition=partition)
+    validated, _ = sampler.sample(1, "val", 1)
+    assert sorted(validated.keys) == ["v_0_0", "v_1_0", "v_2_0"]
+    assert EXP_MASK not in set(tq.kv_batch_get(keys=validated.keys, partition_id="val").keys())
+    trained, _ = sampler.sample(1, TRAINING, 1)
+    assert sorted(trained.keys) == ["v_0_0", "v_1000_0", "v_1_0", "v_2_0"]
+
+
+def test_a_sampler_is_otherwise_what_it_was() -> None:
+    sampler = ReplaySampler(sampler_of_verl(), lambda batch: batch)
+    assert sampler.poll_interval == 0.05
+    assert copy.copy(sampler).trainer_mode == "sync"
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = sampler.no_such_thing

@@ -1,0 +1,195 @@
+"""Groups that are filtered, rollouts that did not come back, sessions of several outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("verl", exc_type=ImportError)
+pytest.importorskip("transfer_queue", exc_type=ImportError)
+
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.plane.sessions import (
+    TASKS,
+    MakeSession,
+    N,
+    column,
+    fill,
+    planned,
+    put,
+    put_prompts,
+    rate,
+    rollouts,
+    sampler_of_verl,
+)
+from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.rows import Row
+from trainer_hooks.verl.sampler import ReplaySampler
+from trajstore import TrajectoryReplayBuffer
+from trajstore.experience.rows import rows_of
+from trajstore.trajectory import AgentTrajectory
+
+# ---- groups that are filtered ----
+
+
+def filtering_sampler(metric: str, refill: Callable[[int], None]) -> ReplayBuffer:
+    return ReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        poll_interval=0.01,
+        refill_fn=refill,
+        filter_groups_metric=metric,
+        train_batch_size=2,
+        gen_batch_size=1,
+    )
+
+
+def equal_group(uid: str, count: int, score: float, index: int) -> list[Row]:
+    return [
+        fresh_row(uid, number, response=2 + number, score=score, index=index, seed=50 + index)
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("metric", ["acc", "reward"])
+def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded(
+    metric: str, make_session: MakeSession, tmp_path: Path
+) -> None:
+    session = make_session(offpolicy_trajectories_per_task=2)
+    fill(session)
+    held = planned(session)
+    session.expect({"failed": held["sums:0"], "solved": held["sums:1"]})
+    put([*equal_group("failed", 2, 0.0, 0), *equal_group("solved", 2, 1.0, 1)])
+    put_prompts("failed", "solved")
+
+    def refill(count: int) -> None:
+        put(rollouts("other", N, index=2))
+        put_prompts("other")
+
+    sampler = ReplaySampler(
+        filtering_sampler(metric, refill),
+        session.join,
+        session.join_finished,
+        lambda batch: session.dropped(batch, 2),
+    )
+    batch, figures = sampler.sample(2, TRAINING, 2)
+    replayed = ["failed_1000_0", "failed_1001_0"]
+    assert sorted(batch.keys) == sorted(
+        ["failed_0_0", "failed_1_0", *replayed, *(f"other_{number}_0" for number in range(N))]
+    ), "two failures beside two successes are a group that says something; four successes are none"
+    assert figures["training/filter_groups/evicted_samples"] == 1
+    masks = column(batch, EXP_MASK)
+    assert [key for key, mask in sorted(masks.items()) if mask.any()] == replayed
+    assert not [key for key in (tq.kv_list(TRAINING) or {}).get(TRAINING, {}) if key.startswith("solved")]
+    rate(batch)
+    metrics = session.scored(batch, 2)
+    assert metrics["experience_replay/replayed_rows"] == 2
+    assert (metrics["recording/rollouts"], metrics["recording/dropped"]) == (6, 2)
+    assert metrics["experience_replay/fresh_score_mean"] == pytest.approx(2 / 6)
+    assert metrics["experience_replay/replayed_score_mean"] == 1.0
+    assert metrics["experience_replay/mixed_score_mean"] == pytest.approx(4 / 8)
+    assert "sums:1" not in {one.task for one in session.plan(TASKS, 0.5, 3) if one.histories}, "it is solved"
+    session.close()
+    with TrajectoryReplayBuffer() as recorded:
+        recorded.load_checkpoint(tmp_path / "run-a" / "rollouts")
+        found = [recorded.get(int(number)) for number in recorded.trajectory_ids]
+    second = [one for one in found if isinstance(one, AgentTrajectory) and one.metadata["step"] == 2]
+    assert Counter((one.metadata["uid"], one.metadata["trained"]) for one in second) == {
+        ("failed", True): 2,
+        ("solved", False): 2,
+        ("other", True): N,
+    }
+
+
+def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSession) -> None:
+    session = make_session()
+    sampler = sampler_of_verl()
+    ReplaySampler(sampler, session.join, session.join_finished)
+    assert "_sync_metadata_from_transfer_queue" not in vars(sampler)
+
+
+# ---- rollouts that did not come back, or tell nothing ----
+
+
+def test_what_did_not_come_back_is_unknown(make_session: MakeSession) -> None:
+    session = make_session()
+    fill(session)
+    joined = session.join(put(equal_group("u", 1, 1.0, 0)))  # three of four raised
+    rate(joined)
+    session.scored(joined, 2)
+    assert "sums:0" in {one.task for one in session.plan(TASKS, 0.5, 3) if one.histories}, "one success solves nothing"
+
+
+def test_versions_of_another_count_of_steps_have_no_age(make_session: MakeSession) -> None:
+    session = make_session()
+    rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
+    joined = session.join(put(rows))
+    rate(joined, value=-2.0)
+    session.scored(joined, 500)
+    session.expect({"u": planned(session)["sums:0"]})
+    joined = session.join(put(rollouts("u", 3)))
+    rate(joined)
+    figures = session.scored(joined, 2)
+    assert figures["experience_replay/age_unknown_rows"] == 1
+    assert "experience_replay/age_min" not in figures
+
+
+def test_an_outcome_that_is_missing_is_told_once_and_counted(
+    make_session: MakeSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = make_session()
+    for step in (1, 2):
+        batch = put([fresh_row(f"u{step}", number, score=float("nan")) for number in range(N)])
+        rate(joined := session.join(batch))
+        assert session.scored(joined, step)["recording/without_outcome"] == N
+    told = [one.getMessage() for one in caplog.records if "no outcome" in one.getMessage()]
+    assert len(told) == 1
+    assert "4 of 4 rollouts have no outcome (u1_0_0 is the first): its score is nan" in told[0]
+
+
+# ---- sessions of several outputs ----
+
+
+def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSession) -> None:
+    session = make_session()
+    session.plan(TASKS, 0.5, 1)
+    rows = [
+        fresh_row("first", number, output=output, response=2 + number + output, score=float(number < 2), seed=output)
+        for number in range(N)
+        for output in range(2)
+    ]
+    rate(joined := session.join(put(rows)), value=-2.0)
+    figures = session.scored(joined, 1)
+    assert (figures["recording/rollouts"], figures["experience_replay/rows"]) == (N, 2 * N)
+    assert figures["experience_replay/pool_trajectories"] == 2
+    (history,) = next(one.histories for one in session.plan(TASKS, 0.5, 2) if one.task == "sums:0")
+    session.expect({"u": (history,)})
+    joined = session.join(put([fresh_row("u", number, seed=9) for number in range(N - 1)]))
+    assert joined.keys[-2:] == ["u_1000_0", "u_1000_1"]
+    rate(joined)
+    before = column(joined, "old_log_probs")
+    figures = session.scored(joined, 2)
+    assert figures["experience_replay/replayed_rows"] == 2
+    after = column(joined, "old_log_probs")
+    masks = column(joined, EXP_MASK)
+    for output, part in enumerate(rows_of(history)):
+        key = f"u_1000_{output}"
+        assert part.old_log_probs is not None
+        assert part.response_mask is not None
+        written = part.response_mask == 1
+        assert torch.equal(after[key][written], part.old_log_probs[written])
+        assert torch.equal(after[key][~written], before[key][~written])
+        assert not torch.equal(after[key], before[key])
+        assert torch.equal(masks[key], part.response_mask)
