@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 from datetime import timedelta
 from pathlib import Path
@@ -100,6 +101,9 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     found = verify(run)
     assert found.sound
     assert found.notes == [sentence]
+    damaged = Path(shutil.copytree(run, tmp_path / "damaged"))
+    (damaged / "rank_0" / "metadata.json").write_text("no metadata")
+    assert verify(damaged).notes == [sentence], "whether rank_0 has the points is not known"
     assert inspect(run)["run_points"][2]["lacking"] == [1]
     assert main(["inspect", str(run)]) == 0
     assert "no, rank_1 lacks it" in capsys.readouterr().out

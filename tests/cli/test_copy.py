@@ -122,3 +122,21 @@ def test_nothing_is_overwritten(run: Run, store: Path, tmp_path: Path, command: 
     assert run(command, tmp_path / "absent", tmp_path / "new")[0] == FAILED
     assert not (tmp_path / "new").exists()
     assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+
+
+def test_what_to_do_with_a_damaged_directory_of_rlinf(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "rlinf"
+    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.save_checkpoint(source, layout="rlinf")
+    first, second, _ = sorted(source.glob("trajectory_[0-9]*"))
+    first.write_bytes(b"no archive")
+    second.unlink()
+    code, _, error = run("repair", source, tmp_path / "new")
+    assert code == FAILED
+    assert "move the files that `trajstore verify` names away" in error
+    first.rename(tmp_path / first.name)  # as it says
+    with TrajectoryReplayBuffer(sample_window_size=0) as rest:
+        assert rest.load_checkpoint(source, strict=False) == 2
+        rest.save_checkpoint(tmp_path / "saved")
+    assert content(tmp_path / "saved") == {2: 2}

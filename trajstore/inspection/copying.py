@@ -113,7 +113,12 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:
     """Copy a store, or every store of a run into a folder of the same name; ``lenient`` passes over what it cannot."""
     if place.kind not in ("store", "run"):
-        raise ConfigurationError(f"{place.url}: is no store of trajstore; copy its files, nobody else writes them")
+        way = (
+            "move the files that `trajstore verify` names away, load the rest with strict=False and save a checkpoint"
+            if lenient
+            else "copy its files with any tool"
+        )
+        raise ConfigurationError(f"{place.url}: is no store of trajstore; {way}")
     directory = open_directory(target)
     if directory.exists() and directory.names():
         raise ConfigurationError(f"{target}: is not empty; give the copy a directory of its own")

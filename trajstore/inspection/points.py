@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +146,25 @@ def run_points_report(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def incomplete_points(place: Place) -> list[str]:
-    """Return a sentence on each saved point that some ranks of a run have and others do not."""
+    """Return a sentence on each saved point that some ranks of a run have and others do not.
+
+    What a rank has whose store cannot be read is not known, so nothing is said of such ranks.
+    """
     points = {}
+    unread = set()
     for part in place.parts:
         if part.kind == "store" and is_of_rank(part.name):
-            with suppress(StoreError, OSError):  # told already
+            try:
                 catalog = Catalog.open(part.directory)
+            except (StoreError, OSError):  # told already
+                unread.add(rank_of(part.directory))
+            else:
                 points[rank_of(part.directory)] = list(map(SavedPoint.of, catalog.pins.points(catalog.generation)))
-    return [incomplete_sentence(point) for point in unite_points(points) if not point.is_complete]
+    known = [
+        replace(point, lacking=tuple(rank for rank in point.lacking if rank not in unread))
+        for point in unite_points(points)
+    ]
+    return [incomplete_sentence(point) for point in known if not point.is_complete]
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:
