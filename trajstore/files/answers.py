@@ -66,11 +66,17 @@ class Stamped:
 
 
 @contextmanager
-def conflicts() -> Iterator[None]:
-    """Raise ``ConflictError`` for what says that a condition did not hold."""
+def conflicts(*, may_be_gone: bool = True) -> Iterator[None]:
+    """Raise ``ConflictError`` for what says that a condition did not hold.
+
+    Args:
+        may_be_gone: that nothing is there says so, too (the answer to ``If-Match``). Otherwise the bucket is absent.
+    """
     try:
         yield
-    except FileNotFoundError as error:  # the answer to If-Match where nothing is
+    except FileNotFoundError as error:
+        if not may_be_gone:
+            raise
         raise ConflictError(errno.ENOENT, "it is gone") from error
     except OSError as error:
         if _is_refusal(error):

@@ -12,6 +12,7 @@ from typing import Any
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.files.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
 from trajstore.files.signed_ranges import SignedRanges
+from trajstore.files.uploads import upload
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
 
@@ -102,10 +103,13 @@ class ObjectStore:
         return bytes(data)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object with one PUT, replacing it if it is there."""
+        """Write an object, replacing it if it is there."""
         fs, root = self._filesystem()
         with self._naming(name):
-            fs.pipe_file(root + name, data)
+            if self.takes_conditions:
+                upload(fs, root + name, data)
+            else:
+                fs.pipe_file(root + name, data)
 
     def create(self, name: str, data: bytes) -> bool:
         """Write an object if it is absent; return whether it was.
@@ -120,8 +124,12 @@ class ObjectStore:
                 if fs.exists(root + name):
                     return False
             try:
-                fs.pipe_file(root + name, data, mode="create")
-            except FileExistsError:
+                if self.takes_conditions:
+                    with conflicts(may_be_gone=False):
+                        upload(fs, root + name, data, IfNoneMatch="*")
+                else:
+                    fs.pipe_file(root + name, data, mode="create")
+            except (FileExistsError, ConflictError):
                 return False
             return True
 
@@ -167,8 +175,8 @@ class ObjectStore:
             return
         fs, root = self._filesystem()
         with self._naming(name):
-            self.keeps_create = refuses(lambda: fs.pipe_file(root + name, data, mode="create"))
-            self.keeps_match = refuses(lambda: self._put(name, data, IfMatch=NEVER))
+            self.keeps_create = refuses(lambda: upload(fs, root + name, data, IfNoneMatch="*"))
+            self.keeps_match = refuses(lambda: upload(fs, root + name, data, IfMatch=NEVER))
 
     def stamped(self, name: str) -> Stamped:
         """Return an object with its version and age, of one moment."""
@@ -207,8 +215,9 @@ class ObjectStore:
             self.put(name, data)
             return ""
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
-        with self._naming(name), conflicts():
-            return str(self._put(name, data, **condition)["ETag"])
+        fs, root = self._filesystem()
+        with self._naming(name), conflicts(may_be_gone=version is not None):
+            return upload(fs, root + name, data, **condition)
 
     def delete_if(self, name: str, version: str) -> None:
         """Remove an object if it has this version; an absent one is no error.
@@ -223,11 +232,6 @@ class ObjectStore:
         bucket, key, _ = fs.split_path(root + name)
         with self._naming(name), suppress(FileNotFoundError), conflicts():
             fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
-
-    def _put(self, name: str, data: bytes, **condition: str) -> Any:
-        fs, root = self._filesystem()
-        bucket, key, _ = fs.split_path(root + name)
-        return fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **condition)
 
     # -- many objects -----------------------------------------------------------------------------
 

@@ -11,21 +11,22 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from trajstore import locks
 from trajstore.columns.schema import Extent
-from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError, WriterFencedError
-from trajstore.files.base import FULL, Directory
+from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
+from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import ranges_of, segment_name
+from trajstore.store.log_records import ranges_of
 from trajstore.store.saved_points import pin_name
 from trajstore.writing.commits import AddLines, CommitListener, NewShard, add_lines, evict_line, rewrite_line
-from trajstore.writing.fencing import step_over
+from trajstore.writing.log_end import LogEnd, TakeIn
 from trajstore.writing.opening import open_store
 from trajstore.writing.snapshots import Snapshots
 
@@ -78,8 +79,11 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._taken_in: set[int] = set()
+        """First shards of commits in the catalog. Those that are asked for again had been told to have failed."""
         self._snapshots = Snapshots(directory, format_name, listener)
-        self.catalog, self.garbage, self._segment = open_store(directory, self._snapshots)
+        self.catalog, self.garbage, segment = open_store(directory, self._snapshots)
+        self._end = LogEnd(directory, self.catalog, segment)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -130,21 +134,24 @@ class CommitLog:
         """
         if not commits:
             return
-        self._check_in_step()
         catalog = self.catalog
-        made: list[AddLines] = []
 
-        def make() -> bytes:
-            made[:] = [add_lines(catalog, commits)]
-            catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in made[0].entries]))
-            return made[0].data
+        def make() -> tuple[bytes, TakeIn]:
+            left = [shards for shards in commits if shards[0].number not in self._taken_in]
+            lines = add_lines(catalog, left)
+            catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
+            return lines.data, partial(self._take_in, left, lines)
 
         self._append(make)
-        (lines,) = made
+        self._taken_in.difference_update(shards[0].number for shards in commits)
+
+    def _take_in(self, commits: Sequence[Sequence[NewShard]], lines: AddLines) -> None:
+        catalog = self.catalog
         with self._durable():
             for shards, entries in zip(commits, lines.entries, strict=True):
                 catalog.add([(shard.number, shard.manifest) for shard in shards], entries)
                 catalog.generation += 1
+        self._taken_in.update(shards[0].number for shards in commits)
         self._tell(lambda: self._listener.committed(lines.told))
 
     @contextmanager
@@ -188,6 +195,7 @@ class CommitLog:
             self.directory.clear_failed_appends()
         except OSError as error:
             raise StoreWriteError(f"{error}: a record that was not committed could not be cut off") from error
+        self._end.settle()
         self._evict(self._listener.to_evict())
         catalog = self.catalog
         records = catalog.generation - catalog.snapshot_generation
@@ -196,31 +204,18 @@ class CommitLog:
             self._begin_segment()
         self.must_keep_house = False
 
-    def _append(self, make: Callable[[], bytes]) -> None:
-        """Append lines to the log.
+    def _append(self, make: Callable[[], tuple[bytes, TakeIn]]) -> None:
+        """Append lines to the log and take them in, see :meth:`LogEnd.append`."""
 
-        Args:
-            make: returns them, for the generation that is the next one when it is called.
-        """
-        while True:
-            data = make()
-            try:
-                self.directory.append(self._segment, data)
-                break
-            except WriterFencedError:
-                raise
-            except OSError as error:
-                if isinstance(error, FileExistsError) and step_over(self.directory, self.catalog):
-                    self._segment = segment_name(self.catalog.generation + 1)
-                    continue
-                self.must_keep_house = True
-                remedy = "free space and" if error.errno in FULL else "then"
-                raise StoreWriteError(
-                    f"{error}: the commit log could not be written; {remedy} flush() again"
-                ) from error
-        self.catalog.log_bytes += len(data)
-        if not self.directory.can_append:
-            self._segment = segment_name(self.catalog.generation + 1 + data.count(b"\n"))
+        def checked() -> tuple[bytes, TakeIn]:
+            self._check_in_step()
+            return make()
+
+        try:
+            self._end.append(checked)
+        except StoreWriteError:
+            self.must_keep_house = True
+            raise
 
     # -- eviction, moving, pins -------------------------------------------------------------------
 
@@ -237,15 +232,17 @@ class CommitLog:
     def _evict(self, ids: Sequence[int]) -> None:
         if not ids:
             return
-        self._check_in_step()
         catalog = self.catalog
         ranges = ranges_of(sorted(ids))
-        self._append(lambda: evict_line(catalog, ranges))
-        with self._durable():
-            self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
-            catalog.generation += 1
-        self._tell(lambda: self._listener.evicted(ids))
-        self.garbage.collect(catalog)
+
+        def take_in() -> None:
+            with self._durable():
+                self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
+                catalog.generation += 1
+            self._tell(lambda: self._listener.evicted(ids))
+            self.garbage.collect(catalog)
+
+        self._append(lambda: (evict_line(catalog, ranges), take_in))
 
     def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
         """Record a shard, whose files are durable, that holds trajectories of others; these are read from it now.
@@ -261,13 +258,15 @@ class CommitLog:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         with self.changing():
-            self._check_in_step()
             catalog = self.catalog
-            self._append(lambda: rewrite_line(catalog, number, manifest, ids, extents))
-            with self._durable():
-                moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
-                catalog.generation += 1
-                self._tell(lambda: self._listener.moved(moved))
+
+            def take_in() -> None:
+                with self._durable():
+                    moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
+                    catalog.generation += 1
+                    self._tell(lambda: self._listener.moved(moved))
+
+            self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), take_in))
 
     def space(self) -> tuple[int, int]:
         """Return bytes of the live trajectories, and bytes of the files that they and the pins need."""
@@ -299,6 +298,8 @@ class CommitLog:
                 the state before or the one after.
         """
         self._check_in_step()
+        if self._end.settle():
+            raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
         changed = copy.copy(self.catalog)
         changed.index, changed.pinned, changed.generation = index, pinned, self.catalog.generation + 1
         try:
@@ -307,7 +308,7 @@ class CommitLog:
             self._out_of_step = error if isinstance(error, Exception) else StoreWriteError("interrupted")
             raise
         self.catalog.__dict__.update(changed.__dict__)
-        self._segment = segment_name(self.catalog.generation + 1)
+        self._end.begin_segment()
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
@@ -346,18 +347,18 @@ class CommitLog:
         with self._lock:
             if self.catalog.generation > self.catalog.snapshot_generation:
                 self._write_snapshot(self.catalog)
-                self._segment = segment_name(self.catalog.generation + 1)
+                self._end.begin_segment()
 
     def _begin_segment(self) -> None:
         """Write the index whole, and keep the segment before the new one: a reader that follows is often in it."""
         earlier = self.catalog.snapshot_generation if self.directory.can_append else None
         self._write_snapshot(self.catalog, earlier)
-        self._segment = segment_name(self.catalog.generation + 1)
+        self._end.begin_segment()
         if self.directory.can_append:
             with suppress(
                 OSError
             ):  # then it comes with the next commit; whoever opens reads the earlier one until then
-                self.directory.append(self._segment, b"")
+                self.directory.append(self._end.segment, b"")
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()

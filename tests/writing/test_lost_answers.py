@@ -1,0 +1,124 @@
+"""Commits to an object store whose answer is lost, or which come late: said to have failed, and there all the same."""
+
+from __future__ import annotations
+
+import errno
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
+from trajstore.files.object_store import ObjectStore
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import check_trajectory, witness
+from trajstore.writing.options import WriterOptions
+
+
+class Network:
+    """Creates segments of the log for a client that does not always hear of it."""
+
+    def __init__(self, create: Callable[[ObjectStore, str, bytes], bool]) -> None:
+        self._create = create
+        self._late: list[tuple[ObjectStore, str, bytes]] = []
+        self.losing: Callable[[], str | None] = lambda: None
+        """Returns what becomes of a request: ``answer`` or ``request`` lost, or ``late``; None: all is well."""
+
+    def create(self, objects: ObjectStore, name: str, data: bytes) -> bool:
+        if not name.startswith("log/"):
+            return self._create(objects, name, data)
+        for late in self._late:
+            self._create(*late)
+        self._late.clear()
+        lost = self.losing()
+        found = self._create(objects, name, data) if lost in (None, "answer") else False
+        if lost == "late":
+            self._late.append((objects, name, data))
+        if lost is not None:
+            raise OSError(errno.EIO, f"nothing was heard ({lost})", name)
+        return found
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    found = Network(ObjectStore.create)
+    monkeypatch.setattr(ObjectStore, "create", lambda *given: found.create(*given))
+    yield found
+    found.losing = lambda: None
+
+
+def keys_of(buffer: TrajectoryReplayBuffer) -> list[int]:
+    return sorted(check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist())
+
+
+def test_an_eviction_that_was_said_to_have_failed_keeps_no_other_commit_out(network: Network) -> None:
+    url = f"memory://bucket-{uuid.uuid4()}/run"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+        ids = buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        network.losing = lambda: "answer"
+        with pytest.raises(StoreWriteError, match="nothing was heard"):
+            buffer.evict([ids[0]])
+        assert keys_of(buffer) == [0, 1, 2]
+        network.losing = lambda: None
+        buffer.add_trajectories([witness(3)])
+        buffer.flush()
+        assert keys_of(buffer) == [1, 2, 3]
+        network.losing = lambda: "answer"
+        with pytest.raises(StoreWriteError, match="nothing was heard"):
+            buffer.evict([ids[1]])
+        network.losing = lambda: None
+        buffer.flush()
+        assert keys_of(buffer) == [2, 3], "flush() is what the error says"
+    with TrajectoryReplayBuffer.open(url) as reader:
+        assert keys_of(reader) == [2, 3]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(network: Network, seed: int) -> None:
+    chance = random.Random(seed)
+    url = f"memory://bucket-{uuid.uuid4()}/run"
+    kinds = [None, None, "answer", "request", "late"]
+    options: dict[str, Any] = {"writer": WriterOptions(shard_bytes=4096, snapshot_bytes=2048)}
+    added, certain, tried = set(), set(), set()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, **options) as buffer:
+        follower = TrajectoryReplayBuffer.open(url)
+        of_id = {}
+        for key in range(40):
+            network.losing = lambda: chance.choice(kinds)
+            for number in buffer.add_trajectories([witness(key)]):
+                of_id[number] = key
+                added.add(key)
+            try:
+                doing = chance.randrange(5)
+                if doing < 2:
+                    buffer.flush()
+                elif doing == 2 and len(buffer) > 3:
+                    number = chance.choice(buffer.trajectory_ids.tolist()[:-2])
+                    tried.add(of_id[number])
+                    buffer.evict([number])
+                    certain.add(of_id[number])
+                elif doing == 3:
+                    buffer.compact()
+                elif key % 7 == 0:
+                    buffer.save_point(key)
+            except (StoreWriteError, TrajectoryUnavailableError):
+                pass
+            follower.refresh()
+            shown = keys_of(follower)
+            assert len(set(shown)) == len(shown)
+            assert not set(shown) & certain
+        network.losing = lambda: None
+        buffer.flush()
+        found = keys_of(buffer)
+        assert len(set(found)) == len(found)
+        assert added - tried <= set(found) <= added - certain
+        follower.refresh()
+        assert keys_of(follower) == found
+        follower.close()
+    assert verify(url).sound
+    with TrajectoryReplayBuffer.open(url) as reader:
+        assert keys_of(reader) == found
