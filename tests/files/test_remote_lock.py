@@ -17,11 +17,13 @@ from trajstore.errors import (
     StoreLockedError,
     WriterFencedError,
 )
+from trajstore.files import object_store
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.holder import LOCK_NAME, holder_document
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
+from trajstore.files.uploads import upload
 from trajstore.store.catalog import Catalog
 from trajstore.testing.directory import publish
 from trajstore.testing.waiting import wait_until
@@ -294,8 +296,11 @@ def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opene
 def test_a_server_that_keeps_no_conditions_is_told_by_name(
     s3_url: str, s3_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put = ObjectStore._put
-    monkeypatch.setattr(ObjectStore, "_put", lambda self, name, data, **condition: put(self, name, data))
+    def forgetful(filesystem: Any, path: str, data: bytes, **condition: str) -> str:
+        condition.pop("IfMatch", None)
+        return upload(filesystem, path, data, **condition)
+
+    monkeypatch.setattr(object_store, "upload", forgetful)
     with open_directory(s3_url, **s3_options).lock_writer():
         (said,) = [record.getMessage() for record in caplog.records if "If-Match" in record.getMessage()]
     assert "is not kept out when it wakes: it can replace their index, metadata, pins and lock" in said
