@@ -46,6 +46,7 @@ def record(run: Path, rank: int, told: Any) -> None:
     """Record four steps; rank 1 is killed in the third, before it saves."""
     join(run.parent, "first", rank)
     buffer = open_rank(run, rank)
+    assert roll_back_run(buffer) == (None, {})  # a new run, whichever rank is the last to open its store
     for step in range(1, 5):
         buffer.add_trajectories([witness(100 * step + 10 * rank + k) for k in range(rank + 1)])
         if step == 3 and rank == 1:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from trajstore import AgentTrajectory
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 
 from .assets import Assets
 from .harness import Run, VerlSession, make_config
@@ -167,6 +170,24 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train) -> No
     assert first["experience_replay/experience_tasks"] == same["experience_replay/experience_tasks"]
     assert first["experience_replay/replayed_rows"] == same["experience_replay/replayed_rows"]
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
+
+
+def test_two_jobs_in_one_run_directory(recording: Training, replaying: Training, tmp_path: Path) -> None:
+    """The driver writes one store, however many workers it has; each job's is one rank of the run."""
+    run = tmp_path / "run"
+    for rank, job in enumerate((recording, replaying)):
+        shutil.copytree(job.folder / "checkpoints" / "trajstore" / "rollouts", run / f"rank_{rank}")
+    together = len(recording.rollouts) + len(replaying.rollouts)
+    with TrajectoryReplayBuffer.open(run) as everything:
+        assert len(everything) == together
+        everything.save_checkpoint(tmp_path / "united")
+    with TrajectoryReplayBuffer.open(tmp_path / "united") as one:
+        assert len(one) == together
+        assert {one.get(number).task_id for number in one.trajectory_ids.tolist()} == {
+            rollout.task_id for job in (recording, replaying) for rollout in job.rollouts
+        }
+    assert verify(run).sound
+    assert inspect(run)["trajectories"] == together
 
 
 def test_asynchronous_training(train, tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def roll_back_run(
     import torch.distributed as dist
 
     rank, ranks = _rank_in(buffer, group)
+    _told_by_all(group, None, "roll_back_run")  # every rank has opened its store, which rank 0 will look into
     decided: list[Any] = [None, None]
     if rank == 0:
         try:
