@@ -101,6 +101,7 @@ def test_code_that_needs_verl_runs(project_root: Path, tmp_path: Path) -> None:
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
     elsewhere = {
         "docs/howto/dataproto.md",  # above
+        "docs/howto/demonstrations.md",  # tests/experience/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
         "docs/howto/object-store.md",  # tests/files/test_object_store_page.py
         "docs/howto/verl.md",  # continues a run of verl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,19 @@ def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any, tmp_path: Pat
     manager.save_trajectories_to_memory([make(tokens=1, entropy=9.0)])
     order = [one.old_log_probs is None for one in manager.get_offpolicy_batch(["a"], 2)]
     assert order == [False, True], "an entropy that is unknown stands behind all others"
+
+
+def test_the_programs_of_the_page_do_what_it_says(
+    tokenizer: Any, tmp_path: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (project_root / "docs" / "howto" / "demonstrations.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)).replace("gsm8k:12", "b")
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save_pretrained("path/to/model")
+    write(tmp_path / "demos.jsonl", conversation("a"), "{")
+    names: dict[str, Any] = {}
+    exec(compile(code, "demonstrations.md", "exec"), names)
+    assert (names["done"].taken, len(names["done"].bad), names["refused"]) == (1, 1, {})
+    store = BufferStore.open("runs/a/trajstore/pool")
+    assert ExperienceManager(RULES, store=store).get_task_ids() == ["a", "b"]
+    store.close()
