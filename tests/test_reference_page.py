@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
 from types import ModuleType
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 import pytest
 
 from tools.api_page import PAGE, find, written
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance_config import GuidanceConfig
+from trajstore.experience import PoolRules
 
 ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
 PACKAGES = tuple(
@@ -62,3 +67,14 @@ def test_every_public_name_has_an_entry(package: str) -> None:
 
 def test_the_tables_say_what_the_docstrings_say() -> None:
     assert PAGE.read_text() == written(PAGE.read_text()), "run  python -m tools.api_page"
+
+
+@pytest.mark.parametrize("config", [ExperienceReplayConfig, GuidanceConfig, PoolRules])
+def test_every_option_says_what_it_is(config: type) -> None:
+    (body,) = (item.body for item in ast.parse(inspect.getsource(config)).body if isinstance(item, ast.ClassDef))
+    silent = [
+        item.target.id
+        for item, following in itertools.pairwise(body)
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not isinstance(following, ast.Expr)
+    ]
+    assert silent == [], "the built reference shows an option by the text below it"

@@ -44,6 +44,7 @@ class ExperienceReplayConfig:
     """
 
     enable: bool = False
+    """Whether anything is replayed. Without it no pool is opened, and every call of the hook hands back what it got."""
     replay_start_ratio: float = 0.35
     """Training progress in [0, 1] before which nothing is replayed; the pool fills all the same."""
     exp_ratio: float | tuple[tuple[float, float], ...] = 0.5
@@ -59,9 +60,12 @@ class ExperienceReplayConfig:
     max_policy_age: int | None = None
     """Training steps after which a trajectory is no longer replayed; ``None`` = any age."""
     task_sampling: TaskSampling = "by_task"
+    """How experience tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``, ``linear``,
+    ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch."""
     store: Mapping[str, Any] | None = None
     """``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in memory."""
     max_trajectories_per_task: int = 10
+    """Trajectories that the pool keeps of a task; ``exp_select_mode`` says which."""
     success_threshold: float = 1.0
     """Outcome from which on a rollout is a success."""
     experience_lbound: int | None = 0
@@ -69,12 +73,16 @@ class ExperienceReplayConfig:
     experience_rbound: int | None = 8
     """and fewer than this. (ExGRPO's upper bound is inclusive.)"""
     exp_select_mode: SelectMode = "argmin"
+    """Which of a task's trajectories are the best: those of the lowest entropy (``argmin``), of the highest
+    (``argmax``), of the highest outcome (``reward``), or none (``random``)."""
     policy_versions: PolicyVersions = "any"
     """``spread``: a batch's histories are of as many policy versions as there are."""
     sampler: Mapping[str, Any] | None = None
     """Which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``; ``None`` = least
     used first, then by ``exp_select_mode``."""
     use_current_policy_entropy: bool = True
+    """Whether ``exp_select_mode`` goes by the entropy under the current policy, which the trainer must give
+    (``current_entropy`` of the hook); else by the recorded one."""
     prepare_in_background: bool = False
     """Whether a thread reads, scores and chooses the histories while the rollouts are made; the same ones come."""
     replay_difficulty: int | None = None
@@ -87,6 +95,7 @@ class ExperienceReplayConfig:
     reward_fingerprint: str | None = None
     """Name and version of the reward function, kept with each trajectory: where it differs there is a warning."""
     seed: int = 1234
+    """Of the generator that draws tasks and histories."""
     off_policy_shaping: float | None = None
     """gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``) does not."""
     drop_negative_off_policy: bool = False

@@ -76,11 +76,13 @@ class GuidanceConfig:
     dialect: Dialect = "auto"
     """Of the service: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or found out by a probe."""
     workspace_id: str = "default"
+    """Under which name a ReMe service keeps the experiences."""
     enable_summarizer: bool = False
     """Whether rollouts become experience."""
     enable_context_generator: bool = False
     """Whether experience is put into prompts."""
     retrieve_top_k: int = 3
+    """Experiences that go into a prompt, at the most."""
     updated_freq: int = 0
     """Steps from one update of the pool to the next; 0 = none."""
     val_summarizer_save: bool = False
@@ -95,13 +97,18 @@ class GuidanceConfig:
     """``path``, and optionally ``format`` and ``capacity``, of the store of experiences and of what they were worth;
     ``None`` = in memory."""
     val_rollout_expmode: RolloutExpMode = "woexp"
+    """Which rollouts of a validation are guided, by the same names."""
     train_rollout_expmode: RolloutExpMode = "mixed"
+    """Which rollouts are guided: ``all``, none (``woexp``), or a share of each task's (``mixed``)."""
     rollout_expratio: float = 0.0
     """Share of a task's rollouts that are guided, with ``mixed``."""
     train_sample_expmode: SampleExpMode = "alldiscard"
+    """Whether guided rollouts are trained on with the experience in their prompt: no (``alldiscard``), yes
+    (``allkeep``), or those of a share of the tasks (``hybrid``)."""
     train_sample_keepratio: float = 1.0
     """Share of the tasks that keep experience in training, with ``hybrid``."""
     experience_template: str = EXPERIENCE_TEMPLATE
+    """The text in a prompt, with ``{}`` for the experiences."""
     init_experience_before_training: bool = False
     """Whether the pool is filled before the first step."""
     init_experience_only: bool = False
@@ -111,6 +118,7 @@ class GuidanceConfig:
     retire_least_count: int = 16
     """Rollouts with it, and without it, that must say so."""
     seed: int = 1234
+    """Of the generator that draws which rollouts and tasks are guided."""
 
     def __post_init__(self) -> None:
         problems = _problems(vars(self))

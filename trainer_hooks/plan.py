@@ -25,7 +25,9 @@ class MixedTasks(Generic[Task]):
     """The tasks of one step: those that bring history, and the rest."""
 
     experience: tuple[Task, ...]
+    """Tasks of which histories are replayed."""
     on_policy: tuple[Task, ...]
+    """Tasks of which all rollouts are made."""
 
 
 @checked
@@ -35,6 +37,7 @@ class PlannedTask(Generic[Task]):
 
     task: Task
     fresh_rollouts: int
+    """How many rollouts of the task are to be made."""
     histories: Sequence[AgentTrajectory]
     """With ``prepare_in_background`` their number is known at once, and looking at one waits for all."""
 

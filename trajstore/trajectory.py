@@ -55,6 +55,7 @@ class Trajectory:
 class ChunkStepResult:
     """What one chunk step of B environments produced, observations aside. All tensors are ``[B, ...]``.
 
+    The fields are those of :class:`Trajectory`, without the steps: a tensor ``[T, B, ...]`` there is ``[B, ...]`` here.
     Tensors are moved to the CPU and made contiguous; dict leaves may be nested.
     """
 
@@ -77,7 +78,8 @@ class ChunkStepResult:
 class Reward:
     """Outcome of an agent trajectory.
 
-    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success); ``None`` = unknown.
+    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success); ``None`` = unknown. ``description``
+    says in words how it came about; ``metadata`` is any JSON.
     """
 
     outcome: float | None = None
@@ -100,6 +102,10 @@ class AgentTrajectory:
     ``policy_version`` is the training step whose weights sampled. ``entropy`` is the mean of
     ``entropys`` where ``response_mask`` is 1. ``None`` always means unknown, never zero.
     ``tokenizer_fingerprint`` identifies tokenizer and chat template.
+
+    ``task_id`` names what the rollout is about: rollouts of one task are a group. ``rollout_id`` names the rollout
+    within its task, ``data_id`` the row of a dataset, ``query`` what the user asked. ``is_terminated`` says whether
+    the rollout came to an end by itself. ``reward`` is a :class:`Reward`.
 
     ``metadata``, ``messages`` and ``Reward.metadata`` are any JSON. They come back as JSON has them: tuples as
     lists, numpy's scalars and arrays as numbers and lists. What JSON has no equal of (NaN, dates, bytes, keys that

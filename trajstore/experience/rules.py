@@ -59,16 +59,21 @@ class PoolRules:
     ``None``: least used first, among equally often used ones the best by ``exp_select_mode``; all alike with
     ``random``. Priorities are outcomes; ages count from this step."""
     max_trajectories_per_task: int = 10
+    """Trajectories that are kept of a task; ``exp_select_mode`` says which."""
     max_policy_age: int | None = None
     """Training steps after which a trajectory no longer comes out. One whose version is unknown, or newer than the
     step that is going on, has no known age and does not come out either."""
     min_reward: float | None = None
     """Outcome that a trajectory must have at the least to come out."""
     use_current_policy_entropy: bool = True
+    """Whether ``exp_select_mode`` goes by the entropy under the current policy, if the trainer gives it."""
     replay_difficulty: int | None = None
     """The one bucket from which tasks are drawn."""
     task_sampling: TaskSampling = "by_task"
+    """How tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``, ``linear``, ``sqrt``,
+    ``linear_clip``), or ``similar`` to the tasks of the batch."""
     seed: int = 1234
+    """Of the generator that draws tasks and trajectories."""
 
     def __post_init__(self) -> None:
         problems = rule_problems(vars(self))
