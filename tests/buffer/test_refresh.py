@@ -9,20 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.stores import reader_of, writer_to
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
-
-
-def writer_to(path: Path, **options: object) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)  # type: ignore[arg-type]
-
-
-def reader_of(path: Path) -> TrajectoryReplayBuffer:
-    reader = TrajectoryReplayBuffer(sample_window_size=0)
-    reader.load_checkpoint(path)
-    return reader
 
 
 def test_a_store_that_was_empty_when_it_was_loaded_is_followed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.writing.stores import contents_of, opened
+from tests.stores import contents_of, opened
 from trajstore import TrajectoryReplayBuffer
 from trajstore.testing.witness import witness
 

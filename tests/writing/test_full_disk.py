@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.writing.stores import contents_of, opened
+from tests.stores import contents_of, opened
 from trajstore import WriterOptions
 from trajstore.errors import StoreWriteError
 from trajstore.files.local import LocalDirectory

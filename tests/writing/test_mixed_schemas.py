@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
 from trajstore.inspection.copying import copy_store
@@ -24,10 +25,6 @@ KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
 
 LATE = WriterOptions(commit_interval=30.0)
 """Nothing is written before a flush, so that all that was added makes one commit."""
-
-
-def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
 
 
 def keys_in(path: Path, *arguments: Any, **options: Any) -> dict[int, int]:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.stores import reader_of, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.base import Directory
 from trajstore.files.local import LocalDirectory
@@ -27,16 +28,6 @@ from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 from trajstore.writing.rewriting import Usage, choose
-
-
-def writer_to(path: Path, **options: object) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)  # type: ignore[arg-type]
-
-
-def reader_of(path: Path) -> TrajectoryReplayBuffer:
-    reader = TrajectoryReplayBuffer(sample_window_size=0)
-    reader.load_checkpoint(path)
-    return reader
 
 
 def add_one_by_one(buffer: TrajectoryReplayBuffer, keys: range) -> None:

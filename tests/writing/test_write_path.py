@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.writing.stores import contents_of, opened
+from tests.stores import contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import PartlyAddedError, StoreError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.files.local import LocalDirectory

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from tools.campaigns import command, run
 from tools.soak.measure import table
 from tools.soak.session import Plan, Result, judge, soak
 
 
 def main() -> int:
-    """Use a store for a while and say what it took."""
-    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
+    """Run a campaign and say what it found."""
+    parser = command("tools.soak", __doc__, "what is done")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is done (default: 0)")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="trajstore-soak-") as temporary:
-        result = soak(Path(temporary), Plan(60 * options.minutes), options.seed, _show)
-    problems = judge(result)
-    for problem in problems:
-        sys.stdout.write(f"{problem}\n")
-    sys.stdout.write(f"medians of the quarters\n{table(result.samples)}\n")
-    sys.stdout.write(
-        f"{result.added} trajectories in {options.minutes:g} minutes, {result.rows} rows checked by followers, "
-        f"shards at most {result.worst:.2f} x live bytes, {len(problems)} problems\n"
+
+    def campaign(folder: Path) -> Result:
+        result = soak(folder, Plan(60 * options.minutes), options.seed, _show)
+        return replace(result, problems=judge(result))
+
+    return run(
+        options,
+        campaign,
+        lambda result: (
+            f"medians of the quarters\n{table(result.samples)}\n"
+            f"{result.added} trajectories in {options.minutes:g} minutes, {result.rows} rows checked by followers, "
+            f"shards at most {result.worst:.2f} x live bytes"
+        ),
     )
-    return 1 if problems else 0
 
 
 def _show(result: Result) -> None:

@@ -12,12 +12,9 @@ Directory of a run::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
@@ -25,6 +22,7 @@ from trainer_hooks.reference.config import CurvePoint, TrainerConfig
 from trainer_hooks.reference.curves import draw_curves, summarize
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.demo import DemoSettings, Progress
+from trajstore.demo.threads import one_thread
 from trajstore.errors import ConfigurationError
 
 POOL_FOLDER = "pool"
@@ -66,7 +64,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
     deadline = None if settings.seconds is None else time.monotonic() + settings.seconds
     pool, warm = settings.path / POOL_FOLDER, settings.path / CHECKPOINT_FOLDER / "warm"
     curves: dict[str, list[CurvePoint]] = {}
-    with _one_thread():
+    with one_thread():
         for number, arm in enumerate(_ARMS):
             config = base if arm == "without" else replace(base, replay=replay_config(pool, settings.seed))
             half_deadline = deadline if number else _halfway(deadline)
@@ -108,14 +106,3 @@ def _train(
 
 def _halfway(deadline: float | None) -> float | None:
     return None if deadline is None else (time.monotonic() + deadline) / 2
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: for networks this small more are slower, and curves depend on the number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

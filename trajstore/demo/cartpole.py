@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.demo import SAMPLERS, DemoSettings, Progress
 from trajstore.demo.dqn import DQNLearner, dump_state, parse_state
+from trajstore.demo.threads import one_thread
 from trajstore.errors import MissingDependencyError
 from trajstore.files.base import EncodedFile
 from trajstore.files.local import LocalDirectory
@@ -231,7 +231,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
         if len(task.buffer):
             learner = f"learner at {task.learner.updates:,} updates" if task.resumed else "a new learner"
             say(f"continuing in {settings.path}: {len(task.buffer):,} trajectories on disk, {learner}")
-        with _one_thread():
+        with one_thread():
             try:
                 while task.learner.updates < total and not task.solved:
                     if settings.seconds is not None and time.monotonic() - began >= settings.seconds:
@@ -257,17 +257,6 @@ def _summary(task: CartPoleRun, total: int, path: Path) -> str:
         return text + " (solved)"
     more = f" --updates {2 * total}" if task.learner.updates >= total else ""
     return text + f"; to go on, run again with --path {path}{more}"
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch use one thread: for networks this small more are slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _make_environments(count: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:

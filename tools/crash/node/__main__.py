@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from tools.crash.node.campaign import run, s3
+from tools.campaigns import command, run
+from tools.crash.node.campaign import Result, s3
+from tools.crash.node.campaign import run as run_campaign
 
 
 def main() -> int:
     """Run a campaign and say what it found."""
-    parser = argparse.ArgumentParser(prog="python -m tools.crash.node", description=__doc__)
+    parser = command("tools.crash.node", __doc__, "what is done when")
     parser.add_argument("--rounds", type=int, default=50, help="how often the node is lost (default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of what is done when (default: 0)")
     parser.add_argument("--local", action="store_true", help="mirror to a folder instead of an S3 server (moto)")
     options = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="trajstore-node-") as folder:
+
+    def campaign(folder: Path) -> Result:
         if options.local:
-            result = run(Path(folder), f"{folder}/mirrors", {}, options.rounds, options.seed)
-        else:
-            with s3() as (url, storage_options):
-                result = run(Path(folder), url, storage_options, options.rounds, options.seed)
-    for problem in result.problems:
-        sys.stdout.write(f"{problem}\n")
-    sys.stdout.write(
-        f"{result.rounds} nodes lost in {time.monotonic() - began:.0f} s, {result.frozen} of them only frozen, "
-        f"{result.restores_killed} restores killed and "
-        f"taken up: {result.below_watermark} trajectories below the watermark compared, {result.compared} in all, "
-        f"{result.lost_above} above it were lost, {len(result.problems)} problems\n"
+            return run_campaign(folder, f"{folder}/mirrors", {}, options.rounds, options.seed)
+        with s3() as (url, storage_options):
+            return run_campaign(folder, url, storage_options, options.rounds, options.seed)
+
+    return run(
+        options,
+        campaign,
+        lambda result: (
+            f"{result.rounds} nodes lost in {time.monotonic() - began:.0f} s, {result.frozen} of them only frozen, "
+            f"{result.restores_killed} restores killed and taken up: {result.below_watermark} trajectories below the "
+            f"watermark compared, {result.compared} in all, {result.lost_above} above it were lost"
+        ),
     )
-    return 1 if result.problems else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A store of witnesses that is opened, and what it holds when it is opened again."""
+"""Stores of witnesses: opened to write, opened to read, and what they hold when they are opened again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ from trajstore.testing.witness import check_trajectory
 def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
     """Return a buffer that writes to a path; ``options`` are its own."""
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
+
+
+def writer_to(path: Path, **options: Any) -> TrajectoryReplayBuffer:
+    """Return a buffer that writes to a path and draws from the newest trajectories; ``options`` are its own."""
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)
+
+
+def reader_of(path: Path) -> TrajectoryReplayBuffer:
+    """Return a buffer that shows what a path holds."""
+    reader = TrajectoryReplayBuffer(sample_window_size=0)
+    reader.load_checkpoint(path)
+    return reader
 
 
 def contents_of(path: Path) -> list[int]:
