@@ -28,14 +28,15 @@ from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.local import LocalDirectory
 from trajstore.files.parallel import in_order
 from trajstore.formats import FORMATS
-from trajstore.formats.base import ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf
+from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import START_OF, STARTS, TrajectoryIndex
-from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
+from trajstore.store.index import STARTS, TrajectoryIndex
+from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.new_entries import starts_of
 from trajstore.store.rlinf_layout import INDEX_NAMES
 from trajstore.store.sealed import METADATA_NAME
@@ -230,11 +231,7 @@ def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
     entry = picture.index.entry(at)
     manifest = source.manifest(row)
     extent = source.extent(row) or entry.extent
-    reader = source.reader(row)
-    tensors = []
-    for number, column in enumerate(manifest.schema.columns):
-        start = int(picture.index.at(START_OF[column.axis], at))
-        tensors.append(reader.rows(number, start, start + extent.rows(column.axis)))
+    tensors = rows_of(source.reader(row), manifest.schema, extent, picture.index.home(at))
     return FlatTrajectory(
         manifest.schema,
         extent,

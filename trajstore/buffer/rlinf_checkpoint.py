@@ -11,12 +11,12 @@ from trajstore.files.parallel import in_order
 from trajstore.store.index import TrajectoryEntry
 from trajstore.store.rlinf_layout import (
     INDEX_NAMES,
-    METADATA_NAME,
     RLinfEntry,
     encode_trajectory,
     index_json,
     metadata_json,
 )
+from trajstore.store.sealed import METADATA_NAME
 
 _GROUP_BYTES, _GROUP_FILES = 8 << 20, 64
 """How much is written at a time."""

@@ -21,6 +21,12 @@ from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.schema import Extent, Schema
 from trajstore.files.base import Buffer, EncodedFile
 
+SHARDS_FOLDER = "shards"
+"""Where a store keeps the files of its shards."""
+
+SHARD_LAYOUT = "trajstore.shard"
+"""What every shard says that it is, beside a version of its format."""
+
 Fetch = Callable[[str], Buffer]
 """Returns the bytes of one file of a shard, by the file's name in the manifest.
 

@@ -11,6 +11,8 @@ import torch
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import (
+    SHARD_LAYOUT,
+    SHARDS_FOLDER,
     EncodedShard,
     Fetch,
     ShardContent,
@@ -20,7 +22,7 @@ from trajstore.formats.base import (
     rows_from_bytes,
 )
 from trajstore.formats.pickles.safe_pickle import safe_loads
-from trajstore.formats.pt import SHARD_LAYOUT, SHARD_VERSION
+from trajstore.formats.pt import SHARD_VERSION
 
 _PROTOCOL = 5
 
@@ -51,7 +53,7 @@ class PklFormat(TrajectoryFormat):
         }
         unmapped = (None,) * len(schema.columns)
         data = pickle.dumps(document, protocol=_PROTOCOL)
-        return EncodedShard((EncodedFile(f"shards/{name}.pkl", [data]),), unmapped, unmapped)
+        return EncodedShard((EncodedFile(f"{SHARDS_FOLDER}/{name}.pkl", [data]),), unmapped, unmapped)
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         return _PklReader(fetch, manifest)

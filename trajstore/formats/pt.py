@@ -10,6 +10,8 @@ import torch
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import (
+    SHARD_LAYOUT,
+    SHARDS_FOLDER,
     ColumnPlace,
     EncodedShard,
     Fetch,
@@ -21,7 +23,6 @@ from trajstore.formats.base import (
 )
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
 
-SHARD_LAYOUT = "trajstore.shard"
 SHARD_VERSION = 1
 
 
@@ -49,7 +50,7 @@ class PtFormat(TrajectoryFormat):
         }
         written, offsets = write_torch_zip(document)
         return EncodedShard(
-            files=(EncodedFile(f"shards/{name}.pt", written),),
+            files=(EncodedFile(f"{SHARDS_FOLDER}/{name}.pt", written),),
             places=tuple(ColumnPlace(0, offset) for offset in offsets),
             column_crc32=tuple(slot.crc32 for slot in slots.values()),
         )

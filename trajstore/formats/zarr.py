@@ -32,6 +32,8 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDepen
 from trajstore.exits import close_before_what_was_imported_now
 from trajstore.files.base import Buffer, EncodedFile
 from trajstore.formats.base import (
+    SHARD_LAYOUT,
+    SHARDS_FOLDER,
     ColumnPlace,
     EncodedShard,
     Fetch,
@@ -47,7 +49,6 @@ from trajstore.formats.checksums import check_file
 if TYPE_CHECKING:
     import zarr
 
-SHARD_LAYOUT = "trajstore.shard"
 SHARD_VERSION = 1
 
 _METADATA = "zarr.json"
@@ -96,7 +97,7 @@ class ZarrFormat(TrajectoryFormat):
 
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
         schema, rows = content.schema, content.rows
-        folder = f"shards/{name}.zarr"
+        folder = f"{SHARDS_FOLDER}/{name}.zarr"
         files = [EncodedFile(f"{folder}/{_METADATA}", [_group_metadata(content)])]
         mapped: dict[int, ColumnPlace] = {}
         crcs: dict[int, int] = {}

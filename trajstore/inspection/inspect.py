@@ -16,6 +16,7 @@ from trajstore.columns.fields import Axis
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import StoreError
 from trajstore.files.base import Directory
+from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.inspection.measure import measure as measure_trajectories
 from trajstore.inspection.mirrors import mirror_report
 from trajstore.inspection.points import points_report, run_points_report
@@ -32,7 +33,6 @@ from trajstore.inspection.statistics import (
 from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import SHARDS_FOLDER
 from trajstore.store.salvage import open_leniently
 
 Report = dict[str, Any]

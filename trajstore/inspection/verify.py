@@ -18,6 +18,7 @@ from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreError, TrajstoreError, UnsafeContentError
 from trajstore.files.base import Directory
+from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.inspection.foreign import iterate_rlinf
 from trajstore.inspection.points import incomplete_points
 from trajstore.inspection.shard_damage import damage_in
@@ -26,7 +27,7 @@ from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import SHARDS_FOLDER, decode_lines, ranges_of
+from trajstore.store.log_records import decode_lines, ranges_of
 from trajstore.store.salvage import SalvagedCatalog
 from trajstore.store.saved_points import pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
@@ -277,11 +278,11 @@ def _check_entries(catalog: Catalog, result: Verification) -> None:
     uuids = np.concatenate([catalog.index["uuid"], catalog.pinned["uuid"]])
     for name, values in (("trajectory id", ids), ("UUID", uuids.view(np.dtype("2i8")) if len(uuids) else uuids)):
         if len(np.unique(values, axis=0)) != len(values):
-            result.problems.append(Problem("trajectory_index.json", f"a {name} occurs twice"))
+            result.problems.append(Problem(INDEX_NAME, f"a {name} occurs twice"))
     if len(ids) and int(ids.max()) >= catalog.next_id:
         result.problems.append(
             Problem(
-                "trajectory_index.json",
+                INDEX_NAME,
                 f"id {int(ids.max())} is not below next_id {catalog.next_id}; ids would be reused",
             )
         )
@@ -342,7 +343,7 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
     for name, value in totals.items():
         if name in found.metadata and found.metadata[name] != value:
             message = f"{name} is {found.metadata[name]}, the index adds up to {value}"
-            result.problems.append(Problem("metadata.json", message))
+            result.problems.append(Problem(METADATA_NAME, message))
     unnamed = [name for name in sizes if name.startswith("trajectory_") and not name.endswith(".json")]
     if unnamed:
         result.notes.append(f"{len(unnamed):,} trajectory files are not in the index")

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from trajstore.errors import ConfigurationError, StoreError, listed
 from trajstore.files.base import Directory, EncodedFile, WriterLock
 from trajstore.files.filemap import FileMap
-from trajstore.formats.base import ShardManifest
+from trajstore.formats.base import SHARDS_FOLDER, ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.mirroring.ledger import Ledger, crc_of
 from trajstore.mirroring.source import Line, Picture
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, segment_generation, segment_name
+from trajstore.store.log_records import LOG_FOLDER, segment_generation, segment_name
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.writing.commit_log import CommitLog

@@ -11,8 +11,9 @@ from typing import Literal
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
 from trajstore.files.base import Directory
 from trajstore.files.opening import open_directory
+from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.catalog import Catalog
-from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER
+from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.rlinf_layout import INDEX_NAMES
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed
 

@@ -31,11 +31,11 @@ from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.rlinf_layout import (
     INDEX_NAMES,
-    METADATA_NAME,
     RLinfEntry,
     parse_index,
     parse_metadata,
 )
+from trajstore.store.sealed import METADATA_NAME
 
 logger = logging.getLogger(__name__)
 

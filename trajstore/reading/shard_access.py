@@ -15,7 +15,7 @@ from trajstore.files.base import Buffer, Directory
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import START_OF, TrajectoryIndex
+from trajstore.store.index import START_OF, Home, TrajectoryIndex
 from trajstore.trajectory import AnyTrajectory
 
 
@@ -149,6 +149,26 @@ class ShardAccess:
 def extent_at(index: TrajectoryIndex, position: int) -> Extent:
     """Return how many rows the trajectory at a position has on each axis."""
     return Extent(*(int(index.at(name, position)) for name in ("steps", "batch", "extra", "document")))
+
+
+def rows_of(reader: ShardReader, schema: Schema, extent: Extent, home: Home) -> list[torch.Tensor]:
+    """Return the rows of one trajectory, decoded, column by column: ``[rows, *row_shape]``.
+
+    Args:
+        reader: of the shard.
+        schema: its columns.
+        extent: how many rows the trajectory has.
+        home: where they begin; its table does not matter.
+
+    Raises:
+        CorruptStoreError: the shard is damaged; names file and column.
+        UnsafeContentError: reading it would run code.
+    """
+    starts = [home.first(column.axis) for column in schema.columns]
+    return [
+        reader.rows(number, start, start + extent.rows(column.axis))
+        for number, (column, start) in enumerate(zip(schema.columns, starts, strict=True))
+    ]
 
 
 def fetch_file(directory: Directory, manifest: ShardManifest, name: str) -> Buffer:

@@ -19,13 +19,13 @@ from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import Directory
 from trajstore.files.partial import PartialMap
 from trajstore.formats import open_shard
-from trajstore.formats.base import ShardManifest, ShardReader
+from trajstore.formats.base import SHARDS_FOLDER, ShardManifest, ShardReader
 from trajstore.formats.checksums import check_file
 from trajstore.reading.residency import MappedShard
 from trajstore.reading.shard_access import fetch_file
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import SHARDS_FOLDER, ids_in_words
+from trajstore.store.log_records import ids_in_words
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trajstore.columns.fields import Axis
 from trajstore.columns.schema import Schema
 from trajstore.files.partial import fetched
 from trajstore.reading.residency import Residency
+from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
-from trajstore.store.index import START_OF, TrajectoryIndex
+from trajstore.store.index import TrajectoryIndex
 
 
 def rows_at(
@@ -29,7 +29,7 @@ def rows_at(
     slot = int(index.at("slot", position))
     undecoded = residency.ensure(np.array([slot], np.int64), lambda _, extent: index.note_extent(position, extent))
     extent = index.entry(position).extent
-    starts = {axis: int(index.at(START_OF[axis], position)) for axis in Axis}
+    home = index.home(position)
     if undecoded:
         source, row = residency.shard_of(slot)
         schema = sources[source].manifest(row).schema
@@ -37,18 +37,14 @@ def rows_at(
         if told is not None:
             extent = told
             index.note_extent(position, told)
-        reader = sources[source].reader(row)
-        return schema, [
-            reader.rows(number, starts[column.axis], starts[column.axis] + extent.rows(column.axis))
-            for number, column in enumerate(schema.columns)
-        ]
+        return schema, rows_of(sources[source].reader(row), schema, extent, home)
     schema = residency.schema(slot)
     tensors = [
         torch.empty((extent.rows(column.axis), *column.row_shape), dtype=column.torch_dtype)
         for column in schema.columns
     ]
     addresses = [
-        base + starts[column.axis] * column.row_nbytes
+        base + home.first(column.axis) * column.row_nbytes
         for column, base in zip(schema.columns, residency.addresses_of(slot), strict=True)
     ]
     partial = residency.partial_maps(np.array([slot], np.int64))

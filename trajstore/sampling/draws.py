@@ -26,6 +26,12 @@ logger = logging.getLogger(__name__)
 class Window:
     """The newest trajectories of an index that can be read, oldest first.
 
+    A buffer in memory only evicts in the order of addition, and what it has loaded stays readable. So those that cannot
+    be read are one run of positions, the gap, and a window may lie on both sides of it::
+
+        first            gap.start            gap.stop            end
+          |---- before ----|----- skipped -----|--- the rest ------|      samples: before + the rest
+
     Attributes:
         first: position of the oldest.
         gap: positions after it that do not belong to the window; often none.

@@ -17,16 +17,10 @@ import orjson
 from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.files.base import Directory
+from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.committed import NONSENSE, Change, Committed
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import (
-    LOG_FOLDER,
-    SHARDS_FOLDER,
-    LogTail,
-    decode_lines,
-    natural,
-    segment_generation,
-)
+from trajstore.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
 from trajstore.store.packing import declared_rows
 from trajstore.store.saved_points import Pins
 from trajstore.store.sealed import INDEX_NAME, LAYOUT, METADATA_NAME, parse_metadata, unseal

@@ -78,6 +78,10 @@ class Home(NamedTuple):
     start_extra: int = 0
     start_document: int = 0
 
+    def first(self, axis: Axis) -> int:
+        """Return the first row of a column on this axis."""
+        return int(getattr(self, START_OF[axis]))
+
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEntry:

@@ -26,7 +26,6 @@ from trajstore.files.base import check_name
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
 
 LOG_FOLDER = "log"
-SHARDS_FOLDER = "shards"
 
 _INT64_MAX = RANGES["nbytes"][1]
 

@@ -27,7 +27,6 @@ from trajstore.trajectory import Trajectory
 INDEX_NAMES = ("trajectory_index.json", "trajector_index.json")
 """The index, and how early versions of RLinf misspelt it."""
 
-METADATA_NAME = "metadata.json"
 SUFFIXES = ("pt", "pkl")
 
 TRAJECTORY_CLASSES: Mapping[tuple[str, str], Any] = {

@@ -16,11 +16,12 @@ from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
 from trajstore.files.base import Directory
+from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import SHARDS_FOLDER, decode_each, natural
+from trajstore.store.log_records import decode_each, natural
 from trajstore.store.sealed import (
     INDEX_NAME,
     LAYOUT,

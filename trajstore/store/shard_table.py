@@ -19,7 +19,7 @@ from trajstore.columns.fields import Axis
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import check_name
-from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
+from trajstore.formats.base import SHARDS_FOLDER, ColumnPlace, ShardManifest, StoredFile
 from trajstore.store.packing import declared_rows, pack, unpack
 
 ABSENT = -1
@@ -33,7 +33,7 @@ def shard_name(number: int) -> str:
 
 def shard_number(file: str) -> int | None:
     """Return the number of the shard that a file belongs to, by its name; None if the name is not a shard's."""
-    match = re.match(r"shards/shard_(\d{8,})[./]", file)
+    match = re.match(rf"{SHARDS_FOLDER}/shard_(\d{{8,}})[./]", file)
     return None if match is None else int(match[1])
 
 

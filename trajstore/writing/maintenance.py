@@ -15,8 +15,9 @@ import numpy as np
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import Directory, EncodedFile, Reader
 from trajstore.files.local import TEMPORARY_SUFFIX
+from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.catalog import Catalog
-from trajstore.store.log_records import LOG_FOLDER, SHARDS_FOLDER, segment_generation
+from trajstore.store.log_records import LOG_FOLDER, segment_generation
 from trajstore.store.saved_points import PINS_FOLDER
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
 from trajstore.store.shard_table import shard_number

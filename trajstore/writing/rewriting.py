@@ -24,9 +24,9 @@ from trajstore.files.base import Buffer, Directory
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore.formats.checksums import check_file, manifest_of
-from trajstore.reading.shard_access import fetch_file
+from trajstore.reading.shard_access import fetch_file, rows_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import START_OF, STARTS
+from trajstore.store.index import STARTS, Home
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.commit_log import CommitLog
 
@@ -230,10 +230,10 @@ class Rewriter:
     def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> None:
         number = self._new_shard()
         name = shard_name(number)
-        schema = sources[entries[0].row].manifest.schema
+        schema = sources[entries[0].home.table].manifest.schema
         pieces: list[list[Buffer]] = [[] for _ in schema.columns]
         for entry in entries:
-            for column, piece in enumerate(sources[entry.row].columns(entry)):
+            for column, piece in enumerate(sources[entry.home.table].columns(entry)):
                 pieces[column].append(piece)
         extents = [entry.extent for entry in entries]
         content = ShardContent(schema, extents, pieces)
@@ -258,12 +258,11 @@ class _Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A live or pinned trajectory and where it is: shard, and first row by column of the index."""
+    """A live or pinned trajectory and where it is."""
 
     trajectory_id: int
-    row: int
     extent: Extent
-    starts: dict[str, int]
+    home: Home
 
 
 def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
@@ -278,7 +277,7 @@ def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
             *(index[name][inside].tolist() for name in names), strict=True
         ):
             extent = Extent(steps, batch, extra, document)
-            found.append(_Entry(number, row, extent, dict(zip(STARTS, starts, strict=True))))
+            found.append(_Entry(number, extent, Home(row, *starts)))
     return sorted(found, key=lambda entry: entry.trajectory_id)
 
 
@@ -291,9 +290,5 @@ class _OpenShard:
 
     def columns(self, entry: _Entry) -> list[memoryview]:
         """Return the rows of a trajectory, column by column."""
-        columns = []
-        for number, column in enumerate(self.manifest.schema.columns):
-            start = entry.starts[START_OF[column.axis]]
-            rows = self._reader.rows(number, start, start + entry.extent.rows(column.axis))
-            columns.append(raw_bytes(rows.contiguous()))
-        return columns
+        rows = rows_of(self._reader, self.manifest.schema, entry.extent, entry.home)
+        return [raw_bytes(tensor.contiguous()) for tensor in rows]
