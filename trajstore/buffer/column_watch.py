@@ -1,4 +1,7 @@
-"""Tells when what is added has other columns than what was there: drawing over both will be refused. No I/O."""
+"""Tells when what is added has other columns than what was there: drawing over both will be refused. No I/O.
+
+Takes no lock: of two threads that add at once, both may tell the same difference.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which trajectories a store was given already, so that a parcel that comes twice is stored once. Pure; no I/O."""
+"""Which trajectories a store was given already, so that a parcel that comes twice is stored once. Pure; no I/O.
+
+Changed with ``StoreServer._adding`` held.
+"""
 
 from __future__ import annotations
 

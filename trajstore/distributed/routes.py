@@ -1,4 +1,7 @@
-"""To which store a parcel goes: the one on this node if there is one, else one after another. Pure; no I/O."""
+"""To which store a parcel goes: the one on this node if there is one, else one after another. Pure; no I/O.
+
+Guarded by ``Outbox._lock``.
+"""
 
 from __future__ import annotations
 

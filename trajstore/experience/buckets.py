@@ -2,6 +2,8 @@
 
 The *difficulty* of a task is its number of successes out of ``n_rollout``, by the fresh rollouts of its newest step
 (:meth:`~trajstore.experience.outcomes.TaskOutcome.difficulty`). Tasks of one difficulty share a *bucket*.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
 """
 
 from __future__ import annotations

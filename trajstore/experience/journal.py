@@ -5,6 +5,8 @@ records* say what a step changed in buckets and skip set, a *snapshot* says ever
 count only once a snapshot names them (so that a whole pool is replaced at one point). Each is an
 ``AgentTrajectory`` whose ``metadata`` has the key ``experience_pool``; task records and snapshots have no
 tokens.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
 """
 
 from __future__ import annotations

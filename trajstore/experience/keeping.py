@@ -1,4 +1,7 @@
-"""``KeptPool``: what a pool holds, and how it is kept: in its store, in checkpoints, as files."""
+"""``KeptPool``: what a pool holds, and how it is kept: in its store, in checkpoints, as files.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
 
 from __future__ import annotations
 

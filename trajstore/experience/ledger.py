@@ -2,6 +2,8 @@
 
 A store that fails therefore leaves the state as it was, and a crash loses a tail of the changes: never more
 than the store had not yet written.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
 """
 
 from __future__ import annotations

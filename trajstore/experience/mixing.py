@@ -1,4 +1,7 @@
-"""Which tasks make up the next batch: some that bring history, the rest fresh."""
+"""Which tasks make up the next batch: some that bring history, the rest fresh.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
 
 from __future__ import annotations
 

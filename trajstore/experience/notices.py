@@ -1,4 +1,7 @@
-"""What a pool warns of, each once: entries that do not belong to the run that uses them."""
+"""What a pool warns of, each once: entries that do not belong to the run that uses them.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
 
 from __future__ import annotations
 

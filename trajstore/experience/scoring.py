@@ -1,4 +1,7 @@
-"""Entropy of stored trajectories under the current policy, asked of the trainer."""
+"""Entropy of stored trajectories under the current policy, asked of the trainer.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which tasks of the pool are most like those of a batch, by the texts of the tasks."""
+"""Which tasks of the pool are most like those of a batch, by the texts of the tasks.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
 
 from __future__ import annotations
 

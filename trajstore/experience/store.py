@@ -1,4 +1,7 @@
-"""Where the pool keeps its records: what it needs of a trajectory store, and two stores that give it."""
+"""Where the pool keeps its records: what it needs of a trajectory store, and two stores that give it.
+
+Takes no lock: the one training loop that owns the pool is the one caller.
+"""
 
 from __future__ import annotations
 

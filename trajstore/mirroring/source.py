@@ -1,4 +1,7 @@
-"""What a mirror takes from its store: a picture of one generation, and the records of the log up to it."""
+"""What a mirror takes from its store: a picture of one generation, and the records of the log up to it.
+
+Only for the mirror's thread.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reading RLinf's directories in place."""
+"""Reading RLinf's directories in place.
+
+Files are opened, and the table of those that are open changes, with ``Contents.lock`` held.
+"""
 
 from __future__ import annotations
 

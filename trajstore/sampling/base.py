@@ -60,7 +60,10 @@ class Drawn:
 
 
 class Sampler(ABC):
-    """Chooses rows. One caller at a time; who shares it between threads holds a lock.
+    """Chooses rows.
+
+    It has one caller at a time: a buffer calls its samplers with ``Contents.lock`` held, and whoever else shares one
+    between threads holds a lock.
 
     Attributes:
         unit: what one row is.

@@ -1,4 +1,7 @@
-"""Uniform draws without replacement: every row once, in a random order, then anew."""
+"""Uniform draws without replacement: every row once, in a random order, then anew.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What makes some trajectories likelier than others: age, staleness, use. Factors multiply."""
+"""What makes some trajectories likelier than others: age, staleness, use. Factors multiply.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Whole groups: all rollouts of a task together, as group-relative advantages want them."""
+"""Whole groups: all rollouts of a task together, as group-relative advantages want them.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
+"""
 
 from __future__ import annotations
 

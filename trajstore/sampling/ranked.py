@@ -1,4 +1,7 @@
-"""Draws by rank instead of by chance. Nothing is left to a generator."""
+"""Draws by rank instead of by chance. Nothing is left to a generator.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The trajectories that a sampler knows, in order of addition, each with a run of leaves of a tree."""
+"""The trajectories that a sampler knows, in order of addition, each with a run of leaves of a tree.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Source of the use in replay: Schaul et al., "Prioritized Experience Replay", 2016, appendix B.2.1. Nodes have sixteen
 children instead of two: a search then reads a sixth as many cache lines that are far apart.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Draws in proportion to weights: priorities, age, staleness and use, alone or multiplied."""
+"""Draws in proportion to weights: priorities, age, staleness and use, alone or multiplied.
+
+Guarded as :class:`~trajstore.sampling.base.Sampler` says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From which generation to which one a shard can be seen, and so which readers keep its files. Pure; no I/O."""
+"""From which generation to which one a shard can be seen, and so which readers keep its files. Pure; no I/O.
+
+Guarded as the catalog that they belong to.
+"""
 
 from __future__ import annotations
 
