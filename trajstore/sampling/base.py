@@ -60,10 +60,9 @@ class Drawn:
 
 
 class Sampler(ABC):
-    """Chooses rows.
+    """Chooses rows, for one caller at a time.
 
-    It has one caller at a time: a buffer calls its samplers with ``Contents.lock`` held, and whoever else shares one
-    between threads holds a lock.
+    A buffer calls its samplers with ``Contents.lock`` held; whoever else shares one between threads holds a lock.
 
     Attributes:
         unit: what one row is.
