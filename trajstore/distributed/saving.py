@@ -96,7 +96,7 @@ class RestorableHandle(DrawingHandle):
                 self._stores.call_all({rank: (cut.by, str(save_path)) for rank in cut.ranks}, call)
 
     def pin(self, name: str) -> dict[int, int]:
-        """Make a checkpoint inside every store, all at one moment; return their generations by rank.
+        """Pin every store, all at one moment; return their generations by rank.
 
         Raises:
             StoreUnreachableError, StoreWriteError: a store could not be pinned; others may be.
@@ -105,7 +105,7 @@ class RestorableHandle(DrawingHandle):
             return self._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name)), "pin")
 
     def unpin(self, name: str) -> None:
-        """Let go of the checkpoints inside the stores, or of a saved point (``step-750``)."""
+        """Let go of the pins of this name, or of a saved point (``step-750``)."""
         self._stores.call_all(dict.fromkeys(self._stores.look(), (name,)), "unpin")
 
     # -- saved points -----------------------------------------------------------------------------

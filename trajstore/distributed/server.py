@@ -282,7 +282,7 @@ class StoreServer:
                 raise StoreWriteError(f"{error}: the checkpoint {target.path} was not replaced") from error
 
     def pin(self, by: str, name: str) -> int:
-        """Make a checkpoint inside the store; return its generation.
+        """Pin the store; return its generation.
 
         Raises:
             StoreWriteError: the store is held no longer.
@@ -291,7 +291,7 @@ class StoreServer:
             return self._buffer.pin(name)
 
     def unpin(self, name: str) -> None:
-        """Let go of a checkpoint inside the store."""
+        """Let go of a pin of the store."""
         self._buffer.unpin(name)
 
     def saved_points(self) -> list[SavedPoint]:
