@@ -200,6 +200,18 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     handle.stop()
 
 
+def test_a_relative_path_is_that_of_the_caller(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with create("relative", Path("run")) as handle:
+        assert handle.served()[0].path == str(tmp_path / "run")
+        handle.save_checkpoint("saved")
+        handle.stop()
+    assert (tmp_path / "run" / "rank_0" / "metadata.json").exists()
+    assert (tmp_path / "saved" / "rank_0" / "metadata.json").exists()
+
+
 def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_path: Path) -> None:
     handle = create("points", tmp_path, stores=2, refresh_interval=0.0, seed=3, sample_window_size=4)
     assert handle.saved_points == []

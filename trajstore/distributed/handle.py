@@ -20,7 +20,7 @@ from trajstore.distributed.receipts import Outbox, Receipt
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
-from trajstore.distributed.starting import start_stores, strategies
+from trajstore.distributed.starting import everywhere, start_stores, strategies
 from trajstore.errors import StoreNotFoundError, StoreUnreachableError
 from trajstore.mirroring.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
@@ -69,7 +69,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
 
         Args:
             name: of the buffer, by which :meth:`connect` finds it.
-            path: folder of the stores, ``rank_0``, ``rank_1``, ...; the same on every node, on its own disk or not.
+            path: folder of the stores, ``rank_0``, ``rank_1``, ...; the same on every node, on its own disk or not. A
+                relative one is that of this process.
             stores: how many, or one on each node.
             options: how each makes its :class:`~trajstore.TrajectoryReplayBuffer` (``retention``, ``writer``, ...).
             actor_options: for Ray's actors (``num_cpus``, ``resources``, ``memory``).
@@ -83,11 +84,11 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             StoreUnreachableError: a store does not start; says why.
         """
         check_kind("path", path, str | Path, "a path")
-        checked = handle_options(handle)
+        checked, where = handle_options(handle), everywhere(path)
         placed = strategies(stores, scheduling_strategy, shared_path)
         known = Stores(name, namespace, checked.deadline)
         per_node = stores == "per_node"
-        found = start_stores(known, str(path), placed, options or {}, actor_options or {}, per_node=per_node)
+        found = start_stores(known, where, placed, options or {}, actor_options or {}, per_node=per_node)
         return cls._of(found, checked)
 
     @classmethod

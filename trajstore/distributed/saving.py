@@ -14,6 +14,7 @@ from trajstore.arguments import check_kind, truth, whole, whole_or_none
 from trajstore.buffer.runs import RunPoint, incomplete_sentence, unite_points
 from trajstore.buffer.saved_points import KEPT
 from trajstore.distributed.drawing import DrawingHandle
+from trajstore.distributed.starting import everywhere
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, listed
 from trajstore.store.saved_points import SavedPoint, point_name
 from trajstore.store.states import asked
@@ -93,7 +94,7 @@ class RestorableHandle(DrawingHandle):
         check_kind("save_path", save_path, str | Path, "a path or URL")
         with self._held() as cut:
             for call in ("prepare_checkpoint", "publish_checkpoint"):
-                self._stores.call_all({rank: (cut.by, str(save_path)) for rank in cut.ranks}, call)
+                self._stores.call_all({rank: (cut.by, everywhere(save_path)) for rank in cut.ranks}, call)
 
     def pin(self, name: str) -> dict[int, int]:
         """Pin every store, all at one moment; return their generations by rank.

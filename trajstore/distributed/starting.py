@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from trajstore.distributed.actors import Stores, actor_name, ray
@@ -24,6 +26,11 @@ _METHODS = {
         "compact",
     ),
 }
+
+
+def everywhere(path: str | Path) -> str:
+    """Return a path that means the same in every process, whatever directory it works in."""
+    return str(path) if "://" in str(path) else os.path.abspath(path)
 
 
 def strategies(stores: int | str, given: Any, shared: bool) -> Sequence[Any]:
