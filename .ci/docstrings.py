@@ -7,13 +7,13 @@ from typing import Any
 
 import griffe
 
-_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+_ROLE = re.compile(r":\w+:`(?:~(?:\w+\.)*|(?:[a-z_]+\.)*)([^`]+)`")
 _TABLE = re.compile(r"^(=+(?: +=+)+\n)(?:.*\n)+?\1(?:(?:.+\n)+\1)?", re.MULTILINE)
 
 
 def as_markdown(text: str) -> str:
     """Return a docstring with ``:meth:`name``` as code, and with tables of reStructuredText as they stand."""
-    text = _ROLE.sub(lambda match: f"`{match[1].rpartition('.')[2]}`", text)
+    text = _ROLE.sub(lambda match: f"`{match[1]}`", text)
     return _TABLE.sub(lambda match: _as_block(match[0], match[1]), text + "\n")
 
 

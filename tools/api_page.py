@@ -17,7 +17,7 @@ from typing import Any
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 _TABLE = re.compile(r"^\| name \|.*?\n\n", re.MULTILINE | re.DOTALL)
-_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+_ROLE = re.compile(r":\w+:`(?:~(?:\w+\.)*|(?:[a-z_]+\.)*)([^`]+)`")
 
 
 def find(name: str) -> Any:
@@ -37,7 +37,7 @@ def find(name: str) -> Any:
 def first_sentences(value: Any) -> str:
     """Return the first paragraph of a docstring, as Markdown for a table."""
     text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-    text = _ROLE.sub(lambda match: f"`{match[1].rpartition('.')[2]}`", text)
+    text = _ROLE.sub(lambda match: f"`{match[1]}`", text)
     return text.replace("``", "`").replace("|", "&#124;")
 
 
