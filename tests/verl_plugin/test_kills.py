@@ -154,7 +154,7 @@ def test_what_keep_promises_follows_the_rules() -> None:
         rollout("d_1_0", "digit:1", 2, run="run-b", entropy=0.5),
         rollout("d_0_0", "digit:1", 2, run="run-b", outcome=0.0),
     ]
-    kept = kept_pool(state, before, since, most=2)
+    kept = kept_pool(state, before, since, most=2, n_rollout=2)
     assert names(kept) == {"digit:1": ["old_0_0", "d_1_0"], "digit:3": ["c_0_0"]}
     assert kept.buckets() == {"1": ["digit:1", "digit:3"]}
     assert list(kept.skip) == ["digit:2"]
@@ -171,16 +171,14 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
     for step in range(1, 60):
         made = []
         for task in range(4):
-            for session in range(4):
+            count = chance.choice([3, 4, 4])  # fewer where histories took the place of some
+            for session in range(count):
                 name = f"{chance.choice('abcdefgh')}_{session}_0"
                 outcome = float(chance.random() < 0.75)
-                made.append(
-                    rollout(
-                        name, f"digit:{task}", step, outcome=outcome, entropy=chance.choice([1.0, 2.0, 3.0, 4.0]), of=4
-                    )
-                )
+                entropy = chance.choice([1.0, 2.0, 3.0, 4.0])
+                made.append(rollout(name, f"digit:{task}", step, outcome=outcome, entropy=entropy, of=count))
         steps.append(made)
-    kept = kept_pool({"difficulty2task_dict": {}, "skip_uid_set": []}, {}, itertools.chain(*steps), most=3)
+    kept = kept_pool({"difficulty2task_dict": {}, "skip_uid_set": []}, {}, itertools.chain(*steps), 3, 4)
     config = ExperienceReplayConfig.from_mapping({"enable": True, "max_trajectories_per_task": 3}, n_rollout=4)
     with ReplayHook[str](config, n_rollout=4, get_task=str) as hook:
         for made in steps:
@@ -209,7 +207,7 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
     held = {"digit:1": [["a_0_0", digest(made[0])]], "digit:2": [["b_0_0", digest(made[1])]]}
     assert (found.since, found.expected.held, problems) == (2, held, [])
 
-    pool = {"difficulty2task_dict": {"1": ["digit:1", "digit:2"]}, "skip_uid_set": []}
+    pool = {"difficulty2task_dict": {"2": ["digit:1", "digit:2"]}, "skip_uid_set": []}  # 1 of 2 is 2 of 4
     check_resumed({"step": 0, "pool": pool, "held": held}, found.expected, problems.append)
     assert problems == []
     without = {"digit:1": held["digit:1"]}

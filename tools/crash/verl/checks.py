@@ -169,7 +169,8 @@ def _with_kept(
     state: Mapping[str, Any], held: Mapping[str, list[AgentTrajectory]], since: Sequence[AgentTrajectory]
 ) -> tuple[dict[str, Any], dict[str, list[AgentTrajectory]]]:
     """Return a pool's state and trajectories with the rollouts recorded since; ids are left out, as they are new."""
-    kept = kept_pool(state, held, since, _rules().max_trajectories_per_task)
+    rules = _rules()
+    kept = kept_pool(state, held, since, rules.max_trajectories_per_task, rules.n_rollout)
     changed = {name: value for name, value in state.items() if name != "entries"}
     changed |= {"difficulty2task_dict": kept.buckets(), "skip_uid_set": list(kept.skip)}
     if "refused" in state:

@@ -4,6 +4,8 @@ Rollouts recorded after a checkpoint enter the pool as it was there, step by ste
 
 - a task of which every rollout of a step succeeded leaves the pool and is skipped, until one of a later step fails; a
   rollout that the crash took counts as one that failed;
+- the bucket of another task is its number of successes; where histories took the place of some of its ``n_rollout``
+  rollouts, the share of the others counts, rounded: 2 of 3 are 3 of 4;
 - of other tasks the successes enter, in the order of their sessions, if what replay needs of them is there;
 - one with the tokens of another of its task is refused;
 - a task has a largest number of trajectories; then one enters only in the place of one whose entropy is higher.
@@ -12,6 +14,7 @@ Rollouts recorded after a checkpoint enter the pool as it was there, step by ste
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,13 +31,15 @@ class Kept:
 
     Attributes:
         most: trajectories that a task may have.
+        n_rollout: rows of a task in a batch, histories included.
         held: trajectories by task, oldest first.
-        difficulty: successes of each task in its newest step; tasks of one difficulty in the order of their arrival.
+        difficulty: bucket of each task by its newest step; tasks of one difficulty in the order of their arrival.
         skip: tasks that are solved, in the order of their arrival.
         refused: how many did not enter, by the pool's name of the reason.
     """
 
     most: int
+    n_rollout: int
     held: dict[str, list[AgentTrajectory]]
     difficulty: dict[str, int]
     skip: dict[str, None]
@@ -66,9 +71,12 @@ class Kept:
             self.skip.setdefault(task)
             return
         self.skip.pop(task, None)
-        if self.difficulty.get(task) != successes:
+        made = group[0].metadata["task_rollouts"]
+        share = math.floor(self.n_rollout * successes / made + 0.5)
+        difficulty = min(max(share, int(successes > 0)), self.n_rollout - 1)
+        if self.difficulty.get(task) != difficulty:
             self.difficulty.pop(task, None)
-            self.difficulty[task] = successes
+            self.difficulty[task] = difficulty
 
     def _add(self, one: AgentTrajectory) -> None:
         if one.task_id in self.skip:
@@ -87,7 +95,11 @@ class Kept:
 
 
 def kept_pool(
-    state: Mapping[str, Any], held: Mapping[str, list[AgentTrajectory]], since: Iterable[AgentTrajectory], most: int
+    state: Mapping[str, Any],
+    held: Mapping[str, list[AgentTrajectory]],
+    since: Iterable[AgentTrajectory],
+    most: int,
+    n_rollout: int,
 ) -> Kept:
     """Return the pool that ``keep`` must resume with.
 
@@ -96,10 +108,15 @@ def kept_pool(
         held: its trajectories by task, oldest first.
         since: rollouts that were recorded since, in the order of their ids.
         most: trajectories that a task may have.
+        n_rollout: rows of a task in a batch, histories included.
     """
     difficulty = {task: int(key) for key, tasks in state["difficulty2task_dict"].items() for task in tasks}
     kept = Kept(
-        most, {task: list(all_) for task, all_ in held.items()}, difficulty, dict.fromkeys(state["skip_uid_set"])
+        most,
+        n_rollout,
+        {task: list(all_) for task, all_ in held.items()},
+        difficulty,
+        dict.fromkeys(state["skip_uid_set"]),
     )
     kept.take_in(since)
     return kept
