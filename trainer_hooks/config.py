@@ -12,6 +12,8 @@ from typing import Any
 
 from trainer_hooks.batch import GROUPS, GroupOffPolicy
 from trainer_hooks.masks import REGULARIZERS, RegularizeReplayed
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
 from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
@@ -134,6 +136,7 @@ class ExperienceReplayConfig:
         return ExperienceReplayConfig(**given)
 
     @staticmethod
+    @checked
     def from_yaml(path: str | Path, *, section: str = SECTION, n_rollout: int | None = None) -> ExperienceReplayConfig:
         """Return the configuration in a section of a YAML file.
 
@@ -143,7 +146,7 @@ class ExperienceReplayConfig:
             n_rollout: rollouts per task, if k is to be checked against it.
 
         Raises:
-            ConfigurationError: no such section, not YAML, unknown keys, values out of range.
+            ConfigurationError: no such file or section, not YAML, unknown keys, values out of range.
             MissingDependencyError: PyYAML is not installed.
         """
         try:
@@ -154,6 +157,8 @@ class ExperienceReplayConfig:
             node = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise ConfigurationError(f"{path}: not YAML: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"path: {path}: cannot be read: {error}") from error
         for name in section.split(".") if section else ():
             if not isinstance(node, Mapping) or name not in node:
                 raise ConfigurationError(f"{path}: has no section {section}; add it, or name another")
@@ -163,6 +168,7 @@ class ExperienceReplayConfig:
         except ConfigurationError as error:
             raise ConfigurationError(f"{path}: {error}") from error
 
+    @checked
     def warn(self, *, knows_entropy: bool) -> None:
         """Log what of this has no effect, or another one than its name may say.
 
@@ -185,8 +191,9 @@ class ExperienceReplayConfig:
         """Return the rules of the pool for ``n_rollout`` rollouts per task.
 
         Raises:
-            ConfigurationError: k is not below ``n_rollout``.
+            ConfigurationError: ``n_rollout`` is no number above 0, or k is not below it.
         """
+        whole("n_rollout", n_rollout, 1)
         _raise_if(history_problems(self.offpolicy_trajectories_per_task, n_rollout))
         shared = {field.name for field in dataclasses.fields(PoolRules)} - {"n_rollout"}
         return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in shared})

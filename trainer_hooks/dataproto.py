@@ -67,6 +67,8 @@ def batch_of(data: DataProto) -> Batch:
     Raises:
         ConfigurationError: a key that the hook reads is absent.
     """
+    if not hasattr(data, "batch") or not hasattr(data, "non_tensor_batch"):
+        raise ConfigurationError(f"data: a {type(data).__name__}, must be a DataProto; to_dataproto returns one")
     _require("data.batch", data.batch.keys(), _HOOK_KEYS)
     _require("data.non_tensor_batch", data.non_tensor_batch, _HOOK_NON_TENSOR_KEYS)
     tensors = dict(data.batch.items())

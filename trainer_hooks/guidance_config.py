@@ -140,6 +140,8 @@ class GuidanceConfig:
         Raises:
             ConfigurationError: unknown keys, one option given twice, values out of range; the message lists all.
         """
+        if not hasattr(config, "keys"):
+            raise ConfigurationError(f"config: must be a mapping of keys, is a {type(config).__name__}")
         manager = _section(config, MANAGER)
         given: dict[str, Any] = {}
         said: dict[str, str] = {}

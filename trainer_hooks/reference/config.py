@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.reference.model import ModelConfig
+from trajstore.arguments import finite
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 Rows = Literal["rollout", "turns"]
 RowWeight = Literal["row", "rollout"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """Everything that a run depends on.
@@ -67,11 +71,11 @@ class TrainerConfig:
         if self.minibatches > self.tasks_per_step * self.n_rollout:
             raise ConfigurationError(f"minibatches: {self.minibatches}, must not be above the rows of a batch")
         for name in ("learning_rate", "warm_start_learning_rate", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"{name}: {getattr(self, name)}, must be above 0")
-        for name, allowed in (("rows", get_args(Rows)), ("row_weight", get_args(RowWeight))):
-            if getattr(self, name) not in allowed:
-                raise ConfigurationError(f"{name}: {getattr(self, name)!r}, must be one of {', '.join(allowed)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name}: {getattr(self, name)}, must be above 0 and finite")
+        for name in ("entropy_coeff", "cliprange_low", "cliprange_high"):
+            finite(name, getattr(self, name), 0)
+        finite("clip_ratio_c", self.clip_ratio_c, 1)
         if self.warm_start_steps < 0:
             raise ConfigurationError(f"warm_start_steps: {self.warm_start_steps}, must be at least 0")
         if not 0 < self.solved_at <= 1:

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trajstore.arguments import whole
+from trajstore.checked import checked
 from trajstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 
+@checked
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Size of the policy. ``max_length`` bounds the tokens of a conversation."""
@@ -21,6 +24,10 @@ class ModelConfig:
     layers: int = 2
     heads: int = 4
     max_length: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "layers", "heads", "max_length"):
+            whole(name, getattr(self, name), 1)
 
 
 def build_model(config: ModelConfig, vocabulary: int, seed: int) -> LlamaForCausalLM:

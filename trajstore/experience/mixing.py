@@ -276,6 +276,8 @@ def history_problems(offpolicy_trajectories_per_task: Any, n_rollout: int | None
     k = offpolicy_trajectories_per_task
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         return [f"offpolicy_trajectories_per_task: {k!r}, must be a whole number of at least 1"]
+    if n_rollout is not None and (isinstance(n_rollout, bool) or not isinstance(n_rollout, int) or n_rollout < 1):
+        return [f"n_rollout: {n_rollout!r}, must be a whole number of at least 1"]
     if n_rollout is not None and k >= n_rollout:
         return [
             f"offpolicy_trajectories_per_task: {k}, must be below n_rollout = {n_rollout}, so that every task makes a"

@@ -77,6 +77,8 @@ class PoolRules:
 
     def __post_init__(self) -> None:
         problems = rule_problems(vars(self))
+        if not isinstance(self.use_current_policy_entropy, bool):
+            problems.append(f"use_current_policy_entropy: {self.use_current_policy_entropy!r}, must be true or false")
         if problems:
             raise ConfigurationError("experience pool: " + "; ".join(problems))
 
