@@ -207,6 +207,7 @@ class Frozen:
         ("version pins/b", lambda directory: publish(directory, pins__b=b"late")),
         ("delete_if pins/a", lambda directory: directory.remove(["pins/a"])),
         ("create log/1", lambda directory: directory.append("log/1", b"late")),
+        ("create shards/1", lambda directory: publish(directory, shards__1=b"late")),
     ],
 )
 def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
@@ -224,12 +225,12 @@ def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
         late = pool.submit(change, directory)
         assert frozen.reached.wait(60)
         heir = take_over(url, options)
-        publish(heir, **{"metadata.json": b"2"}, pins__a=b"2", pins__b=b"2")
+        publish(heir, **{"metadata.json": b"2"}, pins__a=b"2", pins__b=b"2", shards__1=b"2")
         heir.append("log/1", b"2")
         frozen.thawed.set()
         with pytest.raises(WriterFencedError, match=r"was taken over .* process \d+ on .* write nothing more"):
             late.result(60)
-    for name in ("metadata.json", "pins/a", "pins/b", "log/1"):
+    for name in ("metadata.json", "pins/a", "pins/b", "log/1", "shards/1"):
         assert heir.read(name) == b"2"
     lock.release()
     publish(heir, pins__b=b"3")  # the lock is the heir's still
@@ -241,9 +242,11 @@ def test_heirs_replace_what_came_late(s3_url_soon_lost: tuple[str, dict[str, Any
         pass
     heir = take_over(url, options)
     publish(heir, pins__a=b"1")
-    publish(RemoteDirectory(url, **options), pins__a=b"late")  # knows of no lock, as what is under way does not
-    publish(heir, pins__a=b"2")
-    assert heir.read("pins/a") == b"2"
+    publish(
+        RemoteDirectory(url, **options), pins__a=b"late", shards__1=b"late"
+    )  # knows of no lock, as what is under way
+    publish(heir, pins__a=b"2", shards__1=b"2")
+    assert heir.read("pins/a") == heir.read("shards/1") == b"2"
 
 
 def test_a_released_lock_stays_and_says_so(s3_url: str, s3_options: dict[str, Any]) -> None:

@@ -33,8 +33,8 @@ _CONNECTIONS = 16  # requests of one call that are under way at once
 
 _ATTEMPTS = 10  # to change an object that others change, too
 
-_WRITTEN_ONCE = ("shards/", "log/")
-"""Folders whose names are never given out twice, whoever gives them."""
+_LOG, _SHARDS = "log/", "shards/"
+"""Folders whose files are written once. Shards of two stores that were mirrored to one place can have the same name."""
 
 Item = TypeVar("Item")
 
@@ -185,12 +185,12 @@ class RemoteDirectory(Directory):
         data = b"".join(map(_flat, file.pieces))
         if self._is_plain(file.name):
             self._objects.put(file.name, data)
-        else:
+        elif not file.name.startswith(_SHARDS) or not self._objects.create(file.name, data):
             self._change(file.name, lambda version: self._objects.put_if(file.name, data, version))
 
     def _is_plain(self, name: str) -> bool:
         """Return whether a file is changed without conditions: it is no writer's, never replaced, or none are kept."""
-        return self._lock is None or name.startswith(_WRITTEN_ONCE) or not self._objects.keeps_match
+        return self._lock is None or name.startswith(_LOG) or not self._objects.keeps_match
 
     def _change(self, name: str, request: Callable[[str | None], str | None]) -> None:
         """Make a change that depends on the version of a file, which is None if there is none.
@@ -255,7 +255,7 @@ class RemoteDirectory(Directory):
         _for_each(self._remove, checked)
 
     def _remove(self, name: str) -> None:
-        if self._is_plain(name):
+        if self._is_plain(name) or name.startswith(_SHARDS):
             self._objects.delete(name)
         else:
             self._change(name, lambda version: None if version is None else self._objects.delete_if(name, version))

@@ -32,6 +32,8 @@ class Ledger:
     def __init__(self, target: Directory, source: str) -> None:
         self.lists_shards = False
         """Whether it lists any, so that it is to be written again when the index names them."""
+        self.of_another = ""
+        """Which other store it is of, in words; empty if it is not."""
         self._target = target
         self._source = source
         self._store_id = ""
@@ -55,7 +57,10 @@ class Ledger:
             logger.warning("%s/%s: cannot be read; what it lists is copied again", self._target.url, LEDGER_NAME)
             return {}
         self.lists_shards = bool(copied)
-        return copied if value.get("store_id") == store_id else None
+        if value.get("store_id") == store_id:
+            return copied
+        self.of_another = f"the store {value.get('store_id')} at {value.get('source')} on {value.get('host')}"
+        return None
 
     def write(self, shards: Iterable[tuple[int, ShardManifest]]) -> None:
         """Write down which shards are there, by number; none where the index names them all."""

@@ -36,6 +36,7 @@ _BATCH_BYTES = 32 << 20  # copied at once, and so in memory at once, unless one 
 _BATCH_FILES = 16
 _LEDGER_BYTES = 1 << 30  # copied between two renewals of the ledger
 _MOST_SEGMENTS = 64
+_MOST_KEPT = 100
 _ATTEMPTS = 20
 _MOST_LOG_BYTES = 16 << 20
 
@@ -63,6 +64,8 @@ class Replica:
         self._there = np.zeros(0, np.bool_)
         self._row_of: dict[int, int] = {}
         self._fence = ""
+        self._kept: set[str] = set()
+        """Segments of earlier writers: in their places one that was frozen, and wakes, can put nothing."""
         self._dead: dict[str, int] = {}
         """Files that are to go, and the first generation that does not need them."""
         self._snapshot_generation = -1
@@ -99,7 +102,9 @@ class Replica:
             self.newest_id = there.next_id - 1
             self._snapshot_bytes, self._log_bytes = there.snapshot_bytes, there.log_bytes
             self.pins = {name: head.crc32 for name, head in there.pins.heads.items()}
-            self._segments = len(self.target.names(LOG_FOLDER))
+            segments = self.target.names(LOG_FOLDER)
+            self._segments = len(segments)
+            self._kept = set() if self.target.can_append else set(segments[-_MOST_KEPT:])
             self.whole_due = bool(there.segment_torn or self._fence)
         else:
             self._check_unused(sizes, ledger)
@@ -134,12 +139,24 @@ class Replica:
         raise StoreError(f"{self.target.url}: somebody else writes there all the time; find out who")
 
     def _check_unused(self, sizes: Mapping[str, int], ledger: Mapping[int, int] | None) -> None:
-        """Refuse to begin a mirror where something else lies that it would hide or overwrite."""
+        """Refuse to begin a mirror where something else lies that it would hide or overwrite.
+
+        What another store's mirror left that never published anything is no such thing: nothing can be made of it.
+        """
         if ledger is not None:
             return
         files, folders = self.target.listing()
         lies = [name for name in (METADATA_NAME, INDEX_NAME) if name in files]
         lies += [name for name in folders if name.startswith("rank_") or name == PINS_FOLDER]
+        if self._ledger.of_another and not lies:
+            logger.warning(
+                "%s: was begun as the mirror of %s, which has published nothing there; it becomes this store's, and "
+                "%d files that were copied go",
+                self.target.url,
+                self._ledger.of_another,
+                len(sizes),
+            )
+            return
         lies += sorted(sizes)[:1]
         if lies:
             raise ConfigurationError(
@@ -308,7 +325,7 @@ class Replica:
         old = [
             name
             for name in self.target.names(LOG_FOLDER)
-            if (first := segment_generation(name)) is not None and first <= before and name != self._fence
+            if (first := segment_generation(name)) is not None and first <= before and name not in self._kept
         ]
         self.target.remove(old)
         self._segments = 0
