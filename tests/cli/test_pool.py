@@ -173,6 +173,24 @@ def test_nothing_is_begun_where_there_is_nothing_to_import(run: Run, tmp_path: P
     assert not (tmp_path / "pool").exists()
 
 
+def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts")
+    (tmp_path / "file").write_text("mine")
+    words = ("--success-threshold", 0.7)
+    assert run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
+    for given, message in (
+        (("import", tmp_path / "file", tmp_path / "rollouts"), "file: is a file"),
+        (("export", tmp_path / "pool", tmp_path / "file"), "file: is a file"),
+        (("import", tmp_path / "pool", tmp_path / "pool"), "is both the pool and what is to enter it"),
+    ):
+        code, _, err = run("pool", *given, *words)
+        assert code == FAILED
+        assert message in err
+    assert (tmp_path / "file").read_text() == "mine"
+    code, out, _ = run("pool", "import", tmp_path / "other", tmp_path / "pool", *words, "--json")
+    assert (code, json.loads(out)["trajectories"], json.loads(out)["read"]) == (0, 4, 4)
+
+
 def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
     code, out, _ = run("pool", "import", tmp_path / "pool", tmp_path / "rollouts")

@@ -54,11 +54,13 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
 
     Raises:
         StoreNotFoundError: there is no store.
-        ConfigurationError: what lies there is no pool.
+        ConfigurationError: what lies there is no pool, or ``folder`` is a file.
         CorruptStoreError: the store holds no pool that can be understood.
         StoreWriteError: the folder did not reach the disk.
     """
     check_is_pool(store)
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigurationError(f"{folder}: is a file; give the folder that is to be written")
     with _Reader(store) as reader:
         manager = ExperienceManager(rules, store=reader)
         manager.save_experience_pool_to_disk(folder)
@@ -87,6 +89,8 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
     """
     path = Path(source)
     files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
+    if files is None and path.exists() and Path(store).exists() and path.samefile(store):
+        raise ConfigurationError(f"{store}: is both the pool and what is to enter it; name another store of rollouts")
     if files is None:
         with _Reader(source) as reader:  # before a pool is begun: there may be nothing to read
             rollouts, unreadable = reader.rollouts(), reader.unreadable
@@ -134,11 +138,14 @@ def check_is_pool(store: str | Path) -> None:
 
     Raises:
         ConfigurationError: it holds something else; says what.
+        StoreNotFoundError: it is a file.
         CorruptStoreError: what lies there cannot be read.
     """
     try:
         place = find_place(store)
     except StoreNotFoundError:
+        if "://" not in str(store) and Path(store).is_file():
+            raise
         return
     if place.kind != "store":
         what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
@@ -242,7 +249,9 @@ class _Reader(Closing):
         found = []
         for number in self.ids():
             with suppress(CorruptStoreError):  # it is counted
-                found.append(self.get(number))
+                one = self.get(number)
+                if one.task_id or JOURNAL_KEY not in one.metadata:  # what another pool says of its tasks is no rollout
+                    found.append(one)
         return sorted(found, key=lambda one: -1 if one.policy_version is None else one.policy_version)
 
     def holds_pool(self) -> bool:
