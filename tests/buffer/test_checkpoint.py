@@ -437,3 +437,16 @@ def test_repair_says_that_points_are_not_copied(tmp_path: Path) -> None:
         buffer.save_point(7)
     copied = repair_store(tmp_path / "store", tmp_path / "repaired")
     assert copied.problems == ["pins/: 1 saved points and pins are not copied; the copy cannot go back to them"]
+
+
+def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_path: Path) -> None:
+    """United, the stores have new ids; inspect, verify and copies of a store know nothing of these."""
+    for rank in range(2):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"run/rank_{rank}") as buffer:
+            for key in range(3):
+                buffer.add_trajectories([witness(key)])
+                buffer.flush()
+    os.truncate(sorted((tmp_path / "run/rank_1/shards").iterdir())[1], 10)
+    for call in (TrajectoryReplayBuffer.open, lambda run: copy_store(run, tmp_path / "copy")):
+        with pytest.raises(errors.IncompleteCheckpointError, match=r"rank_1: 1 trajectories \(ids 1\) are lost"):
+            call(tmp_path / "run")

@@ -151,6 +151,50 @@ def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
     assert problems == []
 
 
+def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_path: Path) -> None:
+    """Files of these are gone before the reader hears of them: it must never show a moment at which they were there."""
+
+    class Watched:
+        """A lock after which, each time that it comes free, everything that is shown is read."""
+
+        def __init__(self, lock: Any) -> None:
+            self._lock, self._depth, self.reads = lock, 0, 0
+
+        def __enter__(self) -> None:
+            self._lock.__enter__()
+            self._depth += 1
+
+        def __exit__(self, *error: object) -> None:
+            self._depth -= 1
+            self._lock.__exit__(*error)
+            if not self._depth and error[0] is None:
+                self._depth += 1  # what reads takes it too
+                self.reads += 1
+                for number in reader.trajectory_ids.tolist():
+                    check_trajectory(reader.get(number))
+                self._depth -= 1
+
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=2), enable_cache=False
+    ) as source:
+
+        def add(keys: range) -> None:
+            for key in keys:
+                source.add_trajectories([witness(key)])
+                source.flush()
+
+        add(range(3))
+        reader = TrajectoryReplayBuffer(sample_window_size=0)
+        reader.load_checkpoint(tmp_path)
+        add(range(3, 9))
+        lock = Watched(reader._view.contents.lock)
+        reader._view.contents.lock = lock  # type: ignore[assignment]
+        assert reader.refresh()
+        assert lock.reads > 0
+        assert reader.trajectory_ids.tolist() == [7, 8]
+        reader.close()
+
+
 def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
     class Interrupted(LocalDirectory):
         def listing(self, below: str = "") -> tuple[list[str], list[str]]:

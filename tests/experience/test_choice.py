@@ -223,8 +223,8 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp
         ({"name": "groups"}, "groups: the pool draws tasks by itself"),
         ({"name": "weighted"}, "give it unit: trajectory"),
         ({"name": "weighted", "unit": "trajectory", "uses": {"cooldown": 2}}, "cooldown has no meaning here"),
-        ({"name": "freshest", "decay": -1}, "decay -1 must be finite"),
-        ({"name": "least_used", "best": "first"}, "best 'first', must be 'lowest' or 'highest'"),
+        ({"name": "freshest", "decay": -1}, "decay: -1, must be a finite"),
+        ({"name": "least_used", "best": "first"}, "best: 'first', must be one of 'lowest', 'highest'"),
         ("freshest", "must be a mapping with a name, or null"),
     ],
 )

@@ -23,6 +23,7 @@ from trajstore.feeding import (
     replay_buffer_collate_fn,
 )
 from trajstore.sampling import Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore.testing.waiting import wait_until
 
 
 def block(key: int, width: int = 1) -> Trajectory:
@@ -272,7 +273,7 @@ def test_rlinfs_datasets_by_their_names_and_arguments(store: Callable[..., Traje
         ({"batch_size": 0}, "batch_size: 0"),
         ({"batch_size": 4, "rank": (2, 2)}, r"rank: \(2, 2\)"),
         ({"batch_size": 4, "rank": (0, 5)}, "at least the number of ranks"),
-        ({"batch_size": 4, "prefetch": 0}, "prefetch 0"),
+        ({"batch_size": 4, "prefetch": 0}, "prefetch: 0"),
         ({"batch_size": 4, "device": "meta"}, "must be the CPU or a CUDA device"),
         ({"batch_size": 4, "demo_sampler": WeightedSampler()}, "has no effect without demos"),
     ],
@@ -343,3 +344,25 @@ def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., Tra
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ReplayLoader(TrajectoryReplayBuffer(), 4, **options)
+
+
+@pytest.mark.parametrize("which", ["replay", "demos"])
+def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(
+    store: Callable[..., TrajectoryReplayBuffer], which: str
+) -> None:
+    buffers = {"replay": store(), "demos": store("demos", range(100, 105))}
+    with ReplayLoader(buffers["replay"], 8, demos=buffers["demos"], prefetch=3) as loader:
+        next(loader)
+        wait_until(lambda: loader.figures()["batches_ready"] == 3)
+        buffers[which].close()
+        for _ in range(2):
+            with pytest.raises(StoreClosedError, match="the buffer of this loader was closed"):
+                next(loader)
+
+
+def test_a_buffer_that_is_closed_while_a_loader_waits_for_it_ends_the_waiting() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    with ReplayLoader(buffer, 8) as loader:
+        threading.Timer(0.1, buffer.close).start()
+        with pytest.raises(StoreClosedError, match="the buffer of this loader was closed"):
+            next(loader)

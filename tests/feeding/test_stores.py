@@ -54,5 +54,5 @@ def test_a_share_is_not_drawn_from_as_if_it_were_the_whole_store(tmp_path: Path)
         ReplayLoader(buffer, 8, rank=(1, 2))
     with ReplayLoader(buffer, 8, rank=(1, 2), stores="per_rank") as loader:
         assert len(rewards(next(loader))) == 4
-    with pytest.raises(ConfigurationError, match="stores: 'mine', must be one of shared, per_rank"):
+    with pytest.raises(ConfigurationError, match="stores: 'mine', must be one of 'shared', 'per_rank'"):
         ReplayLoader(buffer, 8, stores="mine")  # type: ignore[arg-type]

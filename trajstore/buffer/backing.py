@@ -213,7 +213,9 @@ class StoreBacking(Backing):
         self.store_id = catalog.store_id
         view.show_own(catalog)
         if len(catalog.index):
-            self._watch.begin(catalog.shards.schema(int(catalog.index["shard"][-1])))
+            newest = int(catalog.index["shard"][-1])
+            self._watch.begin(catalog.shards.schema(newest))
+            _tell_format(directory, catalog.shards.manifest(newest).format, trajectory_format.name)
         self._listener.opened(catalog.next_id - 1)
         self.retain()
         self.intake = StoreIntake(view, self.writer.queue, options, catalog.next_id)
@@ -303,6 +305,19 @@ class StoreBacking(Backing):
             if self.writer.closed:  # else interrupted: it is closed in the background, or at exit
                 self._finalizer.detach()
                 forget(self.writer)
+
+
+def _tell_format(directory: Directory, before: str, now: str) -> None:
+    """Warn of a store whose shards are of another format than those to come."""
+    if before != now:
+        logger.warning(
+            "%s: its newest shard is of format %s, and new ones are written as %s, which both are read; say "
+            "trajectory_format=%r to go on as before",
+            directory.url,
+            before,
+            now,
+            before,
+        )
 
 
 def _close_mirror(mirror: StoreMirror, writer: StoreWriter) -> None:

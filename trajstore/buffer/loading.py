@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from trajstore.buffer.checkpoint import CheckpointState
@@ -41,6 +42,7 @@ class Loaded:
         counter: one more than the highest id of the share.
         next_id: one more than the highest id of all shares.
         skipped: trajectories left out because their files are absent or damaged.
+        own_ids: for each part, the ids that its own directory gives its entries; united, they may be numbered anew.
         warnings: a sentence on all that is damaged, and on what was left out or worked out again (``strict=False``).
     """
 
@@ -50,6 +52,7 @@ class Loaded:
     counter: int = 0
     next_id: int = 0
     skipped: int = 0
+    own_ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -101,7 +104,7 @@ def load_sources(
             loaded.warnings.append(f"{directory.url} is left out with {lost} trajectories: {error}")
         _unite(loaded, [(item.source, item.index) for item in found], share)
         if strict is not False:
-            _check_present(loaded.parts, path)
+            _check_present(loaded, path)
         loaded.next_id = max([loaded.next_id, *(item.state.trajectory_counter for item in found)])
         if share is None:
             loaded.counter = loaded.next_id
@@ -205,12 +208,14 @@ def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, Check
     return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
 
 
-def _check_present(parts: Sequence[tuple[Source, TrajectoryIndex]], path: str | Path) -> None:
+def _check_present(loaded: Loaded, path: str | Path) -> None:
     """Refuse a share of stores some of whose files are absent or cut."""
     errors = []
-    for source, part in parts:
+    for (source, part), own_ids in zip(loaded.parts, loaded.own_ids, strict=True):
         lost = source.lost(part) if isinstance(source, StoreSource) else None
         if lost is not None:
+            # By the ids of the directory that is named, as inspect, verify and copies say them.
+            lost = replace(lost, ids=own_ids[lost.positions - part.first])
             errors.append(
                 IncompleteCheckpointError(
                     f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
@@ -234,6 +239,7 @@ def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], shar
     for (source, _), index in zip(found, distinct, strict=True):
         low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
         part = index.slice(low, high)
+        loaded.own_ids.append(part["trajectory_id"].copy())
         if renumber:
             part.renumber(np.arange(before + low, before + high, dtype=np.int64))
         loaded.parts.append((source, part))  # also without an entry: a later commit may change that

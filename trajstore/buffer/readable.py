@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import whole
+from trajstore.arguments import INT64_MAX, check_instance, check_kind, columns_or_none, whole, whole_numbers
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.choices import Choices
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
@@ -23,6 +24,8 @@ from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
+
+_SAMPLER = "a sampler of trajstore.sampling (sampler_of makes one of a dict)"
 
 
 class ReadableBuffer:
@@ -40,7 +43,13 @@ class ReadableBuffer:
         self._draws = draws
         self._backing = backing
         self._choices = Choices(view, draws)
+        self._closed = False
         self.sample_window_size = sample_window_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether the buffer was closed: loaders give no more of its batches."""
+        return self._closed
 
     @property
     def sample_window_size(self) -> int:
@@ -64,7 +73,9 @@ class ReadableBuffer:
         """Draw transitions from the window of the newest trajectories, uniformly with replacement or by a sampler.
 
         Args:
-            num_chunks: number of transitions; more than the window has is cut to what it has.
+            num_chunks: number of transitions, at least 1. Drawn without a sampler, more than the window has is cut to
+                what it has, as RLinf's buffer does, with a warning once; a sampler that draws with replacement
+                (:class:`~trajstore.sampling.WeightedSampler`) gives as many as asked for, however few there are.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
             sampler: chooses the transitions; the same object each time, as it is told of what was added and evicted.
@@ -74,14 +85,16 @@ class ReadableBuffer:
             is a :class:`~trajstore.buffer.choices.Batch`, which also says which rows it holds and how much each counts.
 
         Raises:
+            ConfigurationError: an argument is out of range; names it.
             EmptyBufferError: there is nothing to sample from.
-            SchemaMismatchError: trajectories of the window differ in their columns, or are agent trajectories, which
-                :meth:`sample_trajectories` draws whole.
+            SchemaMismatchError: a column is absent; trajectories of the window differ in theirs, or are agent ones,
+                which :meth:`sample_trajectories` draws whole.
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
-        if num_chunks <= 0:
-            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        num_chunks, columns = whole("num_chunks", num_chunks, 1), columns_or_none(columns)
+        _check_out(out)
+        _check_sampler(sampler)
         if sampler is not None:
             return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
 
@@ -96,13 +109,15 @@ class ReadableBuffer:
         """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.
 
         Args:
-            count: how many.
+            count: how many, at least 1.
             sampler: chooses instead; one that draws whole trajectories.
 
         Raises:
             EmptyBufferError: there is nothing to sample from.
-            ConfigurationError: the sampler draws transitions.
+            ConfigurationError: ``count`` is less than 1, or the sampler draws transitions.
         """
+        count = whole("count", count, 1)
+        _check_sampler(sampler)
         if sampler is not None:
             return self._choices.trajectories(count, self.sample_window_size, sampler)
 
@@ -116,11 +131,11 @@ class ReadableBuffer:
         """Choose rows as :meth:`sample` does, without reading them; :meth:`read` reads them, also in another process.
 
         Raises:
+            ConfigurationError: an argument is out of range; names it.
             EmptyBufferError: there is nothing to sample from.
         """
-        if num_chunks <= 0:
-            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-        return self._choices.draw(num_chunks, self.sample_window_size, sampler)
+        _check_sampler(sampler)
+        return self._choices.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
 
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -131,11 +146,13 @@ class ReadableBuffer:
             TrajectoryUnavailableError: one of their trajectories has been evicted since.
             SchemaMismatchError: their trajectories differ in their columns.
         """
-        return self._choices.read(drawn, columns, out)
+        _check_drawn(drawn)
+        _check_out(out)
+        return self._choices.read(drawn, columns_or_none(columns), out)
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable."""
-        return self._choices.readable(trajectory_ids)
+        return self._choices.readable(whole_numbers("trajectory_ids", trajectory_ids))
 
     def token_rows(self, trajectory_ids: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> TokenRows:
         """Return the token columns of agent trajectories, ready to be copied; what feeds batches of tokens is made of.
@@ -144,10 +161,11 @@ class ReadableBuffer:
             TrajectoryUnavailableError: one of them has been evicted.
             SchemaMismatchError: one is no agent trajectory, or lacks a column.
         """
-        return self._choices.tokens(trajectory_ids, columns)
+        return self._choices.tokens(whole_numbers("trajectory_ids", trajectory_ids), columns_or_none(columns))
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""
+        check_instance("sampler", sampler, Sampler, _SAMPLER)
         self._choices.follow(sampler)
 
     @property
@@ -161,7 +179,7 @@ class ReadableBuffer:
         Raises:
             TrajectoryUnavailableError: one of them is not in the buffer.
         """
-        return self._choices.extents(trajectory_ids)
+        return self._choices.extents(whole_numbers("trajectory_ids", trajectory_ids))
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
@@ -169,11 +187,14 @@ class ReadableBuffer:
         Args:
             sampler: the one that drew them.
             drawn: of the batch (``batch.drawn``).
-            priorities: one for each row, at least 0: usually the absolute TD error.
+            priorities: one for each row, at least 0: usually the absolute TD error. Of a tensor the values count,
+                wherever it is and whether it requires grad or not.
 
         Raises:
             ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
         """
+        check_instance("sampler", sampler, WeightedSampler, "the WeightedSampler that drew them")
+        _check_drawn(drawn)
         return self._choices.update(sampler, drawn, priorities)
 
     def get(self, trajectory_id: int) -> AnyTrajectory:
@@ -184,7 +205,8 @@ class ReadableBuffer:
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
-        return self._view.locked(lambda contents: contents.get(contents.index.position_of(trajectory_id)))
+        number = whole("trajectory_id", trajectory_id, -INT64_MAX)
+        return self._view.locked(lambda contents: contents.get(contents.index.position_of(number)))
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -230,7 +252,7 @@ class ReadableBuffer:
         0 stands for those that are not shown, and for all where UUIDs are made anew in each process: in memory only,
         and of RLinf's directories.
         """
-        return self._choices.names(trajectory_ids)
+        return self._choices.names(whole_numbers("trajectory_ids", trajectory_ids))
 
     @property
     def store_ids(self) -> list[str]:
@@ -255,7 +277,7 @@ class ReadableBuffer:
 
     def is_ready(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories."""
-        return self.size >= min_size
+        return self.size >= whole("min_size", min_size, 0)
 
     async def is_ready_async(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories."""
@@ -298,3 +320,22 @@ class ReadableBuffer:
             ConfigurationError: it is no such state; nothing was changed.
         """
         self._draws.load_state_dict(state)
+
+
+def _check_sampler(sampler: Sampler | None) -> None:
+    check_kind("sampler", sampler, Sampler, _SAMPLER)
+
+
+def _check_drawn(drawn: Drawn) -> None:
+    check_instance("drawn", drawn, Drawn, "what draw() returned, or a batch's .drawn")
+    for name, rows in (("ids", drawn.ids), ("samples", drawn.samples)):
+        if not isinstance(rows, np.ndarray) or rows.ndim != 1 or rows.dtype.kind != "i":
+            raise ConfigurationError(
+                f"drawn.{name}: {shown(rows)}, must be an array of whole numbers, one for each row"
+            )
+    if len(drawn.ids) != len(drawn.samples):
+        raise ConfigurationError(f"drawn: {len(drawn.ids)} ids and {len(drawn.samples)} samples, must be as many")
+
+
+def _check_out(out: Mapping[str, torch.Tensor] | None) -> None:
+    check_kind("out", out, Mapping, "a dict of tensors by dotted name")

@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from trajstore.arguments import check_kind, truth, whole, whole_or_none
+from trajstore.arguments import (
+    check_instance,
+    check_kind,
+    path_or_url,
+    rank_of_ranks,
+    seconds_or_none,
+    truth,
+    whole,
+    whole_numbers,
+    whole_or_none,
+)
 from trajstore.buffer.backing import Backing, MemoryBacking, ReaderBacking, StoreBacking
 from trajstore.buffer.restorable import RestorableBuffer
 from trajstore.buffer.retention import Retention
@@ -17,12 +27,14 @@ from trajstore.closing import Closing
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import MAX_ID
 from trajstore.errors import ConfigurationError, StoreError
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import check_options, open_directory
 from trajstore.formats import get_format
 from trajstore.mirroring.options import Mirror, MirrorState, as_mirror
 from trajstore.sampling.draws import Draws
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
+
+_MOST_RANKS = 1 << 31
 
 
 class TrajectoryReplayBuffer(RestorableBuffer, Closing):
@@ -48,7 +60,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         retention: limits; the oldest trajectories beyond them are deleted.
         writer: threads and memory of the writer.
         format_options: options of the format (zarr: codec, chunking).
-        storage_options: passed on to the fsspec file system.
+        storage_options: passed on to the fsspec file system of URLs; a local ``auto_save_path`` takes none.
         mirror: path or URL to which everything committed is copied in the background, or a :class:`Mirror` with options
             (``auto_save=True``). What is there can be opened like any store, and ``trajstore restore`` makes a store
             of it after this machine is lost. Adding never waits for it; see :attr:`mirror_state`.
@@ -107,6 +119,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         view = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
         backing: Backing = MemoryBacking(view)
         if auto_save:
+            check_options(path, told_storage)
             directory = open_directory(path, **told_storage)
             backing = StoreBacking(
                 view, draws, directory, form, writer or WriterOptions(), on_commit, as_mirror(mirror)
@@ -146,6 +159,9 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             IncompleteCheckpointError, CorruptStoreError, UnsafeContentError, UnsupportedVersionError: as for
                 :meth:`load_checkpoint`.
         """
+        path_or_url("path", path)
+        share = None if share is None else rank_of_ranks("share", share)
+        check_options(path, storage_options or {})
         buffer = cls(
             seed, sample_window_size=sample_window_size, verify_shards=verify_shards, storage_options=storage_options
         )
@@ -193,6 +209,10 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by :meth:`add_trajectories`.
             ConfigurationError: there are not as many UUIDs as trajectories.
         """
+        check_instance("flats", flats, Sequence, "a list of what flatten returns")
+        check_instance("uuids", uuids, bytes, "bytes, 16 for each trajectory")
+        if isinstance(flats, str) or not all(isinstance(flat, FlatTrajectory) for flat in flats):
+            raise ConfigurationError("flats: must be a list of what flatten returns")
         if len(uuids) != 16 * len(flats):
             raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
         return self._backing.add_flattened(flats, uuids)
@@ -212,7 +232,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             ConfigurationError: ``rank`` is not in ``[0, ranks)``, or ``at_least`` in ``[0, 2**61]``.
             StoreError: the buffer has no store (``auto_save=False``).
         """
-        if not whole("rank", rank, 0) < whole("ranks", ranks, 1):
+        rank, ranks = whole("rank", rank, 0), whole("ranks", ranks, 1, _MOST_RANKS)
+        if not rank < ranks:
             raise ConfigurationError(f"rank: {rank}, must be less than ranks, {ranks}")
         least = whole("at_least", at_least, 0, MAX_ID // 2)
         return self._backing.share_ids(least + (rank - least) % ranks, ranks)
@@ -225,7 +246,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             UnwritableTrajectoryError: trajectories could not be written for their own sake; all others are on disk.
             TimeoutError: ``timeout`` seconds passed.
         """
-        self._backing.flush(timeout)
+        self._backing.flush(seconds_or_none("timeout", timeout))
 
     def wait(self, ids: Sequence[int], timeout: float | None = None) -> bool:
         """Wait until trajectories are committed; return whether all are (False after ``timeout`` seconds).
@@ -233,7 +254,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         Raises:
             StoreWriteError: they cannot be written at present.
         """
-        return self._backing.wait(ids, timeout)
+        wanted = whole_numbers("ids", ids).tolist()
+        return self._backing.wait(wanted, seconds_or_none("timeout", timeout))
 
     @property
     def committed(self) -> int:
@@ -252,10 +274,11 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         Raises:
             StoreError: this buffer has no mirror.
         """
+        wanted, timeout = whole_numbers("ids", ids), seconds_or_none("timeout", timeout)
         mirror = self._backing.mirror
         if mirror is None:
             raise StoreError("wait_mirrored: this buffer has no mirror; give one with mirror=...")
-        return mirror.wait(max(ids), timeout) if len(ids) else True
+        return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True
 
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, durably. Files go when no pin and no reader needs them.
@@ -265,10 +288,11 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             StoreWriteError: the log could not be written; nothing was deleted. Or trajectories that wait to be written
                 could not be; all others were deleted.
         """
-        if not len(ids):
+        wanted = whole_numbers("ids", ids).tolist()
+        if not wanted:
             return
-        self._view.check_shown(ids)
-        self._backing.evict(ids)
+        self._view.check_shown(wanted)
+        self._backing.evict(wanted)
 
     def clear(self) -> None:
         """Delete all trajectories. Ids go on; they are never given twice."""
@@ -292,12 +316,16 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     def close(self, wait: bool = True) -> None:
         """Flush and give the directory back. Closing again does nothing.
 
+        Loaders give no more batches of it. What it showed can be sampled as long as its files are there: nobody is told
+        any more that they are read.
+
         Args:
             wait: kept for callers of RLinf's buffer; what was added is always written first.
 
         Raises:
             StoreWriteError: something did not reach the disk; the buffer is closed all the same.
         """
+        self._closed = True
         self._view.release()
         self._backing.close()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from trajstore.arguments import one_of, path_or_url, text, truth, whole
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.checkpoint import CheckpointState, Layout, check_target, save_checkpoint
 from trajstore.buffer.readable import ReadableBuffer
@@ -65,7 +66,8 @@ class RestorableBuffer(ReadableBuffer):
             ConfigurationError: the directory is a store, lies within one, or holds other files; nothing was written.
             StoreWriteError: it could not be written; an earlier checkpoint is still there.
         """
-        target = open_directory(save_path, **self._storage_options)
+        target = open_directory(path_or_url("save_path", save_path), **self._storage_options)
+        one_of("layout", layout, get_args(Layout))
         check_target(target, directories_above(target, **self._storage_options))
         self._backing.flush()
 
@@ -91,6 +93,7 @@ class RestorableBuffer(ReadableBuffer):
             StoreError: the buffer has no store (``auto_save=False``).
             ConfigurationError: the name is one that saved points have.
         """
+        name = text("name", name)
         self._backing.flush()
         return self._backing.pin(name, CheckpointState.rng_json(self.seed, self._draws.rng_state))
 
@@ -99,7 +102,7 @@ class RestorableBuffer(ReadableBuffer):
 
         Evicted trajectories that only it named are deleted.
         """
-        self._backing.unpin(name)
+        self._backing.unpin(text("name", name))
 
     # -- saved points -----------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class RestorableBuffer(ReadableBuffer):
             StoreError: the buffer has no store, or shows what was loaded from elsewhere.
             StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
         """
-        return self._points.take_back(name)
+        return self._points.take_back(text("name", name))
 
     def load_checkpoint(
         self,
@@ -209,9 +212,13 @@ class RestorableBuffer(ReadableBuffer):
                 all ranks that cannot be.
             StoreError: a store lies beside ``rank_*`` stores (``strict``).
         """
+        share = None
+        if truth("is_distributed", is_distributed):
+            share = whole("local_rank", local_rank, 0), whole("world_size", world_size, 1)
+        strict = None if strict is None else truth("strict", strict)
+        pin = None if pin is None else text("pin", pin)
+        directory = open_directory(path_or_url("load_path", load_path), **self._storage_options)
         self._backing.flush()
-        share = (local_rank, world_size) if is_distributed else None
-        directory = open_directory(load_path, **self._storage_options)
         with self._view.steady:
             loaded = load(LoadRequest(directory, share, strict, pin), self._view, self._backing)
         self._view.tell_hidden()

@@ -16,7 +16,7 @@ from trajstore.arguments import whole_or_none
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.saved_points import KEPT
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError, listed
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import check_options, open_directory
 from trajstore.reading.places import nothing_at, rank_of, ranks_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.saved_points import SavedPoint, point_name
@@ -76,6 +76,7 @@ def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
         StoreNotFoundError: there is no run.
         CorruptStoreError: a store of it is damaged.
     """
+    check_options(path, storage_options)
     run = open_directory(path, **storage_options)
     ranks = ranks_of(run)
     if not ranks.directories:

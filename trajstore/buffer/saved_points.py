@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trajstore.arguments import check_kind, truth, whole, whole_or_none
+from trajstore.arguments import check_kind, path_or_url, truth, whole, whole_or_none
 from trajstore.buffer.backing import Backing, StoreBacking
 from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.buffer.view import View
 from trajstore.errors import StoreError
-from trajstore.files.opening import open_directory
+from trajstore.files.opening import check_options, open_directory
 from trajstore.interrupts import uninterrupted
 from trajstore.sampling.draws import Draws
 from trajstore.store.catalog import Catalog
@@ -142,7 +142,8 @@ def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
         StoreNotFoundError: there is no store.
         CorruptStoreError: it is damaged.
     """
-    catalog = Catalog.open(open_directory(path, **storage_options))
+    check_options(path, storage_options)
+    catalog = Catalog.open(open_directory(path_or_url("path", path), **storage_options))
     return [SavedPoint.of(head) for head in catalog.pins.points(catalog.generation)]
 
 
@@ -158,5 +159,6 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
         StoreNotFoundError: there is no store, or no such point; names those that there are.
         CorruptStoreError: the state is missing or damaged.
     """
-    directory = open_directory(path, **storage_options)
+    check_options(path, storage_options)
+    directory = open_directory(path_or_url("path", path), **storage_options)
     return read_point(directory, whole("step", step, 0), Catalog.open(directory).generation)[1]

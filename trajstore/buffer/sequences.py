@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trajstore.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
@@ -18,6 +19,9 @@ from trajstore.sampling.spans import Mask, discounts, last_of, rows_after, withi
 
 _IN_VAIN = 1000
 """Starts drawn in a row, none with a whole sequence after it, before that is an error."""
+
+_MOST_STEPS = 1 << 24
+"""Steps of a span at most: all of them are looked at at once."""
 
 Ends = Sequence[str]
 
@@ -63,8 +67,8 @@ def sample_sequences(
         SchemaMismatchError: a column of ``ends`` is absent.
         ConfigurationError: an argument is out of range.
     """
-    if count < 1 or length < 1:
-        raise ConfigurationError(f"count {count} and length {length} must be at least 1")
+    count, length, pad = whole("count", count, 1), whole("length", length, 1, _MOST_STEPS), truth("pad", pad)
+    ends = _checked(buffer, ends)
     spans = _spans(buffer, count, length, sampler, ends) if pad else _whole(buffer, count, length, sampler, ends)
     values = _read(buffer, spans.first, spans.rows, columns)
     return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
@@ -107,8 +111,9 @@ def sample_n_step(
         SchemaMismatchError: a column is absent.
         ConfigurationError: an argument is out of range.
     """
-    if count < 1 or n < 1 or not 0 <= gamma <= 1:
-        raise ConfigurationError(f"count {count} and n {n} must be at least 1, gamma {gamma} in [0, 1]")
+    count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
+    ends, columns = _checked(buffer, ends), columns_or_none(columns)
+    text("terminations", terminations)
     spans = _spans(buffer, count, n, sampler, ends)
     last = last_of(spans.mask)
     end = spans.rows[np.arange(len(last)), last]
@@ -169,8 +174,11 @@ def sample_hindsight(
         SchemaMismatchError: a column is absent.
         ConfigurationError: an argument is out of range, or ``reward`` returns another shape.
     """
-    if count < 1 or not 0 <= share <= 1 or strategy not in ("future", "final"):
-        raise ConfigurationError(f"count {count} must be at least 1, share {share} in [0, 1], strategy {strategy!r}")
+    count, share, horizon = whole("count", count, 1), finite("share", share, 0.0, 1.0), whole("horizon", horizon, 0)
+    one_of("strategy", strategy, ("future", "final"))
+    ends, columns = _checked(buffer, ends), columns_or_none(columns)
+    text("goal", goal), text("achieved", achieved)
+    check_instance("reward", reward, Callable, "a function of achieved and goal")
     first = buffer.draw(count, sampler=sampler)
     values = _flat(buffer.read(first, columns=columns))
     for name in (goal, achieved, "rewards"):
@@ -208,6 +216,11 @@ def sample_hindsight(
         values["rewards"][where] = rewards.to(values["rewards"].dtype)
         relabelled[where] = True
     return Batch({**nest(values), "relabelled": relabelled}, first)
+
+
+def _checked(buffer: Any, ends: Any) -> Ends:
+    check_instance("buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer")
+    return texts("ends", ends)
 
 
 # -- spans -------------------------------------------------------------------------------------------
@@ -255,7 +268,7 @@ def _rows_of(drawn: Drawn, at: IntArray) -> Drawn:
 
 def _any(buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:
     """Return, for rows ``[n, k]``, whether any value of any of some columns is true."""
-    read = _read(buffer, first, rows, names)
+    read = _read(buffer, first, rows, names) if names else {}
     found = np.zeros(rows.shape, np.bool_)
     for tensor in read.values():
         found |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()

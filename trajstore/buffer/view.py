@@ -240,12 +240,16 @@ class View:
             if news is None:
                 return None
             changes, number = catalog.changes(news), contents.sources.index(source)
+            # What was added and evicted since, or moved twice, has no files any more: nobody may see a part of it.
+            at_once = any(record.get("operation") != "add" for _, tail in news for record in tail.records)
             while True:
-                with contents.lock:  # for one commit at a time: whoever samples waits no longer than that
-                    change = next(changes, None)
-                    if change is None:
+                with contents.lock:  # else for one commit at a time: whoever samples waits no longer than that
+                    for change in changes:
+                        contents.follow(number, change, catalog.index.weights)
+                        if not at_once:
+                            break
+                    else:
                         return catalog.next_id
-                    contents.follow(number, change, catalog.index.weights)
         finally:
             for lease in self._leases:
                 lease.settle(catalog.generation)

@@ -212,6 +212,11 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
 
     # -- the end ----------------------------------------------------------------------------------
 
+    @property
+    def closed(self) -> bool:
+        """Whether the handle was closed: loaders give no more of its batches."""
+        return self._closed
+
     def close(self) -> None:
         """Flush what this handle has added. The stores go on; :meth:`stop` ends them.
 

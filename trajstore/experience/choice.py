@@ -58,6 +58,8 @@ def choose_histories(
         if sampler.priorities is not None:
             sampler.update(ids, ids * 0, [_priority(entry) for entry in entries])
     spread = rules.policy_versions == "spread"
+    if n < 1 or not entries:
+        return []
     try:
         order: list[int] = sampler.draw(len(entries) if spread else n, chance).ids.tolist()
     except EmptyBufferError:  # all are used up, or too old for this sampler

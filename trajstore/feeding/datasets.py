@@ -8,7 +8,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from trajstore.arguments import whole
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import StoreClosedError
 from trajstore.feeding.loader import ReplayLoader
 from trajstore.feeding.options import BatchOptions
 from trajstore.feeding.source import BatchSource
@@ -41,6 +43,11 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         min_demo_buffer_size: int,
         prefetch_size: int = 5,
     ) -> None:
+        batch_size = whole("batch_size", batch_size, 1)
+        min_replay_buffer_size = whole("min_replay_buffer_size", min_replay_buffer_size, 0)
+        if demo_buffer is not None:
+            min_demo_buffer_size = whole("min_demo_buffer_size", min_demo_buffer_size, 0)
+        prefetch_size = whole("prefetch_size", prefetch_size, 0)
         self.replay_buffer = replay_buffer
         self.demo_buffer = demo_buffer
         self.batch_size = batch_size
@@ -59,8 +66,14 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         self._source = BatchSource(self.replay_buffer, batch_size, **options)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield batches, from when both buffers hold as much as they must until :meth:`close`."""
+        """Yield batches, from when both buffers hold as much as they must until :meth:`close`.
+
+        Raises:
+            StoreClosedError: a buffer was closed.
+        """
         while not self._closed:
+            if self._source.closed:
+                raise StoreClosedError("the buffer of this dataset was closed")
             if self._source.ready():
                 yield self._source.read(self._source.draw())
             else:

@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, Self, TypeVar, Unpack
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trajstore.arguments import truth
@@ -17,7 +16,7 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
 from trajstore.feeding.memory import Memory, Ready, memory_for, nbytes_of
-from trajstore.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions
+from trajstore.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore.feeding.prefetch import Prefetcher
 from trajstore.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore.feeding.tokens import TokenSource
@@ -40,10 +39,6 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
         self._prefetch = options.get("prefetch", 4)
         self._prefetch_bytes = options.get("prefetch_bytes")
-        if self._prefetch < 1 or (self._prefetch_bytes is not None and self._prefetch_bytes < 1):
-            raise ConfigurationError(
-                f"prefetch {self._prefetch} and prefetch_bytes {self._prefetch_bytes} must be at least 1"
-            )
         sampler = options.get("sampler")
         stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
@@ -53,9 +48,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 "rank: ranks draw the same batches each by itself, and priorities that training changes would differ "
                 "between them; use a sampler without priorities, or let each rank draw from a store of its own"
             )
-        device = options.get("device")
         self._source = source
-        self._device = None if device is None else torch.device(device)
+        self._device = device_of(options.get("device"))
         self._reuse, self._even = reuse, even
         self._timeout = options.get("timeout")
         self._memory()  # refuses now what could not work later
@@ -81,7 +75,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         Raises:
             StopIteration: all epochs of the sampler have been drawn.
             TimeoutError: none was ready in time.
-            StoreClosedError: the loader, or a buffer, was closed.
+            StoreClosedError: the loader, or a buffer, was closed; batches that were ready are not given any more.
             StoreError: reading failed; every further call raises the same.
         """
         running = self._start()

@@ -9,6 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import (
+    check_kind,
+    columns_or_none,
+    finite,
+    one_of,
+    rank_of_ranks,
+    seconds_or_none,
+    text,
+    truth,
+    whole,
+)
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Drawn, Sampler, Unit
 
@@ -26,6 +38,8 @@ class Replay(Protocol):
     A :class:`~trajstore.TrajectoryReplayBuffer`, or a :class:`~trajstore.distributed.DistributedReplayBuffer`.
     """
 
+    @property
+    def closed(self) -> bool: ...
     @property
     def share(self) -> tuple[int, int] | None: ...
     @property
@@ -123,9 +137,77 @@ def check_options(who: str, options: Mapping[str, Any], known: type[Any]) -> Non
     Raises:
         ConfigurationError: names the unknown one, and those that there are.
     """
+    check_values(options)
     unknown = sorted(options.keys() - known.__annotations__.keys() - LoaderOptions.__annotations__.keys())
     if unknown:
         raise ConfigurationError(f"{who} has no option {unknown[0]!r}; there are {', '.join(known.__annotations__)}")
+
+
+def check_replay(name: str, value: Any) -> None:
+    """Refuse what batches cannot be drawn from.
+
+    Raises:
+        ConfigurationError: it is no buffer, and no handle of stores.
+    """
+    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "names_of")):
+        raise ConfigurationError(
+            f"{name}: {shown(value)} is a {type(value).__name__}, must be a TrajectoryReplayBuffer or a handle"
+        )
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Refuse values of options that are of no use, whichever loader takes them.
+
+    Raises:
+        ConfigurationError: names the option.
+    """
+    for name, value in options.items():
+        if name in ("sampler", "demo_sampler"):
+            check_kind(name, value, Sampler, "a sampler of trajstore.sampling (sampler_of makes one of a dict)")
+        elif name == "demos" and value is not None:
+            check_replay(name, value)
+        elif name in _LEAST and not (value is None and name in _OR_NONE):
+            whole(name, value, _LEAST[name])
+        elif name == "columns":
+            columns_or_none(value)
+        elif name == "timeout":
+            seconds_or_none(name, value)
+        elif name == "reuse":
+            truth(name, value)
+        elif name == "demo_share" and value is not None:
+            finite(name, value, 0.0, 1.0)
+        elif name in _KNOWN:
+            one_of(name, value, _KNOWN[name])
+
+
+_LEAST = {
+    "min_size": 0,
+    "min_demo_size": 0,
+    "prefetch": 1,
+    "prefetch_bytes": 1,
+    "lookahead": 1,
+    "batch_size": 1,
+    "pad_id": -(1 << 63),
+}
+"""Whole numbers, and the lowest that is taken."""
+
+_OR_NONE = ("prefetch_bytes", "min_demo_size")
+
+_KNOWN = {"stores": get_args(Stores), "layout": get_args(Layout), "long": get_args(LongTrajectories)}
+
+
+def device_of(value: Any) -> torch.device | None:
+    """Return the device that an option names; None for the CPU.
+
+    Raises:
+        ConfigurationError: it names none.
+    """
+    if value is None or isinstance(value, torch.device):
+        return value
+    try:
+        return torch.device(text("device", value))
+    except RuntimeError as error:
+        raise ConfigurationError(f"device: {shown(value)}, must be 'cpu', 'cuda' or 'cuda:0' and the like") from error
 
 
 def check_rank(rank: tuple[int, int], batch_size: int) -> None:
@@ -134,10 +216,8 @@ def check_rank(rank: tuple[int, int], batch_size: int) -> None:
     Raises:
         ConfigurationError: says which.
     """
-    if batch_size < 1:
-        raise ConfigurationError(f"batch_size: {batch_size}, must be at least 1")
-    if not 0 <= rank[0] < rank[1]:
-        raise ConfigurationError(f"rank: {rank}, must be (r, W) with 0 <= r < W")
+    whole("batch_size", batch_size, 1)
+    rank_of_ranks("rank", rank)
     if batch_size < rank[1]:
         raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
 
@@ -156,8 +236,6 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
     """
     rank, stores = options.get("rank", (0, 1)), options.get("stores", "shared")
     check_rank(rank, batch_size)
-    if stores not in get_args(Stores):
-        raise ConfigurationError(f"stores: {stores!r}, must be one of {', '.join(get_args(Stores))}")
     if stores == "per_rank":
         low, high = (batch_size * number // rank[1] for number in (rank[0], rank[0] + 1))
         return (0, 1), high - low

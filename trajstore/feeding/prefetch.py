@@ -22,6 +22,8 @@ T = TypeVar("T")
 _LOOK_AGAIN = 0.01
 """Seconds between two looks at buffers that are not ready."""
 
+_BUFFER_CLOSED = "the buffer of this loader was closed, and its files may go; open it again, and make a loader of that"
+
 _HAND_OVER = 0.001
 """Seconds that the thread leaves to its consumer after a batch was taken, if another one is finished."""
 
@@ -83,11 +85,13 @@ class Prefetcher(Generic[D, T]):
 
         Raises:
             TimeoutError: none was finished within ``timeout`` seconds.
-            StoreClosedError: the prefetcher was closed.
+            StoreClosedError: the prefetcher, or a buffer, was closed; batches that were ready are not given any more.
             Exception: whatever ended the thread; the same one at every further call.
         """
         with self._changed:
             there = self._changed.wait_for(lambda: self._made or self._error is not None or self._stopping, timeout)
+            if self._source.closed and not self._stopping and (self._made or self._error is None):
+                raise StoreClosedError(_BUFFER_CLOSED)
             if self._made and not self._stopping:
                 made = self._made.popleft()
                 self._nbytes -= made.nbytes
@@ -198,6 +202,8 @@ class Prefetcher(Generic[D, T]):
             with self._changed:
                 if self._stopping:
                     return None
+                if self._source.closed:
+                    raise StoreClosedError(_BUFFER_CLOSED)
                 if self._resumed:
                     self._making = self._resumed.popleft()
                     return self._making

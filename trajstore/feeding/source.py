@@ -22,7 +22,7 @@ from trajstore.feeding.belonging import (
     tell,
     tell_unnamed,
 )
-from trajstore.feeding.options import BatchOptions, Replay, check_options, check_sampler, share_of_batch
+from trajstore.feeding.options import BatchOptions, Replay, check_options, check_replay, check_sampler, share_of_batch
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.states import check_state
 
@@ -31,6 +31,11 @@ D = TypeVar("D")
 
 class Source(ABC, Generic[D]):
     """Draws batches and reads them, two steps that may lie far apart. ``D`` says which rows a batch has."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether a buffer was closed."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -134,7 +139,9 @@ class BatchSource(Source[DrawnBatch]):
 
     def __init__(self, replay: Replay, batch_size: int, **options: Unpack[BatchOptions]) -> None:
         check_options("ReplayLoader", options, BatchOptions)
-        demos, share = options.get("demos"), options.get("demo_share", 0.5)
+        check_replay("replay", replay)
+        demos = options.get("demos")
+        share = 0.5 if options.get("demo_share") is None else options["demo_share"]
         if demos is not None and not 0 < share < 1:
             raise ConfigurationError(f"demo_share: {share}, must be between 0 and 1")
         for name in ("demo_sampler", "demo_share", "min_demo_size"):
@@ -148,13 +155,18 @@ class BatchSource(Source[DrawnBatch]):
             raise ConfigurationError(
                 f"demo_share: {share} of {batch_size} transitions leaves one of both buffers without any"
             )
-        self._needed = options.get("min_size", 1), options.get("min_demo_size", 1)
+        min_demos = 1 if options.get("min_demo_size") is None else options["min_demo_size"]
+        self._needed = options.get("min_size", 1), min_demos
         self._samplers = options.get("sampler"), options.get("demo_sampler")
         for name, sampler in zip(("sampler", "demo_sampler"), self._samplers, strict=True):
             check_sampler(name, sampler, "sample")
         self._columns = options.get("columns")
         self._told = {"batch_size": batch_size, "demonstrations": self._demo_count}
         """What the sequence of batches depends on besides the draws."""
+
+    @property
+    def closed(self) -> bool:
+        return self.replay.closed or (self.demos is not None and self.demos.closed)
 
     def ready(self) -> bool:
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Unpack, get_args
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import check_kind
+from trajstore.arguments import check_instance, whole
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.feeding.belonging import (
@@ -70,19 +70,14 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def __init__(self, buffer: TrajectoryReplayBuffer, tokens: int, **options: Unpack[TokenOptions]) -> None:
         check_options("TokenLoader", options, TokenOptions)
-        check_kind(
+        check_instance(
             "buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer: tokens are copied from its maps"
         )
         self._buffer = buffer
-        self._tokens = tokens
+        self._tokens = tokens = whole("tokens", tokens, 1)
         self._batch_size, self._lookahead = options.get("batch_size", 1), options.get("lookahead", 32)
-        if tokens < 1 or self._lookahead < 1:
-            raise ConfigurationError(f"tokens {tokens} and lookahead {self._lookahead} must be at least 1")
         self._layout: Layout = options.get("layout", "packed")
         self._long: LongTrajectories = options.get("long", "refuse")
-        for name, value, known in (("layout", self._layout, Layout), ("long", self._long, LongTrajectories)):
-            if value not in get_args(known):
-                raise ConfigurationError(f"{name}: {value!r}, must be one of {', '.join(get_args(known))}")
         self._pad_id = options.get("pad_id", 0)
         if self._pad_id and self._layout == "packed":
             raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches: nothing is filled up")
@@ -101,6 +96,10 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """What the sequence of batches depends on besides the draws."""
         self._waiting: list[_Waiting] = []
         self._skipped = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._buffer.closed
 
     def ready(self) -> bool:
         return self._buffer.is_ready(self._min_size)

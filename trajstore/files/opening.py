@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,32 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
         MissingDependencyError: the file system's package is not installed.
     """
     text = str(url)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) and not text.startswith("file://"):
+    if is_url(text):
         from trajstore.files.remote import RemoteDirectory  # loads fsspec, needed only here
 
         return RemoteDirectory(text, **options)
     return LocalDirectory(Path(text.removeprefix("file://")))
+
+
+def check_options(url: str | Path, options: Mapping[str, Any]) -> None:
+    """Warn of options for a local path, which are of no effect there.
+
+    Args:
+        url: path or URL.
+        options: for its file system.
+    """
+    if options and not is_url(url):
+        warnings.warn(
+            f"storage_options: {', '.join(sorted(map(str, options)))}: no effect on {url}, which is a local path; "
+            "options are for URLs, as s3://bucket/run",
+            stacklevel=3,
+        )
+
+
+def is_url(url: str | Path) -> bool:
+    """Return whether a text names something else than a local path."""
+    text = str(url)
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text) is not None and not text.startswith("file://")
 
 
 def directories_above(directory: Directory, **options: Any) -> Iterator[Directory]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trajstore.columns.schema import ColumnSpec
-from trajstore.errors import SchemaMismatchError
+from trajstore.errors import SchemaMismatchError, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ def agree(
     named = [{specs[number].name: number for number in kind} for kind in kinds]
     first = {specs[number].name: number for number in oldest}
     taken = list(dict.fromkeys(name for kind in named for name in kind)) if names is None else list(names)
+    nowhere = [name for name in taken if not any(name in kind for kind in named)]
+    if nowhere and named:
+        there = sorted({name for kind in named for name in kind})
+        raise SchemaMismatchError(f"columns: no trajectory has {listed(nowhere)}; there are {listed(there, 30)}")
     wrong: list[str] = []
     for name in taken:
         lacking = [at for at, kind in enumerate(named) if name not in kind]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore import locks
+from trajstore.columns.limits import shown
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
@@ -89,6 +90,8 @@ def allocate(specs: Sequence[ColumnSpec], count: int, out: Mapping[str, torch.Te
         tensor = out.get(spec.name)
         if tensor is None:
             raise ConfigurationError(f"out has no tensor for column {spec.name}")
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            raise ConfigurationError(f"out[{spec.name!r}]: {shown(tensor)} must be a tensor of rows")
         good = tensor.dtype == spec.torch_dtype and tuple(tensor.shape[1:]) == spec.row_shape
         if not good or tensor.shape[0] < count or not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise ConfigurationError(

@@ -14,7 +14,7 @@ import torch
 from trajstore.columns.document import decode_document
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, ColumnSpec
-from trajstore.errors import CorruptStoreError, SchemaMismatchError
+from trajstore.errors import CorruptStoreError, SchemaMismatchError, listed
 from trajstore.files.partial import PartialMap, fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
@@ -154,6 +154,10 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     by_slot = {slot: _columns_of(residency, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
     taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
+    there = sorted({name for columns in by_slot.values() for name in columns} - {DOCUMENT})
+    nowhere = [name for name in taken if name not in there and name != DOCUMENT]
+    if nowhere and of_each:
+        raise SchemaMismatchError(f"columns: no trajectory has {listed(nowhere)}; there are {listed(there, 30)}")
     wrong = []
     for name in taken:
         lacking = [int(ids[at]) for at, columns in enumerate(of_each) if name not in columns]
@@ -166,7 +170,7 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         raise SchemaMismatchError(f"trajectory {int(ids[short[0]])}: has more entries for its response than tokens")
     columns = {}
     for name in taken:
-        if name == DOCUMENT:
+        if name == DOCUMENT or not of_each:
             continue
         specs = [columns[name] for columns in of_each]
         axis = specs[0][0].axis

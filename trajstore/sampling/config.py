@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Sampler
 from trajstore.sampling.epochs import EpochSampler
@@ -35,12 +36,16 @@ def sampler_of(value: Mapping[str, Any]) -> Sampler:
     Raises:
         ConfigurationError: a name or an argument is unknown, or out of range; says which.
     """
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(
+            f'sampler: {shown(value)} is a {type(value).__name__}, must be a dict of options, as {{"name": "weighted"}}'
+        )
     arguments = dict(value)
     name = arguments.pop("name", None)
-    if name in _OTHERS:
+    if isinstance(name, str) and name in _OTHERS:
         return _call(name, _OTHERS[name], arguments)
     if name != "weighted":
-        raise ConfigurationError(f"sampler: name {name!r}, must be one of {', '.join(('weighted', *_OTHERS))}")
+        raise ConfigurationError(f"sampler: name {shown(name)}, must be one of {', '.join(('weighted', *_OTHERS))}")
     factors = [_call(key, make, arguments.pop(key)) for key, make in _FACTORS.items() if key in arguments]
     if "priorities" in arguments:
         arguments["priorities"] = _call("priorities", Priorities, arguments["priorities"])
@@ -49,9 +54,9 @@ def sampler_of(value: Mapping[str, Any]) -> Sampler:
 
 def _call(name: str, make: Callable[..., _T], arguments: Any, *first: Any) -> _T:
     if not isinstance(arguments, Mapping):
-        raise ConfigurationError(f"sampler: {name}: must be a dict of options, is {arguments!r}")
+        raise ConfigurationError(f"sampler: {name}: must be a dict of options, is {shown(arguments)}")
     known = [parameter for parameter in inspect.signature(make).parameters if parameter != "factors"]
-    unknown = sorted(set(arguments) - set(known))
+    unknown = sorted(map(str, set(arguments) - set(known)))
     if unknown:
         raise ConfigurationError(f"sampler: {name} has no option {unknown[0]!r}; there are {', '.join(known)}")
     try:

@@ -6,12 +6,13 @@ Guarded as :class:`~trajstore.sampling.base.Sampler` says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
+from trajstore.arguments import one_of, whole, whole_or_none
+from trajstore.errors import EmptyBufferError, EpochsEndedError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
 from trajstore.sampling.permutation import permuted
 from trajstore.sampling.roster import Growing, Roster
@@ -33,12 +34,9 @@ class EpochSampler(Sampler):
     """
 
     def __init__(self, *, unit: Unit = "sample", epochs: int | None = None) -> None:
-        if unit not in ("sample", "trajectory"):
-            raise ConfigurationError(f"unit {unit!r}, must be 'sample' or 'trajectory'")
-        if epochs is not None and epochs < 1:
-            raise ConfigurationError(f"epochs {epochs}, must be at least 1")
+        one_of("unit", unit, get_args(Unit))
         self.unit = unit
-        self._epochs = epochs
+        self._epochs = whole_or_none("epochs", epochs, 1)
         self._roster = Roster()
         self._sizes = Growing(np.int64)
         self._ids: IntArray = np.zeros(0, np.int64)
@@ -65,7 +63,7 @@ class EpochSampler(Sampler):
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
         ids: list[IntArray] = []
         samples: list[IntArray] = []
-        still_wanted = count
+        still_wanted = whole("count", count, 1)
         while still_wanted > 0:
             total = int(self._ends[-1]) if len(self._ends) else 0
             if self._place == total:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trajstore.arguments import finite, one_of, whole, whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Additions, FloatArray, IntArray
@@ -100,11 +101,8 @@ class Recency(Factor):
     name = "recency"
 
     def __init__(self, half_life: float, by: Literal["trajectories", "versions"] = "trajectories") -> None:
-        if not 0 < half_life < np.inf:
-            raise ConfigurationError(f"recency: half_life {half_life}, must be a finite number above 0")
-        if by not in ("trajectories", "versions"):
-            raise ConfigurationError(f"recency: by {by!r}, must be 'trajectories' or 'versions'")
-        self.half_life = float(half_life)
+        self.half_life = finite("recency: half_life", half_life, 0, above=True)
+        one_of("recency: by", by, ("trajectories", "versions"))
         self.by = by
         self._stamp = Growing(np.int64)
         self._next = 0
@@ -180,10 +178,8 @@ class Staleness(Factor):
     name = "staleness"
 
     def __init__(self, max_age: int, floor: int = 0) -> None:
-        if max_age < 0 or floor < 0:
-            raise ConfigurationError(f"staleness: max_age {max_age} and floor {floor} must be at least 0")
-        self.max_age = max_age
-        self.floor = floor
+        self.max_age = whole("staleness: max_age", max_age, 0)
+        self.floor = floor = whole("staleness: floor", floor, 0)
         self.needs_tasks = floor > 0
         self._weight = Growing(np.float64)
         self._version = Growing(np.int64)
@@ -319,10 +315,8 @@ class UseLimit(Factor):
     name = "uses"
 
     def __init__(self, max_uses: int | None = None, cooldown: int = 0) -> None:
-        if (max_uses is not None and max_uses < 1) or cooldown < 0:
-            raise ConfigurationError(f"uses: max_uses {max_uses} must be at least 1, cooldown {cooldown} at least 0")
-        self.max_uses = max_uses
-        self.cooldown = cooldown
+        self.max_uses = whole_or_none("uses: max_uses", max_uses, 1)
+        self.cooldown = whole("uses: cooldown", cooldown, 0)
         self._uses = Growing(np.int64)
         self._ready = Growing(np.int64)
         """Number of the batch from which on an entry may be drawn again."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.arguments import whole, whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit, uniform
@@ -35,11 +36,9 @@ class GroupSampler(Sampler):
     needs_tasks = True
 
     def __init__(self, least: int = 1, most: int | None = None, max_age: int | None = None) -> None:
-        if least < 1 or (most is not None and most < least) or (max_age is not None and max_age < 0):
-            raise ConfigurationError(
-                f"groups: least {least} must be at least 1, most {most} at least that, max_age {max_age} at least 0"
-            )
-        self._least, self._most, self._max_age = least, most, max_age
+        self._least = whole("groups: least", least, 1)
+        self._most = whole_or_none("groups: most", most, self._least)
+        self._max_age = whole_or_none("groups: max_age", max_age, 0)
         self._rollouts: dict[str, dict[int, int]] = {}
         """By task, the version of each rollout by its id, in the order of addition."""
         self._tasks: list[str] = []
@@ -92,6 +91,7 @@ class GroupSampler(Sampler):
             self._place[last] = at
 
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+        count = whole("count", count, 1)
         oldest = -1 if first is None else self._order[first]
         groups: list[list[int]] = []
         for at in _shuffled(len(self._tasks), generator):

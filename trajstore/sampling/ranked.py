@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import finite, numbers, one_of, whole, whole_numbers, whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
@@ -36,9 +37,7 @@ class RankedSampler(Sampler):
     """What a state must have."""
 
     def __init__(self, max_uses: int | None) -> None:
-        if max_uses is not None and max_uses < 1:
-            raise ConfigurationError(f"{self.name}: max_uses {max_uses} must be at least 1")
-        self._max_uses = max_uses
+        self._max_uses = whole_or_none(f"{self.name}: max_uses", max_uses, 1)
         self._uses: dict[int, int] = {}
         self._order: dict[int, int] = {}
         self._names: dict[int, int] = {}
@@ -96,6 +95,7 @@ class RankedSampler(Sampler):
             self._push(number)
 
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+        count = whole("count", count, 1)
         oldest = -1 if first is None else self._order.get(first, -1)
         drawn: dict[int, None] = {}
         outside: list[tuple[Rank, int, int]] = []
@@ -164,10 +164,8 @@ class FreshestSampler(RankedSampler):
     name = "freshest"
 
     def __init__(self, decay: float = 2.0, max_uses: int | None = None) -> None:
-        if not 0 <= decay < np.inf:
-            raise ConfigurationError(f"freshest: decay {decay} must be finite, at least 0")
         super().__init__(max_uses)
-        self._decay = decay
+        self._decay = finite("freshest: decay", decay, 0)
         self._version: dict[int, int] = {}
 
     def _rank(self, number: int, uses: int) -> Rank:
@@ -198,8 +196,7 @@ class LeastUsedSampler(RankedSampler):
     _needed = ("uses", "values")
 
     def __init__(self, best: Literal["lowest", "highest"] = "lowest", max_uses: int | None = None) -> None:
-        if best not in ("lowest", "highest"):
-            raise ConfigurationError(f"least_used: best {best!r}, must be 'lowest' or 'highest'")
+        one_of("least_used: best", best, ("lowest", "highest"))
         super().__init__(max_uses)
         self._sign = 1.0 if best == "lowest" else -1.0
         self._values: dict[int, float] = {}
@@ -221,9 +218,9 @@ class LeastUsedSampler(RankedSampler):
         Raises:
             ConfigurationError: a value is not a finite number; nothing was changed.
         """
-        given = np.asarray(values, np.float64)
+        ids, given = whole_numbers("ids", ids), numbers("values", values)
         if given.shape != ids.shape or not np.all(np.isfinite(given)):
-            raise ConfigurationError(f"least_used: {len(ids)} trajectories need as many finite values")
+            raise ConfigurationError(f"least_used: values: {len(ids)} trajectories need as many finite ones")
         for number, value in zip(ids.tolist(), given.tolist(), strict=True):
             if number in self._uses:
                 self._values[number] = value

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import check_kind, finite, numbers, one_of, truth, whole, whole_numbers
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, FloatArray, IntArray, Sampler, Unit, uniform
 from trajstore.sampling.factors import Factor
@@ -45,12 +47,9 @@ class Priorities:
     per: Unit = "sample"
 
     def __post_init__(self) -> None:
-        if not (0 <= self.alpha < np.inf and 0 <= self.beta < np.inf and 0 <= self.eps < np.inf):
-            raise ConfigurationError(
-                f"priorities: alpha {self.alpha}, beta {self.beta} and eps {self.eps} must be finite, at least 0"
-            )
-        if self.per not in ("sample", "trajectory"):
-            raise ConfigurationError(f"priorities: per {self.per!r}, must be 'sample' or 'trajectory'")
+        for name in ("alpha", "beta", "eps"):
+            object.__setattr__(self, name, finite(f"priorities: {name}", getattr(self, name), 0))
+        one_of("priorities: per", self.per, get_args(Unit))
 
 
 class WeightedSampler(Sampler):
@@ -76,8 +75,13 @@ class WeightedSampler(Sampler):
         unit: Unit = "sample",
         stratified: bool = False,
     ) -> None:
-        if unit not in ("sample", "trajectory"):
-            raise ConfigurationError(f"unit {unit!r}, must be 'sample' or 'trajectory'")
+        one_of("unit", unit, get_args(Unit))
+        stratified = truth("stratified", stratified)
+        check_kind("priorities", priorities, Priorities, "Priorities(...)")
+        if not isinstance(factors, Sequence) or not all(isinstance(factor, Factor) for factor in factors):
+            raise ConfigurationError(
+                f"factors: {shown(factors)} is a {type(factors).__name__}, must be a list of factors, as [Recency(100)]"
+            )
         if len({factor.name for factor in factors}) < len(factors):
             raise ConfigurationError("a sampler can have each factor once")
         if unit == "trajectory" and priorities is not None and priorities.per == "sample":
@@ -155,7 +159,7 @@ class WeightedSampler(Sampler):
     # -- drawing ----------------------------------------------------------------------------------
 
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
-        low = 0
+        count, low = whole("count", count, 1), 0
         if first is not None:
             entry = self._roster.find(np.array([first]))
             low = int(self._roster.first_leaf(entry)[0]) if entry[0] >= 0 else 0
@@ -245,7 +249,8 @@ class WeightedSampler(Sampler):
         """
         if self.priorities is None:
             raise ConfigurationError("this sampler has no priorities to update; give it priorities=Priorities(...)")
-        given = np.asarray(priorities, np.float64)
+        given = numbers("priorities", priorities)
+        ids, samples = whole_numbers("ids", ids), whole_numbers("samples", samples)
         if given.shape != ids.shape or samples.shape != ids.shape:
             raise ConfigurationError(f"priorities {list(given.shape)}: must be one for each of {len(ids)} rows")
         if not np.all((given >= 0) & (given < np.inf)):
