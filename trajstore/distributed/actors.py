@@ -12,7 +12,13 @@ from types import ModuleType
 from typing import Any
 
 from trajstore.distributed.server import MOST_STORES, ServedStore
-from trajstore.errors import ConfigurationError, MissingDependencyError, StoreUnreachableError
+from trajstore.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    StoreUnreachableError,
+    StoreWriteError,
+    TrajstoreError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +160,8 @@ class Stores:
 
         Raises:
             StoreUnreachableError: a store has not answered.
-            Exception: what a store raised; of several the one of the lowest rank, the others are logged.
+            StoreWriteError: a store has raised it; names the store.
+            Exception: what a store raised else; of several the one of the lowest rank, the others are logged.
         """
         if not arguments:
             return {}
@@ -162,8 +169,13 @@ class Stores:
             calls = {rank: pool.submit(self.call, rank, method, *given) for rank, given in arguments.items()}
         failed = {rank: error for rank, call in calls.items() if (error := call.exception()) is not None}
         for rank, error in list(failed.items())[1:]:
-            logger.error("%s: %s: %s", self._named(rank), method, first_line(error))
-        for error in failed.values():
+            logger.error("%s: %s: %s", self._named(rank), method, first_line(_cause(error)))
+        for rank, error in failed.items():
+            cause = _cause(error)
+            if type(cause) is StoreWriteError:
+                raise StoreWriteError(f"{self._named(rank)}: {cause}") from error
+            if cause is not error:
+                raise cause from error
             raise error
         return {rank: call.result() for rank, call in calls.items()}
 
@@ -213,6 +225,12 @@ class Stores:
 
     def _named(self, rank: int) -> str:
         return f"store rank_{rank} of {self.name!r}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what a store raised, without what Ray tells around it."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, TrajstoreError) else error
 
 
 def first_line(error: BaseException) -> str:
