@@ -24,6 +24,8 @@ LEFT_OUT = {
     "trajectory_counter": "stores give out ids, each its own",
     "trajectory_uuids": "a handle is told ids and lengths alone",
     "token_rows": "copies from memory that one process has mapped; open the run's directory for a TokenLoader",
+    "numbering": "what a handle asks a reader for, to read by",
+    "read_numbered": "the same",
     "clear_cache": "a handle has no cache",
 }
 """Public names of a buffer that a handle lacks, and why; docs/design/many-machines.md has the same list."""

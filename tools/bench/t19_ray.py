@@ -4,13 +4,16 @@ Agent trajectories (37 KB with their messages), lists of 16, until all are commi
 with a handle each, against one thread with a buffer of its own. Beside it, what Ray alone costs: an actor that takes
 as many bytes from four producers and does nothing with them, a list or a parcel of 8 MB with each call. Processor time
 is that of all processes together, Ray's included. Sampling: the state workload, batch 1024, rows read
-from the mapped directory in both cases; the handle does not ask for news between the draws.
+from the mapped directory in both cases; the handle does not ask for news between the draws. One call of each,
+now this one first and now that, medians of all calls.
 """
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,7 +22,7 @@ import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options, SkippedError
-from tools.bench.timing import alternate, processor_seconds, ratio, seconds
+from tools.bench.timing import processor_seconds, ratio, seconds
 from tools.bench.workloads import agent_trajectory, nbytes, state_trajectory
 from trajstore import TrajectoryReplayBuffer
 
@@ -27,6 +30,7 @@ LIST = 16
 PRODUCERS = 4
 WARMUP = 2  # of memory that all processes share, each touches each page once
 BATCH = 1024
+CALLS = 60  # of each, for every repeat
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -39,10 +43,11 @@ def figures(options: Options) -> Iterator[Figure]:
         import ray
     except ImportError as error:
         raise SkippedError("needs ray: install trajstore[ray]") from error
-    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=PRODUCERS + 2)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=PRODUCERS + 2)
     try:
         yield _adding(options, ray)
-        yield _sampling(options)
+        yield _sampling(options, 1)
+        yield _sampling(options, 2)
     finally:
         ray.shutdown()
 
@@ -145,20 +150,47 @@ def _adding(options: Options, ray: Any) -> Figure:
     )
 
 
-def _sampling(options: Options) -> Figure:
+def _sampling(options: Options, stores: int) -> Figure:
     from trajstore.distributed import DistributedReplayBuffer
 
     generator = torch.Generator().manual_seed(0)
+    folder = options.folder / f"sampling-{stores}"
     handle = DistributedReplayBuffer.create(
-        "t19-sampling", options.folder / "sampling", refresh_interval=3600.0, actor_options={"num_cpus": 1}
+        folder.name, folder, stores=stores, refresh_interval=3600.0, actor_options={"num_cpus": 1}
     )
     for _ in range(options.count(64, 4)):
         handle.add_trajectories([state_trajectory(generator)])
     handle.flush()
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(options.folder / "sampling" / "rank_0")
-        mine, peer = alternate(
-            [lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)], options.repeats, calls=options.count(50)
-        )
+        reader.load_checkpoint(folder / "rank_0" if stores == 1 else folder)
+        took, used = _in_turn([lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)], CALLS * options.repeats)
     handle.stop()
-    return Figure("T19", "sampling through a handle on the owner's node over a reader's", ratio(mine, peer), 1.1)
+    details = {
+        "us": median(took[0]) * 1e6,
+        "us_reader": median(took[1]) * 1e6,
+        "processor_ratio": ratio(used[0], used[1]),
+        "processor_us": median(used[0]) * 1e6,
+    }
+    if stores == 1:
+        name, target = "sampling through a handle on the owner's node over a reader's", 1.1
+    else:
+        name, target = f"the same, {stores} stores, over a reader of both", None
+    return Figure("T19", name, ratio(took[0], took[1]), target, details=details)
+
+
+def _in_turn(works: Sequence[Callable[[], object]], calls: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Return seconds and processor seconds of each call, ``[len(works)][calls]``, one call of each after the other.
+
+    Which comes first is drawn anew each time: what one leaves to the allocator the next one finds.
+    """
+    chance = random.Random(0)
+    took: list[list[float]] = [[] for _ in works]
+    used: list[list[float]] = [[] for _ in works]
+    for call in range(-CALLS, calls):
+        for at in chance.sample(range(len(works)), len(works)):
+            before = time.thread_time()
+            duration = seconds(works[at])
+            if call >= 0:
+                took[at].append(duration)
+                used[at].append(time.thread_time() - before)
+    return took, used

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.buffer.numbering import Numbering, number
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
@@ -150,6 +151,26 @@ class Choices:
         first = index.first
         samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples
         return contents.prepare(samples, first, index.end, columns)
+
+    def numbering(self, ids: IntArray) -> Numbering:
+        """Return the numbers of the first samples of trajectories."""
+        return self._view.locked(lambda contents: number(contents.index, ids))
+
+    def numbered(
+        self,
+        numbering: Numbering,
+        numbers: IntArray,
+        columns: Sequence[str] | None,
+        out: Mapping[str, torch.Tensor] | None,
+    ) -> dict[str, Any] | None:
+        """Return transitions by number; None if the numbers are of what was shown before."""
+
+        def prepare(contents: Contents) -> Prepared | None:
+            index = contents.index
+            return contents.prepare(numbers, index.first, index.end, columns) if numbering.holds(index) else None
+
+        prepared = self._view.locked(prepare)
+        return None if prepared is None else nest(prepared.read(out))
 
     def readable(self, ids: IntArray) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable."""

@@ -12,6 +12,7 @@ import torch
 from trajstore.arguments import INT64_MAX, check_instance, check_kind, columns_or_none, whole, whole_numbers
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.choices import Choices
+from trajstore.buffer.numbering import Numbering
 from trajstore.buffer.retention import Retention
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
@@ -149,6 +150,32 @@ class ReadableBuffer:
         _check_drawn(drawn)
         _check_out(out)
         return self._choices.read(drawn, columns_or_none(columns), out)
+
+    def numbering(self, trajectory_ids: npt.NDArray[np.int64]) -> Numbering:
+        """Return the numbers of the first samples of trajectories, for whoever reads of the same ones many times."""
+        return self._choices.numbering(trajectory_ids)
+
+    def read_numbered(
+        self,
+        numbering: Numbering,
+        numbers: npt.NDArray[np.int64],
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, Any] | None:
+        """Return transitions as :meth:`read` does, told by number; None if trajectories have left since: number again.
+
+        Args:
+            numbering: from which ``numbers`` were counted.
+            numbers: those of first samples plus places within the trajectories, ``[n]``.
+            columns: as of :meth:`sample`.
+            out: as of :meth:`sample`.
+
+        Raises:
+            SchemaMismatchError: their trajectories differ in their columns.
+            TrajectoryUnavailableError: one of them was in memory only, and has left it.
+        """
+        return self._choices.numbered(numbering, numbers, columns, out)
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.distributed.listing import Listing
 from trajstore.distributed.roll import News, joined, taken, without
 from trajstore.errors import EmptyBufferError
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
+
+_EMPTY = np.zeros(0, np.int64)
+_NONE = Additions(_EMPTY, _EMPTY, _EMPTY, [], _EMPTY)
 
 
 class Census:
@@ -27,7 +31,7 @@ class Census:
         self._heard: dict[int, News] = {}
         self._absent: set[int] = set()
         self._table: Additions | None = None
-        self._ends: IntArray = np.zeros(0, np.int64)
+        self._listing = Listing(_EMPTY, _EMPTY, _EMPTY)
         self._copies = _NONE
         self._settled = 0
         self.revision = 0
@@ -102,8 +106,8 @@ class Census:
     @property
     def total_samples(self) -> int:
         """Their samples, T·B summed."""
-        self._rows()
-        return int(self._ends[-1]) if len(self._ends) else 0
+        ends = self.listing.ends
+        return int(ends[-1]) if len(ends) else 0
 
     def has(self, ids: IntArray) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be drawn."""
@@ -132,11 +136,19 @@ class Census:
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
+        return self.listing.drawn(self.places(count, window_size, draws))
+
+    def places(self, count: int, window_size: int, draws: Draws) -> IntArray:
+        """Draw samples as :meth:`samples` does; they are told by their places in :attr:`listing`."""
         window = self._window(window_size)
-        places = draws.samples(window, count) + self._before(window.first)
-        at = np.searchsorted(self._ends, places, side="right")
-        rows = self._rows()
-        return Drawn(rows.ids[at], places - self._ends[at] + rows.samples[at])
+        drawn = draws.samples(window, count)
+        return drawn + self._before(window.first) if window.first else drawn
+
+    @property
+    def listing(self) -> Listing:
+        """What can be drawn; the same object until something is new."""
+        self._rows()
+        return self._listing
 
     def trajectories(self, count: int, window_size: int, draws: Draws) -> IntArray:
         """Draw from the newest trajectories, uniformly, none twice; all if ``count`` is larger. Return their ids.
@@ -161,7 +173,7 @@ class Census:
         return Window(first, range(first, first), count, 0, 0, self.total_samples - self._before(first))
 
     def _before(self, position: int) -> int:
-        return int(self._ends[position - 1]) if position else 0
+        return int(self.listing.ends[position - 1]) if position else 0
 
     # -- samplers ---------------------------------------------------------------------------------
 
@@ -197,7 +209,7 @@ class Census:
             again = _again(settled)
             self._copies = taken(settled, np.flatnonzero(again))
             self._table = taken(settled, np.flatnonzero(~again)) if again.any() else settled
-            self._ends = np.cumsum(self._table.samples)
+            self._listing = Listing(self._table.ids, self._table.samples, np.cumsum(self._table.samples))
         return self._table
 
     def _changed(self) -> None:
@@ -217,10 +229,6 @@ def _again(rows: Additions) -> npt.NDArray[np.bool_]:
         found[:] = names != 0
         found[len(names) - 1 - last] = False
     return found
-
-
-_EMPTY = np.zeros(0, np.int64)
-_NONE = Additions(_EMPTY, _EMPTY, _EMPTY, [], _EMPTY)
 
 
 def _lie_in(ids: IntArray, ascending: IntArray) -> npt.NDArray[np.bool_]:

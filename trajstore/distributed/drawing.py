@@ -107,11 +107,17 @@ class DrawingHandle:
             EmptyBufferError: there is nothing to draw from.
             TrajectoryUnavailableError, SchemaMismatchError, StoreUnreachableError: see :meth:`read`.
         """
-        if sampler is not None and sampler.unit != "sample":
+        if sampler is None:
+            if num_chunks <= 0:
+                raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+            with self._lock:
+                census = self._look(None)
+                listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
+            return self._reads.placed(listing, places, columns, out)
+        if sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
         drawn = self.draw(num_chunks, sampler=sampler)
-        found = self.read(drawn, columns=columns, out=out)
-        return found if sampler is None else Batch(found, drawn)
+        return Batch(self.read(drawn, columns=columns, out=out), drawn)
 
     def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
         """Draw whole trajectories, none twice unless the sampler says so; all if ``count`` is larger.
