@@ -9,6 +9,7 @@ import random
 import resource
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ DESCRIPTORS = 256
 """That a child may have open."""
 WAYS = ("leave", "close", "go on")
 _STEPS_AFTER = 6
+_STARTING = 5.0  # seconds
 
 
 def error_file(folder: Path, number: int) -> Path:
@@ -80,12 +82,24 @@ def _until(folder: Path, number: int, chance: random.Random, journal: Journal, i
     return child
 
 
+def _join(thread: threading.Thread) -> None:
+    """Wait for a thread; one that an interrupt met while it was being started begins within moments, or never."""
+    until = time.monotonic() + _STARTING
+    while time.monotonic() < until:
+        try:
+            thread.join()
+        except RuntimeError:  # it has not begun
+            time.sleep(0.01)
+        else:
+            return
+
+
 def _afterwards(child: Child, way: str) -> None:
     if way == "leave":
         return
     for thread in threading.enumerate():
         if thread.name == CHANGE_THREAD:
-            thread.join()  # an eviction that was interrupted goes on; until its end what it takes may go at any moment
+            _join(thread)  # an eviction that was interrupted goes on; until its end what it takes may go at any moment
     if not child.opened:
         if hasattr(child, "buffer"):
             child.buffer.close()  # closing may have been interrupted
