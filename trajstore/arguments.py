@@ -79,7 +79,8 @@ def text(name: str, value: Any) -> str:
     """
     if isinstance(value, str) and value:
         return value
-    raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a text")
+    what = "is empty" if value == "" else f"is a {type(value).__name__}"
+    raise ConfigurationError(f"{name}: {shown(value)} {what}, must be a text")
 
 
 def texts(name: str, value: Any, remedy: str = "") -> Sequence[str]:

@@ -330,8 +330,9 @@ def test_pins_keep_a_state(tmp_path: Path) -> None:
         for name in ("none", "../first"):
             with pytest.raises((errors.StoreNotFoundError, errors.UnsafeContentError)):
                 other.load_checkpoint(path, pin=name)
-        with pytest.raises(errors.UnsafeContentError):
-            buffer.pin("../../outside")
+        for name in ("../../outside", "a/b", ".", ".hidden", "a\nb", "x" * 201, "\ud800"):
+            with pytest.raises(errors.ConfigurationError, match="must be the name of a file"):
+                buffer.pin(name)
         other.close()
         buffer.unpin("first")
         buffer.unpin("second")
@@ -450,3 +451,26 @@ def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_pa
     for call in (TrajectoryReplayBuffer.open, lambda run: copy_store(run, tmp_path / "copy")):
         with pytest.raises(errors.IncompleteCheckpointError, match=r"rank_1: 1 trajectories \(ids 1\) are lost"):
             call(tmp_path / "run")
+
+
+def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with filled("store", "pt", tmp_path / "store", 1) as buffer:
+        buffer.pin("kept")
+        buffer.unpin("kpet")
+        assert "no pin 'kpet' here (there are: kept)" in caplog.text
+        caplog.clear()
+        buffer.unpin("kept")
+        assert not caplog.records
+        with pytest.raises(errors.TrajectoryUnavailableError, match="no trajectory has the id -4"):
+            buffer.wait([0, -4])
+
+
+@pytest.mark.parametrize("inner", ["rank_0", "shards/inner", "other/deep"])
+def test_a_store_within_a_store_is_refused(tmp_path: Path, inner: str) -> None:
+    with (
+        filled("store", "pt", tmp_path / "store", 1),
+        pytest.raises(errors.ConfigurationError, match="lies within the store"),
+    ):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store" / inner)
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert len(reader) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.errors import StoreError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 
 
 def one(value: float) -> Trajectory:
@@ -94,3 +94,15 @@ def test_a_store_is_continued_any_number_of_times(tmp_path: Path) -> None:
             pass
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         assert reader.get(39).task_id == "task 39"
+
+
+def test_what_lies_further_down_is_named(store: Path) -> None:
+    (store.parent / "run").mkdir()
+    store.rename(store.parent / "run" / "replay")
+    with pytest.raises(StoreNotFoundError, match=r"in its folders are .*/run/replay: load one by its path"):
+        TrajectoryReplayBuffer.open(store.parent)
+
+
+def test_an_option_that_the_file_system_does_not_know_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"'range_read'; trajstore's own are cache_dir, .*range_reads"):
+        TrajectoryReplayBuffer.open("s3://bucket/run", storage_options={"range_read": True})

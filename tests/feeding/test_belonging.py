@@ -279,3 +279,26 @@ def test_the_state_of_a_long_store_names_a_part_of_it(tmp_path: Path) -> None:
             named = loader.state_dict()["source"]["of"][0]["ids"]
     assert len(named) == 1024
     assert (int(named[0]), int(named[-1])) == (0, 1499)
+
+
+def test_what_is_added_after_a_state_was_taken_up_is_no_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer = fill(tmp_path / "store", range(10))
+    state = state_after(buffer)
+    with ReplayLoader(buffer, 8) as loader:
+        loader.load_state_dict(state)
+        buffer.add_trajectories([block(11)])
+        next(loader)
+    assert "not as those of a run without a break" not in caplog.text
+    buffer.close()
+
+
+def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fill(tmp_path / "store", range(3)) as buffer:
+        sampler = WeightedSampler([], Priorities())
+        buffer.update_priorities(sampler, buffer.draw(4, sampler=sampler), torch.ones(4))
+        WeightedSampler([], Priorities()).load_state_dict(sampler.state_dict())
+    assert "call buffer.follow(sampler) before" in caplog.text

@@ -20,7 +20,7 @@ from trajstore.buffer.retention import Retention
 from trajstore.buffer.rlinf_guard import check_not_rlinf
 from trajstore.buffer.view import View
 from trajstore.columns.flat import FlatTrajectory
-from trajstore.errors import StoreError
+from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.exits import forget, remember
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
@@ -253,6 +253,8 @@ class StoreBacking(Backing):
         return self.writer.queue.committed
 
     def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
+        if ids and min(ids) < 0:
+            raise TrajectoryUnavailableError(f"{self.writer.log.directory.url}: no trajectory has the id {min(ids)}")
         return self.writer.queue.wait(max(ids), timeout) if ids else False
 
     def flush(self, timeout: float | None = None) -> None:

@@ -18,7 +18,6 @@ from trajstore.columns.schema import Schema
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
-    StoreError,
     StoreWriteError,
 )
 from trajstore.files.base import Directory
@@ -31,7 +30,7 @@ from trajstore.formats import FORMATS
 from trajstore.formats.base import SHARDS_FOLDER, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
-from trajstore.reading.places import is_file_of_rlinf
+from trajstore.reading.places import is_file_of_rlinf, store_above
 from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
@@ -127,19 +126,12 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
         if others or ((files or folders) and METADATA_NAME not in files):
             first = min(others or [*files, *folders])
             raise ConfigurationError(f"{target.url}: holds other files ({first}, ...); {own}")
-    for directory in above:
-        if _is_store(directory):
-            raise ConfigurationError(
-                f"{target.url}: lies within the store {directory.url}, where its files would be taken for the "
-                f"store's; {own}, or mark a moment inside the store with pin() or save_point()"
-            )
-
-
-def _is_store(directory: Directory) -> bool:
-    try:
-        return Catalog.exists(directory)
-    except (OSError, StoreError):  # a folder that may not be read, or a bucket's root
-        return False
+    store = store_above(above)
+    if store is not None:
+        raise ConfigurationError(
+            f"{target.url}: lies within the store {store.url}, where its files would be taken for the "
+            f"store's; {own}, or mark a moment inside the store with pin() or save_point()"
+        )
 
 
 def _write_store(

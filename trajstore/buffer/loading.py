@@ -21,7 +21,7 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.files.base import Directory, ReaderLease
-from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
+from trajstore.reading.places import kind_of, loadable_in, mixed_sentence, nothing_at, place_in, ranks_of
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.sources import Source, StoreSource
 from trajstore.store.catalog import Catalog, oldest_generation
@@ -170,7 +170,12 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
     if kind is None and not directory.exists():
         raise nothing_at(path, directory)
     if kind is None:
-        raise StoreNotFoundError(f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories)")
+        place = place_in(directory)
+        below = [] if place is None else loadable_in(place)
+        there = f"; in its folders are {listed(below, 3)}: load one by its path" if below else ""
+        raise StoreNotFoundError(
+            f"{path}: no replay buffer right here (no {METADATA_NAME}, and no rank_* directories){there}"
+        )
     raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
 
 

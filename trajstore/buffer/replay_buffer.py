@@ -27,9 +27,10 @@ from trajstore.closing import Closing
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import MAX_ID
 from trajstore.errors import ConfigurationError, StoreError
-from trajstore.files.opening import check_options, open_directory
+from trajstore.files.opening import check_options, directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.mirroring.options import Mirror, MirrorState, as_mirror
+from trajstore.reading.places import check_no_store_above
 from trajstore.sampling.draws import Draws
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
@@ -121,6 +122,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         if auto_save:
             check_options(path, told_storage)
             directory = open_directory(path, **told_storage)
+            check_no_store_above(directory, directories_above(directory, **told_storage))
             backing = StoreBacking(
                 view, draws, directory, form, writer or WriterOptions(), on_commit, as_mirror(mirror)
             )

@@ -91,7 +91,7 @@ class RestorableBuffer(ReadableBuffer):
 
         Raises:
             StoreError: the buffer has no store (``auto_save=False``).
-            ConfigurationError: the name is one that saved points have.
+            ConfigurationError: the name cannot be that of a file, or is one that saved points have.
         """
         name = text("name", name)
         self._backing.flush()
@@ -100,7 +100,7 @@ class RestorableBuffer(ReadableBuffer):
     def unpin(self, name: str) -> None:
         """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
 
-        Evicted trajectories that only it named are deleted.
+        Evicted trajectories that only it named are deleted. Where there is no such name a warning says so.
         """
         self._backing.unpin(text("name", name))
 

@@ -19,7 +19,8 @@ from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError,
 from trajstore.files.opening import check_options, open_directory
 from trajstore.reading.places import nothing_at, rank_of, ranks_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.saved_points import SavedPoint, point_name
+from trajstore.store.pin_names import point_name
+from trajstore.store.saved_points import SavedPoint
 
 logger = logging.getLogger(__name__)
 
@@ -202,8 +203,7 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
     """
     run = _run_of(buffer)
     points = run_points(run, **buffer._storage_options)
-    for point in points:
-        _check_ranks(run, point, ranks)
+    _check_ranks(run, points, ranks)
     complete = [point.step for point in points if point.is_complete]
     for point in points:
         if not point.is_complete:
@@ -215,13 +215,18 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
     raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
 
 
-def _check_ranks(run: str, point: RunPoint, ranks: int) -> None:
-    if point.saved_by not in (None, ranks):
-        raise ConfigurationError(
-            f"{run}: {point.saved_by} ranks saved step {point.step} together, this job has {ranks}; begin a new run, "
-            f"and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
-            f"pin={point_name(point.step)!r}, ...)"
-        )
+def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
+    others = [point for point in points if point.saved_by not in (None, ranks)]
+    if not others:
+        return
+    whole = [point for point in others if point.is_complete]
+    newest = max(whole or others, key=lambda point: point.step)
+    steps = listed(str(point.step) for point in whole) or "none"
+    raise ConfigurationError(
+        f"{run}: {newest.saved_by} ranks saved its points together, this job has {ranks} (steps that all of them have: "
+        f"{steps}); begin a new run, and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
+        f"pin={point_name(newest.step)!r}, ...)"
+    )
 
 
 def incomplete_sentence(point: RunPoint) -> str:

@@ -16,7 +16,8 @@ from trajstore.buffer.saved_points import KEPT
 from trajstore.distributed.drawing import DrawingHandle
 from trajstore.distributed.starting import everywhere
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, listed
-from trajstore.store.saved_points import SavedPoint, point_name
+from trajstore.store.pin_names import point_name
+from trajstore.store.saved_points import SavedPoint
 from trajstore.store.states import asked
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from trajstore.buffer.choices import Batch
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
+from trajstore.feeding.belonging import tell
 from trajstore.feeding.memory import Memory, Ready, memory_for, nbytes_of
 from trajstore.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore.feeding.prefetch import Prefetcher
@@ -152,9 +153,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         check_state(state["source"], ())
         if truth("changed", changed):
             state = {**state, "source": self._source.changed(state["source"])}
-        self._source.check(state["source"])
+        told = self._source.check(state["source"])
         for rows in state["under_way"]:
             self._source.check_rows(rows)
+        tell(told)
         if self._running is not None:
             self._running.close()
             self._running = None

@@ -19,7 +19,6 @@ from trajstore.feeding.belonging import (
     check_rows,
     rows_of,
     rows_state,
-    tell,
     tell_unnamed,
 )
 from trajstore.feeding.options import BatchOptions, Replay, check_options, check_replay, check_sampler, share_of_batch
@@ -287,7 +286,7 @@ class BatchSource(Source[DrawnBatch]):
         return {**state, "batches": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        tell(self.check(state))
+        self.check(state)  # once more: it is taken up later, in another process maybe
         buffers = (self.replay, self.demos)
         for buffer, sampler, of_buffer, chosen in zip(
             buffers, self._samplers, (state["replay"], state["demos"]), state["samplers"], strict=True

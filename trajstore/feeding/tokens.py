@@ -21,7 +21,6 @@ from trajstore.feeding.belonging import (
     check_rows,
     rows_of,
     rows_state,
-    tell,
     tell_unnamed,
 )
 from trajstore.feeding.options import (
@@ -248,7 +247,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         return {**state, "batches": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        tell(self.check(state))
+        self.check(state)  # once more: it is taken up later, in another process maybe
         if self._sampler is not None:
             self._buffer.follow(self._sampler)
             self._sampler.load_state_dict(state["sampler"])

@@ -23,6 +23,9 @@ READ_LIMIT = 16 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors that say that there is no space."""
 
+SEE_VERIFY = "; `trajstore verify` says what else is"
+"""How the error ends that tells readers of a file that is missing."""
+
 _SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
 
 

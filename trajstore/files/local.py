@@ -12,7 +12,17 @@ from typing import Any, ClassVar
 
 from trajstore import locks
 from trajstore.errors import CorruptStoreError
-from trajstore.files.base import READ_LIMIT, Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
+from trajstore.files.base import (
+    READ_LIMIT,
+    SEE_VERIFY,
+    Buffer,
+    Directory,
+    EncodedFile,
+    Reader,
+    ReaderLease,
+    WriterLock,
+    check_name,
+)
 from trajstore.files.filemap import FileMap
 from trajstore.files.held import HeldFolder
 from trajstore.files.holder import LOCK_NAME
@@ -147,8 +157,8 @@ class LocalDirectory(Directory):
             descriptor = self._root.open(check_name(name), os.O_RDONLY)
         except FileNotFoundError as error:
             fate = self._root.fate()
-            reason = "`trajstore verify` says what else is" if fate is None else f"{fate}; load it again"
-            raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it; {reason}") from error
+            reason = SEE_VERIFY if fate is None else f"; {fate}; load it again"
+            raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it{reason}") from error
         try:
             with self._root.naming(name):
                 found = os.fstat(descriptor).st_size

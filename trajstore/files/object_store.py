@@ -317,7 +317,12 @@ class ObjectStore:
             number = error.errno or next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, error.strerror or str(error) or os.strerror(number), url) from error
         except Exception as error:  # what backends raise when the network fails is of no common class
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):  # at the first request
+                raise ConfigurationError(f"{url}: storage_options: {error}; {OWN_OPTIONS}") from error
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+
+
+OWN_OPTIONS = "trajstore's own are cache_dir, cache_bytes, range_reads, lock_ttl, lease_ttl, others the backend's"
 
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -330,5 +335,5 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
             raise MissingDependencyError("s3fs", "s3") from error
         raise ConfigurationError(f"{url}: {error}") from error
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{url}: {error}") from error
+        raise ConfigurationError(f"{url}: storage_options: {error}; {OWN_OPTIONS}") from error
     return fs, path.rstrip("/") + "/"

@@ -11,8 +11,9 @@ from trajstore.buffer.runs import incomplete_sentence, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 from trajstore.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore.store.catalog import Catalog
+from trajstore.store.pin_names import aside_name
 from trajstore.store.rollback import plan_rollback
-from trajstore.store.saved_points import SavedPoint, aside_name
+from trajstore.store.saved_points import SavedPoint
 from trajstore.writing.unattended import held_points
 
 

@@ -17,7 +17,7 @@ import orjson
 from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreError, TrajstoreError, UnsafeContentError
-from trajstore.files.base import Directory
+from trajstore.files.base import SEE_VERIFY, Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.inspection.foreign import iterate_rlinf
 from trajstore.inspection.points import incomplete_points
@@ -169,7 +169,7 @@ def _verify_store(directory: Directory, result: Verification, progress: Progress
         whole[row] = not damage
         if damage:
             lost = tuple((low, high) for low, high in ranges_of(ids_in(row)))
-            result.problems.extend(Problem(file, message, lost) for file, message in damage)
+            result.problems.extend(Problem(file, message.removesuffix(SEE_VERIFY), lost) for file, message in damage)
         result.files += len(manifest.files)
         result.nbytes += sum(file.size for file in manifest.files)
         if progress is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, listed
 from trajstore.files.base import Directory
 from trajstore.files.opening import open_directory
 from trajstore.formats.base import SHARDS_FOLDER
@@ -81,10 +82,22 @@ def find_place(path: str | Path) -> Place:
         StoreNotFoundError: nothing that trajstore knows.
     """
     directory = open_directory(path)
-    place = _place_at(directory, _MAX_DEPTH)
+    place = place_in(directory)
     if place is not None:
         return place
     raise nothing_at(path, directory)
+
+
+def place_in(directory: Directory) -> Place | None:
+    """Return what lies in a directory or in its folders; None if it is nothing that trajstore knows."""
+    return _place_at(directory, _MAX_DEPTH)
+
+
+def loadable_in(place: Place) -> list[str]:
+    """Return the paths, at a place or below it, that can be loaded as a replay buffer."""
+    if place.kind in ("store", "rlinf") or any(is_of_rank(part.name) for part in place.parts):
+        return [place.url]
+    return [url for part in place.parts for url in loadable_in(part)]
 
 
 def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
@@ -153,6 +166,35 @@ def is_of_rank(place_name: str) -> bool:
 def is_file_of_rlinf(name: str) -> bool:
     """Return whether a file is called like those in which RLinf keeps trajectories."""
     return _RLINF_FILE.match(name) is not None
+
+
+def store_above(directories: Iterable[Directory]) -> Directory | None:
+    """Return the first of the directories in which something lies that is a store; None if none is."""
+    for directory in directories:
+        with suppress(OSError, StoreError):  # a folder that may not be read, or a bucket's root
+            if Catalog.exists(directory):
+                return directory
+    return None
+
+
+def check_no_store_above(directory: Directory, above: Iterable[Directory]) -> None:
+    """Refuse to make a store within another one, which could not be opened any more then.
+
+    Args:
+        directory: where the store is to lie; one that is there already is continued.
+        above: the directories in which it lies.
+
+    Raises:
+        ConfigurationError: one of them is a store.
+    """
+    if Catalog.exists(directory):
+        return
+    store = store_above(above)
+    if store is not None:
+        raise ConfigurationError(
+            f"auto_save_path {directory.url}: lies within the store {store.url}; give the new store a directory "
+            "of its own"
+        )
 
 
 def check_no_ranks(directory: Directory) -> None:

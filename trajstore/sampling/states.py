@@ -128,11 +128,12 @@ def check_names(what: str, ids: IntArray, then: IntArray, here: IntArray) -> Non
 
 def tell_gone(what: str, ids: IntArray, here: int) -> None:
     """Warn of a state of which nothing is left: ``here`` trajectories are, and none of ``ids`` among them."""
-    if len(ids) and here:
+    if len(ids):
         logger.warning(
-            "state: none of the %d trajectories that %s names is here; what it says of them has no effect",
+            "state: none of the %d trajectories that %s names is here; what it says of them has no effect%s",
             len(ids),
             what,
+            "" if here else " (the sampler was told of no trajectories: call buffer.follow(sampler) before)",
         )
 
 

@@ -5,7 +5,6 @@ Guarded as the catalog that they belong to.
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,15 +19,13 @@ from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.files.base import Buffer, Directory, EncodedFile, check_name
 from trajstore.store.index import lie_in
 from trajstore.store.log_records import natural, parse_ranges
+from trajstore.store.pin_names import ASIDE, STEP, aside_name
 from trajstore.store.sealed import seal, unseal
 from trajstore.store.states import decode_state
 
 PINS_FOLDER = "pins"
 
 _ATTEMPTS = 20  # a reader whose state file was replaced reads the pin again
-
-_ASIDE = re.compile(r"aside-(\d+)(?:-step-(\d+))?")
-_STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,12 @@ class PinHead:
     @property
     def is_point(self) -> bool:
         """Whether it is a saved point, and no rollback has set it aside."""
-        return self.step is not None and _STEP.fullmatch(self.name) is not None
+        return self.step is not None and STEP.fullmatch(self.name) is not None
 
     @property
     def aside(self) -> str | None:
         """Of a saved point that a rollback has set aside, the name of what else it set aside."""
-        match = _ASIDE.fullmatch(self.name)
+        match = ASIDE.fullmatch(self.name)
         return None if match is None or match[2] is None else aside_name(int(match[1]))
 
 
@@ -292,21 +289,6 @@ def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
         return PinHead(name, ids, generation, step, state, back_to, ranks)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
-
-
-def point_name(step: int) -> str:
-    """Return the name of the pin that is the saved point of a step."""
-    return f"step-{step}"
-
-
-def aside_name(generation: int, step: int | None = None) -> str:
-    """Return the name of the pin of what a rollback set aside, or of a saved point that it set aside."""
-    return f"aside-{generation}" + ("" if step is None else f"-{point_name(step)}")
-
-
-def is_reserved(name: str) -> bool:
-    """Return whether a name is that of a saved point, or of what a rollback set aside."""
-    return (_STEP.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
 
 
 def _name_in(file: str) -> str:

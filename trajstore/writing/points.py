@@ -20,18 +20,17 @@ from trajstore.errors import (
     StoreNotFoundError,
     StoreWriteError,
     WriterFencedError,
+    listed,
 )
 from trajstore.files.base import EncodedFile
+from trajstore.store.pin_names import aside_name, check_pin_name, point_name
 from trajstore.store.rollback import RollbackPlan, plan_rollback, with_live
 from trajstore.store.saved_points import (
     PinHead,
     SavedPoint,
-    aside_name,
     id_ranges,
-    is_reserved,
     pin_file,
     pin_name,
-    point_name,
     renamed_pin,
     state_file,
 )
@@ -70,12 +69,12 @@ class Points:
         """Keep what is committed now readable under a name, and return its generation.
 
         Raises:
-            ConfigurationError: the name is that of a saved point, or of what a rollback set aside.
+            ConfigurationError: the name cannot be a file's, or is that of a saved point, or of what a rollback set
+                aside.
             StoreWriteError: it could not be written.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        if is_reserved(name):
-            raise ConfigurationError(f"pin {name!r}: names like this are those of saved points; choose another")
+        check_pin_name(name)
         catalog = self._log.catalog
         with self._one, self._changing():
             self._publish(pin_file(name, catalog.index["trajectory_id"], catalog.generation, **state), "was pinned")
@@ -85,7 +84,7 @@ class Points:
     def unpin(self, name: str) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside with its points.
 
-        Evicted trajectories that only it named are deleted. A name that is not there is no error.
+        Evicted trajectories that only it named are deleted. Of a name that is not there a warning tells.
 
         Raises:
             StoreClosedError: the writer was closed, or belongs to the parent process.
@@ -93,7 +92,11 @@ class Points:
         with self._one, self._changing():
             self._rename_void()  # first: without what a rollback set aside, nothing says which points are void
             heads = self._log.catalog.pins.heads.values()
-            self._release([head for head in heads if name in (head.name, head.aside)])
+            going = [head for head in heads if name in (head.name, head.aside)]
+            if not going:
+                there = listed(self._log.catalog.pins.names) or "none"
+                logger.warning("%s: unpin: no pin %r here (there are: %s)", self._directory.url, name, there)
+            self._release(going)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
