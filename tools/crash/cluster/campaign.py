@@ -21,6 +21,7 @@ from trajstore.testing.witness import WitnessError, check_batch, check_trajector
 
 NAME = "campaign"
 _KEYS = 1 << 20  # of one producer
+_LONGEST_START = 120.0  # seconds
 _MOMENT = 1.0  # seconds; a producer asks a store that did not answer again after two at the most
 
 
@@ -96,6 +97,7 @@ def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
         work = [
             task.options(num_cpus=0, resources={"promises": 1}).remote(number, seconds) for number in range(producers)
         ]
+        _let_them_begin(handle, producers)
         end = time.monotonic() + seconds
         node_dies = time.monotonic() + seconds / 2
         while time.monotonic() < end:
@@ -123,6 +125,13 @@ def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
         cluster.shutdown()
     _judge(folder, acknowledged, result)
     return result
+
+
+def _let_them_begin(handle: DistributedReplayBuffer, producers: int) -> None:
+    """Wait until there is something to lose: on a busy machine producers start for longer than a campaign takes."""
+    end = time.monotonic() + _LONGEST_START
+    while not handle.is_ready(producers) and time.monotonic() < end:
+        time.sleep(0.2)
 
 
 def _let_it_work(actor: Any, end: float) -> None:
