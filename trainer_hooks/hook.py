@@ -155,7 +155,7 @@ class ReplayHook(Closing, Generic[Task]):
             fresh: the rollouts made, in the order of the plan.
 
         Raises:
-            ConfigurationError: there are more or fewer rollouts than planned.
+            ConfigurationError: there are more or fewer rollouts than planned, or they are in another order.
         """
         if self._made is not None:
             self._made.settle()

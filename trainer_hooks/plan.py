@@ -60,7 +60,8 @@ def rows_of_plan(
         group_offpolicy: whether histories are in their task's group.
 
     Raises:
-        ConfigurationError: there are more or fewer rollouts than planned.
+        ConfigurationError: there are more or fewer rollouts than planned, or a rollout is of another task than the plan
+            has at its place.
         InvalidTrajectoryError: a trajectory's record of its guidance cannot be understood.
     """
     planned = sum(one.fresh_rollouts for one in plan)
@@ -71,7 +72,9 @@ def rows_of_plan(
     positions: list[int] = []
     replayed: list[bool] = []
     for position, one in enumerate(plan):
-        trajectories += [next(rollouts) for _ in range(one.fresh_rollouts)]
+        mine = [next(rollouts) for _ in range(one.fresh_rollouts)]
+        _check_tasks(task_id_of(one.task), mine, len(trajectories))
+        trajectories += mine
         histories = tuple(one.histories)
         trajectories += histories
         positions += [position] * (one.fresh_rollouts + len(histories))
@@ -82,6 +85,16 @@ def rows_of_plan(
         for number, (trajectory, group, is_replayed) in enumerate(zip(trajectories, groups, replayed, strict=True))
         for row in rows_of_rollout(trajectory, group, number, is_replayed=is_replayed)
     ]
+
+
+def _check_tasks(task: str, rollouts: Sequence[AgentTrajectory], first: int) -> None:
+    """Refuse rollouts of other tasks than the plan's: their advantages would be those of another group."""
+    for place, rollout in enumerate(rollouts, first):
+        if rollout.task_id not in ("", task):
+            raise ConfigurationError(
+                f"fresh: rollout {place} is of task {rollout.task_id!r}, the plan has {task!r} there; give them "
+                "in the order of the plan, all of a task together"
+            )
 
 
 @checked

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import Run, make_rollout, write_store
-from trajstore import TrajectoryReplayBuffer
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live
@@ -141,3 +142,24 @@ def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> Non
     assert "note: difficulty2task_dict.json: task task_0 is in the buckets 1 and 3" in out
     buckets.write_text('{"1": "task_0"}')
     assert run("verify", copy)[0] == 1
+
+
+def test_a_folder_whose_name_cannot_be_told_hides_no_neighbour(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "sound") as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+    (tmp_path / "a\nb").mkdir()
+    assert verify(tmp_path).trajectories == 1
+    assert r"'a\nb' is not looked into" in caplog.text
+
+
+def test_metadata_without_a_version_is_damaged_and_not_of_the_future(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+    metadata = tmp_path / "store" / "metadata.json"
+    metadata.write_bytes(metadata.read_bytes().replace(b'"layout_version"', b'"layout_verrion"'))
+    assert [problem.file for problem in verify(tmp_path / "store").problems] == ["metadata.json"]
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        assert reader.load_checkpoint(tmp_path / "store", strict=False) == 0
+        assert len(reader) == 1

@@ -302,3 +302,26 @@ def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
         buffer.update_priorities(sampler, buffer.draw(4, sampler=sampler), torch.ones(4))
         WeightedSampler([], Priorities()).load_state_dict(sampler.state_dict())
     assert "call buffer.follow(sampler) before" in caplog.text
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_sampler_of_another_buffer_is_refused(tmp_path: Path, stored: bool) -> None:
+    """Its priorities are by id, and the ids of another buffer are those of other trajectories."""
+
+    def make(name: str) -> TrajectoryReplayBuffer:
+        if stored:
+            return fill(tmp_path / name, range(4))
+        buffer = TrajectoryReplayBuffer(sample_window_size=0)
+        buffer.add_trajectories([block(key) for key in range(4)])
+        return buffer
+
+    sampler = WeightedSampler([], Priorities())
+    with make("a") as first, make("b") as other:
+        first.sample(4, sampler=sampler)
+        with pytest.raises(ConfigurationError, match="follows another buffer"):
+            other.sample(4, sampler=sampler)
+        if stored:
+            with reader(tmp_path / "a") as same:
+                same.sample(4, sampler=sampler)
+    with make("c") as next_one:
+        next_one.sample(4, sampler=sampler)  # the first was closed

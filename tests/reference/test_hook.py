@@ -214,6 +214,8 @@ def test_wrong_calls_are_named() -> None:
     fresh = roll_out(plan, step=1)
     with pytest.raises(ConfigurationError, match="15 rollouts, the plan asks for 16"):
         replay.batch_rows(plan, fresh[1:])
+    with pytest.raises(ConfigurationError, match=r"is of task .* the plan has"):
+        replay.batch_rows(plan, fresh[::-1])
     batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
     values = log_probs_of(batch, 1)
     stranger = roll_out([PlannedTask("z", 1, ())], step=1)

@@ -16,7 +16,7 @@ import torch
 from trajstore.buffer.numbering import Numbering, number
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
-from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, listed
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
 from trajstore.reading.slots import UNAVAILABLE
@@ -43,6 +43,32 @@ class Batch(dict[str, Any]):
     def weights(self) -> torch.Tensor | None:
         """Importance weight of each row, float32 ``[n]``; None if the sampler gives none."""
         return None if self.drawn.weights is None else torch.from_numpy(self.drawn.weights)
+
+
+_VIEWS: weakref.WeakKeyDictionary[Sampler, weakref.ref[View]] = weakref.WeakKeyDictionary()
+"""Which view each sampler was told of last; not in the sampler, which travels between processes."""
+
+
+def _claim(sampler: Sampler, view: View) -> None:
+    """Note that a sampler follows a view from now on.
+
+    Raises:
+        ConfigurationError: it follows another one, whose ids stand for other trajectories.
+    """
+    reference = _VIEWS.get(sampler)
+    before = None if reference is None else reference()
+    if before is not None and before is not view and not before.released:
+        mine, its = set(view.store_ids), set(before.store_ids)
+        if not mine & its:
+            raise ConfigurationError(
+                f"sampler: it follows another buffer ({_shown_stores(its)}) than this one ({_shown_stores(mine)}), "
+                "where its ids are those of other trajectories; make a sampler for each buffer"
+            )
+    _VIEWS[sampler] = weakref.ref(view)
+
+
+def _shown_stores(store_ids: set[str]) -> str:
+    return f"store {listed(sorted(store_ids))}" if store_ids else "in memory"
 
 
 class Following:
@@ -128,6 +154,7 @@ class Choices:
     def _follow(self, contents: Contents, sampler: Sampler) -> None:
         following = self._following.get(sampler)
         if following is None:
+            _claim(sampler, self._view)
             following = self._following[sampler] = Following(sampler, self._view)
         following.sync(contents)
 

@@ -26,7 +26,7 @@ from trajstore.buffer.view import View
 from trajstore.closing import Closing
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import MAX_ID
-from trajstore.errors import ConfigurationError, StoreError
+from trajstore.errors import ConfigurationError, StoreError, listed
 from trajstore.files.opening import check_options, directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.mirroring.options import Mirror, MirrorState, as_mirror
@@ -105,9 +105,10 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         path = str(auto_save_path or "")
         if auto_save and not path:
             raise ConfigurationError("auto_save_path: must be given when auto_save is true")
-        if path and not auto_save:
-            told = f"auto_save_path={path!r} has no effect without auto_save=True: nothing is written there"
-            warnings.warn(told, stacklevel=2)
+        idle = {f"auto_save_path={path!r}": path, "writer": writer, "on_commit": on_commit}
+        if not auto_save and any(idle.values()):
+            told = listed(name for name, value in idle.items() if value)
+            warnings.warn(f"{told} has no effect without auto_save=True: nothing is written", stacklevel=2)
         if mirror is not None and not auto_save:
             raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
         self.auto_save = auto_save

@@ -79,6 +79,8 @@ class View:
         self._verify_shards = verify_shards
         self._own: Catalog | None = None
         self._leases: list[ReaderLease] = []
+        self.released = False
+        """Whether the buffer was closed."""
         self._request: LoadRequest | None = None
         self._told: set[str] = set()
         self.steady = locks.lock("View.steady")
@@ -261,6 +263,7 @@ class View:
 
     def release(self) -> None:
         """Announce no reader any more; files of loaded directories may go."""
+        self.released = True
         for lease in self._leases:
             lease.release()
         self._leases = []

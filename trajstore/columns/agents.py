@@ -20,6 +20,9 @@ from trajstore.trajectory import AgentTrajectory, Reward
 
 _TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
 _RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
+_WHOLE = frozenset((*_TOKEN_COLUMNS, "response_mask"))
+"""Columns of ids and masks."""
+
 _DOCUMENT_FIELDS = tuple(
     field.name for field in fields(AgentTrajectory) if field.name not in (*_TOKEN_COLUMNS, *_RESPONSE_COLUMNS)
 )
@@ -133,6 +136,8 @@ def _agent_columns(
         tensor = as_tensor(name, value)
         if tensor.dim() != 1:
             raise InvalidTrajectoryError(f"field {name}: shape {list(tensor.shape)}, must have one dimension")
+        if name in _WHOLE and (tensor.is_floating_point() or tensor.is_complex()):
+            raise InvalidTrajectoryError(f"field {name}: {str(tensor.dtype)[6:]}, must be whole numbers, or bool")
         size = tensor.shape[0]  # its len goes through Python
         if size > MAX_STEPS:
             raise InvalidTrajectoryError(f"field {name}: has {size} entries, must have at most {MAX_STEPS}")

@@ -43,6 +43,15 @@ def check_name(name: str, *, one_part: bool = False) -> str:
     return name
 
 
+def is_safe_name(name: str) -> bool:
+    """Return whether :func:`check_name` takes a name."""
+    try:
+        check_name(name)
+    except UnsafeContentError:
+        return False
+    return True
+
+
 Buffer = bytes | bytearray | memoryview
 """Anything contiguous that can be written."""
 

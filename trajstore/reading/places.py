@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, listed
-from trajstore.files.base import Directory
+from trajstore.files.base import Directory, is_safe_name
 from trajstore.files.opening import open_directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.catalog import Catalog
@@ -24,6 +25,8 @@ POOL_FILES = ("task2trajectories.pkl", "difficulty2task_dict.json", "skip_uid_se
 
 _RLINF_FILE = re.compile(r"trajectory_\d+_.*\.(pt|pkl)$")
 _RANK = re.compile(r"rank_(\d+)")
+
+logger = logging.getLogger(__name__)
 
 _MAX_DEPTH = 3  # a run directory holds e.g. replay_buffer/rank_3
 
@@ -230,6 +233,9 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
     if not depth:
         return Place(kind, directory) if kind else None
     shown = [name for name in folders if not name.startswith(".")]  # hidden ones are of work that has not ended
+    for name in [name for name in shown if not is_safe_name(name)]:
+        logger.warning("%s: the folder %r is not looked into: its name has control characters", directory.url, name)
+        shown.remove(name)
     below = (_place_at(directory.inner(name), depth - 1) for name in sorted(shown, key=by_number))
     parts = tuple(place for place in below if place is not None)
     if kind == "store":

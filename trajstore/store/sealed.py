@@ -114,7 +114,9 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
             f"program, beside whose files no store belongs. A store's own: {_OF_METADATA}"
         )
     version = values.get("layout_version")
-    if not isinstance(version, int) or version > LAYOUT_VERSION:
+    if not isinstance(version, int):
+        raise CorruptStoreError(f"{source}: damaged (layout_version {str(version)[:40]!r}); {_OF_METADATA}")
+    if version > LAYOUT_VERSION:
         raise UnsupportedVersionError(
             f"{source}: written with layout version {version}, this trajstore reads up to {LAYOUT_VERSION}; upgrade it"
         )
