@@ -159,6 +159,7 @@ def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_pat
 
         def __init__(self, lock: Any) -> None:
             self._lock, self._depth, self.reads = lock, 0, 0
+            self.acquire, self.release = lock.acquire, lock.release  # what a fork asks for
 
         def __enter__(self) -> None:
             self._lock.__enter__()

@@ -164,6 +164,7 @@ class StoreIntake(Intake):
     ) -> list[int]:
         queue = self._queue
         ids: list[int] = []
+        queue.check_process()  # in a forked child nothing can be taken back either: the lock may never come free
         try:
             queue.reserve(batch, total)
             owned = copied(flats, self._arena)

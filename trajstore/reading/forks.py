@@ -28,7 +28,9 @@ class Standing(Protocol):
 
 
 _living: weakref.WeakSet[Standing] = weakref.WeakSet()
-_stopped: list[Standing] = []
+_locked: list[Standing] = []
+_still: list[Standing] = []
+"""Whose copies stand still too. Each is noted when it was done, so that what went wrong half-way can be undone."""
 
 
 def stop_at_forks(contents: Standing) -> None:
@@ -37,18 +39,27 @@ def stop_at_forks(contents: Standing) -> None:
 
 
 def _before_fork() -> None:
-    _stopped.extend(_living)
-    for contents in _stopped:
+    for contents in _all():
         contents.lock.acquire()
-    for contents in _stopped:
+        _locked.append(contents)
+    for contents in _locked:
         contents.residency.copies.stop()
+        _still.append(contents)
+
+
+def _all() -> list[Standing]:
+    while True:
+        try:
+            return list(_living)
+        except RuntimeError:  # another thread has made contents just now, which only it knows
+            continue
 
 
 def _after_fork(*, in_child: bool = False) -> None:
-    while _stopped:
-        contents = _stopped.pop()
-        contents.residency.copies.go_on(in_child=in_child)
-        contents.lock.release()
+    while _still:
+        _still.pop().residency.copies.go_on(in_child=in_child)
+    while _locked:
+        _locked.pop().lock.release()
 
 
 os.register_at_fork(

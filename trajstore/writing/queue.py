@@ -55,7 +55,7 @@ class WriteQueue:
         self.set_aside = 0
         self._url = url
         self._options = options
-        self._check_process = check_usable
+        self.check_process = check_usable
         self._lock = locks.rlock("WriteQueue._lock")  # a signal handler may flush while its thread is in here
         self._parking = Parking()
         self._adding: dict[int, weakref.ref[Batch]] = {}  # room was reserved for them, and they are not queued yet
@@ -104,7 +104,7 @@ class WriteQueue:
             PendingFullError: there is no room and ``on_full`` is ``"raise"``.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        self._check_process()  # first: in a forked child the lock may never come free
+        self.check_process()  # first: in a forked child the lock may never come free
         refuse = self._options.on_full == "raise"
         while True:
             with self._lock:
