@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
 
 
 def one(value: float) -> Trajectory:
@@ -106,3 +106,16 @@ def test_what_lies_further_down_is_named(store: Path) -> None:
 def test_an_option_that_the_file_system_does_not_know_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"'range_read'; trajstore's own are cache_dir, .*range_reads"):
         TrajectoryReplayBuffer.open("s3://bucket/run", storage_options={"range_read": True})
+
+
+def test_a_closed_reader_whose_files_were_deleted_says_that_it_was_closed(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False) as writer:
+        writer.add_trajectories([one(0.0)])
+        writer.flush()
+        reader = TrajectoryReplayBuffer.open(tmp_path)
+        reader.close()
+        writer.evict([0])
+        writer.flush()
+        for call in (lambda: reader.sample(1), lambda: reader.get(0), lambda: reader.sample_trajectories(1)):
+            with pytest.raises(StoreClosedError, match="the buffer was closed"):
+                call()

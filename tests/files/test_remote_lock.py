@@ -14,6 +14,7 @@ import pytest
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
+    CorruptStoreError,
     StoreLockedError,
     WriterFencedError,
 )
@@ -28,6 +29,7 @@ from trajstore.store.catalog import Catalog
 from trajstore.testing.directory import publish
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
+from trajstore.writing import commit_log
 from trajstore.writing.fencing import fence
 
 
@@ -307,3 +309,21 @@ def test_a_server_that_keeps_no_conditions_is_told_by_name(
     with open_directory(s3_url, **s3_options).lock_writer():
         (said,) = [record.getMessage() for record in caplog.records if "If-Match" in record.getMessage()]
     assert "is not kept out when it wakes: it can replace their index, metadata, pins and lock" in said
+
+
+def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(
+    s3_url_soon_lost: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it finds is that of its heir, in the midst of being made: that is no damage."""
+    url, options = s3_url_soon_lost
+
+    def frozen_in(directory: RemoteDirectory, *_: object) -> None:
+        frozen = Frozen(directory, monkeypatch, "put_if writer.lock")
+        frozen.reached.set()
+        take_over(url, options)
+        frozen.thawed.set()
+        raise CorruptStoreError("what is left of a store")
+
+    monkeypatch.setattr(commit_log, "open_store", frozen_in)
+    with pytest.raises(WriterFencedError, match="was taken over"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=options)

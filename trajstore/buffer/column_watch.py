@@ -1,4 +1,4 @@
-"""Tells when what is added has other columns than what was there: drawing over both will be refused. No I/O.
+"""Tells when what is added has other columns than what was there: drawing rows of both will be refused. No I/O.
 
 Takes no lock: of two threads that add at once, both may tell the same difference.
 """
@@ -49,8 +49,8 @@ class ColumnWatch:
         if fresh:
             self._told.update(fresh)
             logger.warning(
-                "trajectories added now have other columns than those before: %s; sample() over both will be refused "
-                "unless it names the columns to draw (columns=...)",
+                "trajectories added now have other columns than those before: %s; a sample() that draws "
+                "rows of both is refused, and one that draws rows of one kind is not: name the columns (columns=...)",
                 ", ".join(fresh),
             )
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from trajstore import locks
 from trajstore.buffer.loading import Loaded, load_sources
 from trajstore.buffer.retention import Retention
+from trajstore.errors import CorruptStoreError, StoreClosedError
 from trajstore.files.base import Directory, ReaderLease
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.contents import Contents
@@ -114,12 +115,22 @@ class View:
 
         Contents that were replaced while their lock was waited for may lack files by now. (A context manager written
         in Python would keep the lock if Ctrl-C came while it returns.)
+
+        Raises:
+            StoreClosedError: the buffer was closed, and a file is gone or damaged.
         """
         while True:
             contents = self.contents
-            with contents.lock:
-                if contents is self.contents:
-                    return call(contents)
+            try:
+                with contents.lock:
+                    if contents is self.contents:
+                        return call(contents)
+            except CorruptStoreError as error:
+                if not self.released:
+                    raise
+                raise StoreClosedError(
+                    f"the buffer was closed, so its writer may delete what it showed: {error}"
+                ) from error
 
     def names_at(self, contents: Contents, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
         """Return the names of trajectories, by which other processes know them too; with the lock of ``contents`` held.

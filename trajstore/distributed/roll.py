@@ -39,6 +39,8 @@ class News:
 class Roll(Sampler):
     """Hears of additions and evictions as samplers do, and keeps the newest of them for those who ask.
 
+    Guarded by ``Contents.lock`` of its store's buffer, as every sampler.
+
     Args:
         needs_tasks: whether the tasks of agent trajectories are told, which costs reading them.
         began: different for each start of the process; whoever has heard another one is told everything.

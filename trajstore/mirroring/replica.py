@@ -17,9 +17,8 @@ from trajstore.files.filemap import FileMap
 from trajstore.formats.base import SHARDS_FOLDER, ShardManifest
 from trajstore.formats.checksums import check_file
 from trajstore.mirroring.ledger import Ledger, crc_of
-from trajstore.mirroring.source import Line, Picture
+from trajstore.mirroring.source import Line, Picture, strange_id
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER, segment_generation, segment_name
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
@@ -177,7 +176,7 @@ class Replica:
             raise StoreError(
                 f"{url}: is at generation {there.generation}, this store at {catalog.generation}: {_ELSEWHERE}"
             )
-        strange = _strange_id(there.index, catalog.index)
+        strange = strange_id(there.index, catalog.index)
         if strange is not None:
             raise StoreError(f"{url}: trajectory {strange} is another one there than here: {_ELSEWHERE}")
 
@@ -395,12 +394,3 @@ class Replica:
         rows = np.flatnonzero(self._there).tolist()
         self._ledger.write((catalog.shards.number(row), catalog.shards.manifest(row)) for row in rows)
         self._unlisted = 0
-
-
-def _strange_id(there: TrajectoryIndex, here: TrajectoryIndex) -> int | None:
-    """Return an id that both have with different UUIDs; None if there is none."""
-    ids, mine, theirs = np.intersect1d(
-        here["trajectory_id"], there["trajectory_id"], assume_unique=True, return_indices=True
-    )
-    other = np.flatnonzero(here["uuid"][mine] != there["uuid"][theirs])
-    return int(ids[other[0]]) if len(other) else None

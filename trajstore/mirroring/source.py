@@ -16,6 +16,7 @@ from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
+from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_each, parse_ranges
 from trajstore.store.saved_points import PinHead, pin_name
 
@@ -143,3 +144,12 @@ class Picture:
             {name: catalog.directory.read(pin_name(name)) for name in changed},
             None if metadata is None else (catalog.snapshot_file(), catalog.metadata_file(**metadata)),
         )
+
+
+def strange_id(there: TrajectoryIndex, here: TrajectoryIndex) -> int | None:
+    """Return an id that a mirror and its store have with different UUIDs; None if there is none."""
+    ids, mine, theirs = np.intersect1d(
+        here["trajectory_id"], there["trajectory_id"], assume_unique=True, return_indices=True
+    )
+    other = np.flatnonzero(here["uuid"][mine] != there["uuid"][theirs])
+    return int(ids[other[0]]) if len(other) else None

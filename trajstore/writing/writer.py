@@ -19,6 +19,7 @@ from trajstore import locks
 from trajstore.errors import (
     CorruptStoreError,
     StoreLockedError,
+    StoreNotFoundError,
     StoreWriteError,
     TrajstoreError,
     UnwritableTrajectoryError,
@@ -81,8 +82,12 @@ class StoreWriter:
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
             self.points = Points(self.log)
-        except BaseException:
-            self._lock.release()
+        except BaseException as error:
+            try:  # what does not fit together may be that of a writer that took the store over meanwhile
+                if isinstance(error, CorruptStoreError | StoreNotFoundError):
+                    directory.confirm()
+            finally:
+                self._lock.release()
             raise
         catalog = self.log.catalog
         self.queue = WriteQueue(directory.url, options, catalog.next_id, catalog.next_shard, self._check_process)
