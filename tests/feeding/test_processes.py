@@ -110,9 +110,9 @@ def killed():
     for call in (consume, worker.join):  # torch's signal handler raises in whatever the process does then
         try:
             call()
-        except (RuntimeError, OSError) as error:
-            told.append(str(error))
-    assert any(word in told[0] for word in ("exited unexpectedly", "killed", "reset by peer")), told
+        except (RuntimeError, OSError, EOFError) as error:
+            told.append(repr(error))
+    assert any(word in told[0] for word in ("exited unexpectedly", "killed", "reset by peer", "EOFError")), told
     dataset.close()
 
 

@@ -104,8 +104,13 @@ def test_a_reader_that_may_not_write_says_that_it_is_not_announced(
 def test_a_dropped_lease_ends_its_heartbeats(memory_url: str) -> None:
     directory = RemoteDirectory(memory_url, lease_ttl=0.03)
     directory.append("log/1", b"")
+    before = set(threading.enumerate())
+
+    def beating() -> bool:
+        return any("reader-lease" in thread.name for thread in set(threading.enumerate()) - before)
+
     lease = directory.announce_reader()
-    wait_until(lambda: any("reader-lease" in thread.name for thread in threading.enumerate()))
+    wait_until(beating)
     del lease
     gc.collect()
-    wait_until(lambda: not any("reader-lease" in thread.name for thread in threading.enumerate()))
+    wait_until(lambda: not beating())

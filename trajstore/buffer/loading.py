@@ -174,7 +174,7 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
         below = [] if place is None else loadable_in(place)
         there = f"; in its folders are {listed(below, 3)}: load one by its path" if below else ""
         raise StoreNotFoundError(
-            f"{path}: no replay buffer right here (no {METADATA_NAME}, and no rank_* directories){there}"
+            f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
         )
     raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
 

@@ -151,6 +151,7 @@ class Outbox:
             self._depart(self._under_way[-1])
         elif self._timer is None:
             timer = threading.Timer(pause, self._time_is_up)
+            timer.daemon = True  # the end of the process does not wait for it; what is not sent then is told
             try:
                 timer.start()
             except RuntimeError:  # the interpreter is ending, or there is no memory for a thread

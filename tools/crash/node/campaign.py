@@ -21,7 +21,8 @@ from tools.crash.node.child import work
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
 from trajstore.inspection.verify import verify
-from trajstore.mirroring.restoring import restore
+from trajstore.mirroring.restoring import MARKER_NAME, restore
+from trajstore.store.sealed import METADATA_NAME
 from trajstore.testing.witness import WitnessError, check_trajectory
 
 _KEYS = 1 << 20  # of one round
@@ -196,9 +197,10 @@ def _killed_restore(context: Any, mirror: str, options: dict[str, Any], store: P
     if alive and child.pid is not None:
         os.kill(child.pid, signal.SIGKILL)
     child.join()
-    if not alive:  # it was quicker: the store is whole, and a second restore would be refused
+    ended = not alive or ((store / METADATA_NAME).exists() and not (store / MARKER_NAME).exists())
+    if ended:  # it was quicker: the store is whole, and a second restore would be refused
         shutil.rmtree(store)
-    return alive
+    return not ended
 
 
 def _restore(mirror: str, store: str, options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A data plane for the tests of this folder, one Ray for all of them, and sessions."""
+"""A data plane for the tests of this folder, a Ray for each file of them, and sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def _plane() -> Iterator[None]:
     from tests.trainer_hooks.verl.plane.sessions import own_plane  # verl need not be installed
 
