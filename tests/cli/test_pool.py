@@ -58,6 +58,7 @@ def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: P
     code, out, _ = run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
     assert code == 0
     assert "4 trajectories of 1 tasks" in out
+    assert "entered: 4 of 15 rollouts" in out
     assert held(tmp_path / "pool") == {"a": ["a/10", "a/11", "a/20", "a/21"]}
     code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "experience_pool" / "step_2", *words)
     assert code == 0
@@ -107,7 +108,7 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
     code, out, _ = run(*words, "--tokenizer", tmp_path / "tokenizer")
     assert code == DAMAGED, "a line is no transcript"
     assert "took 2 of 4 conversations" in out
-    assert "not taken: 1 (there already)" in out
+    assert "not taken: 1 have the tokens of one that the pool has (duplicate)" in out
     assert f"{source}:2: not JSON" in out
     code, out, _ = run(*words, "--tokenizer", tmp_path / "tokenizer", "--json")
     done = json.loads(out)

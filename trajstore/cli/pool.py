@@ -15,6 +15,15 @@ from trajstore.errors import ConfigurationError
 if TYPE_CHECKING:
     from trajstore.experience.rules import PoolRules
 
+_REFUSED = {
+    "duplicate": "have the tokens of one that the pool has (duplicate)",
+    "not_better": "are no better than those of their task, which has its full number (not_better)",
+}
+_LEFT = {
+    "task_solved": "since every rollout of a later step of their task succeeded (task_solved)",
+    "replaced": "since a better one of their task came, which has its full number (replaced)",
+    "unavailable": "since the store evicted them, or they cannot be read (unavailable)",
+}
 _OF_TRANSCRIPTS = ("tokenizer", "chat_template", "context", "think_hint", "outcome")
 
 
@@ -83,13 +92,20 @@ def _run(options: Namespace, out: Output) -> int:
                 "tasks": done.tasks,
                 "refused": dict(done.refused),
                 "read": done.read,
+                "before": done.before,
+                "entered": done.entered,
+                "left": dict(done.left),
                 "left_out": list(done.left_out),
                 "unreadable": done.unreadable,
             }
         )
         return int(bool(done.unreadable))
-    read = f" of {done.read:,} rollouts" if done.read else ""
-    out.line(f"{where}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}{read}")
+    out.line(f"{where}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
+    if done.read:
+        there = f" beside {done.before:,} that were there" if done.before else ""
+        out.line(f"entered: {done.entered:,} of {done.read:,} rollouts{there}")
+    for reason, count in done.left.most_common():
+        out.line(f"left the pool again: {count:,} {_LEFT.get(reason, reason)}")
     _tell(done.refused, out)
     for reason in done.left_out:
         out.line(f"not taken: {reason}")
@@ -146,8 +162,7 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
 
 def _tell(refused: Counter[str], out: Output) -> None:
     for reason, count in refused.most_common():
-        what = "there already" if reason == "duplicate" else reason
-        out.line(f"not taken: {count:,} ({what})")
+        out.line(f"not taken: {count:,} {_REFUSED.get(reason, f'({reason})')}")
 
 
 COMMAND = Command(

@@ -54,6 +54,17 @@ class Refusal(StrEnum):
     """The task has its full number of trajectories, and this one's entropy is no improvement."""
 
 
+class Departure(StrEnum):
+    """Why a trajectory that had entered the pool left it."""
+
+    TASK_SOLVED = "task_solved"
+    """Every rollout of a later step succeeded: the task needs no history any more."""
+    REPLACED = "replaced"
+    """Its task had its full number, and a better one took its place; or it was a demonstration of the same tokens."""
+    UNAVAILABLE = "unavailable"
+    """The store evicted it, or it cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
     """All that choosing needs to know of a stored trajectory."""

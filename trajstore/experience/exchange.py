@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trajstore.checked import checked
@@ -34,9 +34,17 @@ class Exchanged:
     tasks: int
     """Tasks with trajectories."""
     refused: Counter[str]
-    """How many were not taken, by reason."""
+    """How many were not taken, by reason (see ``Refusal``)."""
     read: int = 0
-    """Rollouts of a store that were looked at; 0 where a pool's files were read."""
+    """Rollouts of a store that were looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are
+    together. 0 where a pool's files were read."""
+    before: int = 0
+    """Trajectories that were in the pool before; 0 where files have replaced them."""
+    entered: int = 0
+    """Rollouts of a store that entered the pool: ``trajectories`` are those ``before`` and those that entered, without
+    those that ``left``."""
+    left: Counter[str] = field(default_factory=Counter)
+    """How many left the pool in the course of it, by reason (see ``Departure``)."""
     left_out: tuple[str, ...] = ()
     """A sentence on each kind of rollout of a store that was never to enter, with their number."""
     unreadable: int = 0
@@ -98,6 +106,7 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
     buffer = BufferStore.open(store)
     try:
         manager = ExperienceManager(rules, store=buffer)
+        before, entered = len(manager), 0
         if files is None:
             left_out = _Reasons(rules)
             with_task = [one for one in rollouts if one.task_id]
@@ -106,8 +115,10 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
                 manager.global_steps = manager.global_steps if step is None else step
                 several = list(made)
                 asked = _asked(several)
-                left_out.look(several, asked, manager.skip_uid_set)
-                manager.admit(several, asked)
+                never = left_out.look(several, asked, manager.skip_uid_set)
+                offered, refused = manager.admit(several, asked)
+                left_out.count("are not the best of their task and step (save_filter)", len(several) - never - offered)
+                entered += offered - refused
             said, read = left_out.sentences(), len(rollouts) + unreadable
         else:
             if len(manager) and not replace:
@@ -116,7 +127,7 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
                     " (--replace), or give another store"
                 )
             manager.load_experience_pool_from_disk(files)
-            said, read, unreadable = (), 0, 0
+            said, read, unreadable, before = (), 0, 0, 0
         manager.flush()
         return Exchanged(
             str(files or source),
@@ -124,6 +135,9 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
             len(manager.get_task_ids()),
             manager.refused,
             read=read,
+            before=before,
+            entered=entered,
+            left=manager.left,
             left_out=said,
             unreadable=unreadable,
         )
@@ -175,8 +189,8 @@ class _Reasons:
         if number:
             self._counts[reason] += number
 
-    def look(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int], skipped: Collection[str]) -> None:
-        """Count those rollouts of one step that are no successes, or whose task does not enter.
+    def look(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int], skipped: Collection[str]) -> int:
+        """Count those rollouts of one step that are no successes, or whose task does not enter; return how many.
 
         Args:
             rollouts: of the step.
@@ -185,6 +199,7 @@ class _Reasons:
         """
         rules = self._rules
         outcomes = count_outcomes(rollouts, rules.success_threshold, asked)
+        before = self._counts.total() + self._below
         for one in rollouts:
             outcome = outcome_of(one)
             if is_replayed(one):
@@ -205,6 +220,7 @@ class _Reasons:
                     f" {rules.n_rollout} (n_rollout)",
                     1,
                 )
+        return self._counts.total() + self._below - before
 
     def sentences(self) -> tuple[str, ...]:
         """Return what was counted, the most frequent first."""

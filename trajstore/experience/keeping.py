@@ -103,6 +103,15 @@ class KeptPool:
         """Tokenizer of the pool's trajectories; empty if unknown."""
         return self._fingerprint
 
+    @property
+    def left(self) -> Counter[str]:
+        """How many trajectories that had entered have left since the pool was opened, by reason; a copy.
+
+        ``task_solved``: every rollout of a later step of their task succeeded. ``replaced``: a better one took the
+        place in a full task. ``unavailable``: the store evicted it, or it cannot be read.
+        """
+        return self._ledger.left.copy()
+
     def __len__(self) -> int:
         return self._state.count()
 

@@ -9,13 +9,14 @@ Takes no lock: the one training loop that owns the pool is the one caller.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
-from trajstore.experience.entry import PoolEntry
+from trajstore.experience.entry import Departure, PoolEntry
 from trajstore.experience.journal import PoolState, TaskChange
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import AdmissionPlan
@@ -53,6 +54,8 @@ class PoolLedger:
         """The training step that records are made at."""
         self.fingerprint = found.fingerprint
         """Tokenizer of the recovered trajectories; empty if unknown."""
+        self.left: Counter[str] = Counter()
+        """How many trajectories have left the state since it was opened, by reason (see ``Departure``)."""
         self._store = store
         self._sequence = found.sequence
         self._records = found.records
@@ -82,10 +85,10 @@ class PoolLedger:
                 found.append((entry, self._store.get(entry.trajectory_id)))
             except TrajectoryUnavailableError:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
-                self.state.forget(entry)
+                self._forget(entry)
             except StoreError as error:  # one damaged record does not hide the others
                 journal.warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
-                self.state.forget(entry)
+                self._forget(entry)
         return found
 
     def change(self, changes: Mapping[str, TaskChange]) -> None:
@@ -103,7 +106,9 @@ class PoolLedger:
         self._records.extend(self._store.add_trajectories([record]))
         self._drawn = {}
         self._sequence += 1
-        self._garbage.extend(self.state.apply(needed))
+        left = self.state.apply(needed)
+        self._count(Departure.TASK_SOLVED, len(left))
+        self._garbage.extend(left)
         self._compact_if_due()
 
     def note_used(self, entries: Sequence[PoolEntry]) -> None:
@@ -118,6 +123,7 @@ class PoolLedger:
         records = [journal.entry_record(one, self.global_steps) for one in plan.accepted.values()]
         for task, entries in plan.with_ids(self._store.add_trajectories(records) if records else []).items():
             self.state.set_entries(task, entries)
+        self._count(Departure.REPLACED, plan.displaced)
         self._garbage.extend(plan.replaced)
         self._added += len(records)
         self._compact_if_due()
@@ -142,6 +148,7 @@ class PoolLedger:
             self._garbage.extend(live - before)
             raise
         self._garbage = sorted({*self._garbage, *self._records, *before} - live)
+        self._count(Departure.REPLACED, plan.displaced)
         self.state, self._records, self.global_steps = fresh, snapshot, global_steps
         self._drawn = {}
         journal.set_generator_state(self.generator, journal.generator_state(generator))
@@ -160,13 +167,23 @@ class PoolLedger:
 
         Trajectories that the store gave up by itself leave the state.
         """
+        before = self.state.count()
         self.state.keep_only(set(self._store.ids()))
+        self._count(Departure.UNAVAILABLE, before - self.state.count())
         self.state.uses = self.state.live_uses()
         snapshot = self._write_snapshot(self.state, self.global_steps, self.generator)
         self._drawn = {}
         self._garbage.extend(self._records)
         self._records = snapshot
         self._collect()
+
+    def _forget(self, entry: PoolEntry) -> None:
+        self.state.forget(entry)
+        self._count(Departure.UNAVAILABLE, 1)
+
+    def _count(self, reason: Departure, number: int) -> None:
+        if number:
+            self.left[reason.value] += number
 
     def _compact_if_due(self) -> None:
         dead = len(self._records) + len(self._garbage) - len(self._held.intersection(self._garbage))

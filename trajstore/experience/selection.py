@@ -185,6 +185,8 @@ class AdmissionPlan:
     replaced: tuple[int, ...]
     """Ids of stored trajectories that leave the pool."""
     refused: Counter[str]
+    displaced: int
+    """How many gave up their place: the replaced ones, and those of the same call that are not stored."""
 
     def with_ids(self, ids: Sequence[int]) -> dict[str, tuple[PoolEntry, ...]]:
         """Return ``entries`` under the ids that the store gave the ``accepted``."""
@@ -203,6 +205,7 @@ def plan_admissions(
     accepted: dict[int, AgentTrajectory] = {}
     replaced: list[int] = []
     refused: Counter[str] = Counter()
+    left = 0
     for number, trajectory in enumerate(trajectories):
         entry = entry_of(trajectory, -1 - number)
         if isinstance(entry, Refusal):
@@ -215,6 +218,7 @@ def plan_admissions(
             continue
         entries[task], displaced = outcome
         accepted[entry.trajectory_id] = trajectory
+        left += displaced is not None
         if displaced is not None and accepted.pop(displaced.trajectory_id, None) is None:
             replaced.append(displaced.trajectory_id)
-    return AdmissionPlan(entries, accepted, tuple(replaced), refused)
+    return AdmissionPlan(entries, accepted, tuple(replaced), refused, left)
