@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.mirroring.stores import add, is_sound, keys_at, level, make
-from trajstore import Mirror
+from trajstore import Mirror, saved_points
 from trajstore.files.opening import open_directory
+from trajstore.inspection.verify import verify
 from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.mirroring.replica import Replica
 from trajstore.mirroring.restoring import restore
 from trajstore.store.log_records import segment_name
+from trajstore.store.saved_points import pin_file
 from trajstore.testing.waiting import wait_until
 
 
@@ -83,3 +87,76 @@ def test_the_places_of_all_earlier_writers_stay_taken(tmp_path: Path) -> None:
             directory.append(place, b"what was under way when the node was frozen")
     assert sorted(keys_at(mirror).values()) == [10 * number + key for number in range(4) for key in range(3)]
     is_sound(mirror)
+
+
+def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
+    """Lose a node between the pin of a rollback and its index on the mirror; return what is live."""
+    with make(path, mirror) as buffer:
+        add(buffer, [0, 1])
+        buffer.save_point(1)
+        add(buffer, [2])
+        buffer.save_point(2)
+        add(buffer, [3])
+        level(buffer)
+        generation = buffer._backing.mirror.state.generation  # type: ignore[union-attr]
+    shutil.rmtree(path)
+    ids = np.array([2, 3, 4], np.int64)  # 4 was added, and had not reached the mirror
+    open_directory(mirror).publish([pin_file(f"aside-{generation + 2}", ids, generation + 2, back_to=1)])
+    return {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def pins_at(url: str) -> set[str]:
+    return {name.removeprefix("pins/").removesuffix(".json") for name in open_directory(url).names("pins")}
+
+
+def steps_at(url: str | Path) -> list[int]:
+    return [point.step for point in saved_points(url)]
+
+
+def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_store(
+    tmp_path: Path, mirror: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = lost_while_rolling_back(tmp_path / "lost", mirror)
+    assert (keys_at(mirror), steps_at(mirror)) == (before, [1, 2])
+    restore(mirror, tmp_path / "next")
+    assert "rollback to step 1 had not reached the mirror" in caplog.text
+    found = verify(tmp_path / "next")
+    assert (found.problems, found.notes) == ([], [])
+    with make(tmp_path / "next", mirror) as buffer:
+        level(buffer)
+        assert pins_at(mirror) == {"step-1", "step-2"}
+        for key in range(4, 12):  # past the generation that the rollback would have had
+            add(buffer, [key])
+        level(buffer)
+    assert steps_at(mirror) == steps_at(tmp_path / "next") == [1, 2]
+    assert set(keys_at(mirror).values()) == set(range(12))
+    found = verify(mirror)
+    assert (found.problems, found.notes) == ([], [])
+
+
+@pytest.mark.parametrize("named", ["live", "absent"])
+def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Path, mirror: str, named: str) -> None:
+    """Of a writer that was frozen: it comes when another one has passed the generation that it names."""
+    late = pin_file("aside-6", np.array([2, 3] if named == "live" else [2, 3, 900], np.int64), 6, back_to=1)
+    with make(tmp_path / "store", mirror) as buffer:
+        add(buffer, [0, 1])
+        buffer.save_point(1)
+        add(buffer, [2])
+        buffer.save_point(2)
+        for key in range(3, 9):
+            add(buffer, [key])
+        level(buffer)
+    open_directory(mirror).publish([late])
+    assert steps_at(mirror) == [1, 2]
+    restore(mirror, tmp_path / "next")
+    with make(tmp_path / "next", None) as other:
+        assert [point.step for point in other.saved_points] == [1, 2]
+    assert verify(tmp_path / "next").sound
+    with make(tmp_path / "store", mirror) as buffer:
+        wait_until(lambda: pins_at(mirror) == {"step-1", "step-2"})
+        if "://" in mirror:  # elsewhere a frozen writer keeps its lock, and this one does not begin
+            open_directory(mirror).publish([late])
+            assert steps_at(mirror) == [1, 2]
+            buffer.save_point(3)
+            wait_until(lambda: pins_at(mirror) == {"step-1", "step-2", "step-3"})
+    assert verify(mirror).sound

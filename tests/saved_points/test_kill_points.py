@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, state_files
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreError
 from trajstore.files.local import LocalDirectory
+from trajstore.files.remote import RemoteDirectory
 from trajstore.inspection.verify import verify
 from trajstore.store.saved_points import PinHead
 
@@ -185,3 +188,37 @@ def test_a_rollback_that_cannot_be_written_says_so_and_is_decided_when_opened_ag
         assert keys_of(buffer) == THEN
         assert [point.step for point in buffer.saved_points] == [1]
     assert verify(tmp_path).sound
+
+
+@pytest.mark.parametrize("what", ["pins/aside", "trajectory_index.json", "metadata.json"])
+def test_a_rollback_in_an_object_store_that_was_cut_short_makes_no_point_void(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """There the next writer begins with a commit, which has the generation that the rollback would have had."""
+    url = f"memory://bucket-{uuid.uuid4()}"
+    genuine = RemoteDirectory.publish
+
+    def failing(directory: RemoteDirectory, files: Any) -> None:
+        if any(file.name.startswith(what) for file in files):
+            raise OSError(5, "the node is gone", what)
+        genuine(directory, files)
+
+    buffer = make(url)
+    add(buffer, range(4))
+    buffer.save_point(1)
+    add(buffer, range(4, 6))
+    buffer.save_point(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteDirectory, "publish", failing)
+        with pytest.raises(StoreError, match="node is gone"):
+            buffer.rollback(1)
+        with suppress(StoreError):
+            buffer.close()
+    happened = what == "metadata.json"
+    for _ in range(2):
+        with make(url) as buffer:
+            assert len(keys_of(buffer)) == (4 if happened else 6)
+            assert [point.step for point in buffer.saved_points] == ([1] if happened else [1, 2])
+        assert [point.step for point in saved_points(url)] == ([1] if happened else [1, 2])
+        found = verify(url)
+        assert (found.problems, found.notes) == ([], [])

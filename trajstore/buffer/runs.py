@@ -85,7 +85,7 @@ def run_points(path: str | Path, **storage_options: Any) -> list[RunPoint]:
     found = {}
     for directory in ranks.directories:
         catalog = Catalog.open(directory)
-        found[rank_of(directory)] = [SavedPoint.of(head) for head in catalog.pins.points(catalog.generation)]
+        found[rank_of(directory)] = [SavedPoint.of(head) for head in catalog.points()]
     return unite_points(found)
 
 

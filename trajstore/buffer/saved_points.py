@@ -18,7 +18,7 @@ from trajstore.files.opening import check_options, open_directory
 from trajstore.interrupts import uninterrupted
 from trajstore.sampling.draws import Draws
 from trajstore.store.catalog import Catalog
-from trajstore.store.saved_points import SavedPoint, read_point
+from trajstore.store.saved_points import SavedPoint
 from trajstore.store.states import asked
 from trajstore.writing.writer import StoreWriter
 
@@ -144,7 +144,7 @@ def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
     """
     check_options(path, storage_options)
     catalog = Catalog.open(open_directory(path_or_url("path", path), **storage_options))
-    return [SavedPoint.of(head) for head in catalog.pins.points(catalog.generation)]
+    return [SavedPoint.of(head) for head in catalog.points()]
 
 
 def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str, Any]:
@@ -161,4 +161,4 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
     """
     check_options(path, storage_options)
     directory = open_directory(path_or_url("path", path), **storage_options)
-    return read_point(directory, whole("step", step, 0), Catalog.open(directory).generation)[1]
+    return Catalog.open(directory).read_state(whole("step", step, 0))

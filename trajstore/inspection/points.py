@@ -160,7 +160,7 @@ def incomplete_points(place: Place) -> list[str]:
             except (StoreError, OSError):  # told already
                 unread.add(rank_of(part.directory))
             else:
-                points[rank_of(part.directory)] = list(map(SavedPoint.of, catalog.pins.points(catalog.generation)))
+                points[rank_of(part.directory)] = list(map(SavedPoint.of, catalog.points()))
     known = [
         replace(point, lacking=tuple(rank for rank in point.lacking if rank not in unread))
         for point in unite_points(points)
@@ -170,11 +170,9 @@ def incomplete_points(place: Place) -> list[str]:
 
 def points_report(catalog: Catalog) -> dict[str, Any]:
     """Return what ``inspect`` says of a store's saved points, of what rollbacks set aside, and of other pins."""
-    pins, generation = catalog.pins, catalog.generation
-    asides = [head for head in pins.heads.values() if head.back_to is not None and head.generation <= generation]
-    voided = pins.void(generation)
+    pins, voided = catalog.pins, catalog.void_points()
     reports = []
-    for head in sorted(asides, key=lambda head: head.generation):
+    for head in sorted(catalog.asides(), key=lambda head: head.generation):
         entries = catalog.pinned.positions_in(head.ids)
         steps = {other.step for other in pins.heads.values() if other.aside == head.name}
         steps |= {pins.heads[name].step for name, by in voided.items() if by == head.generation}
@@ -190,7 +188,7 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
     return {
         "saved_points": [
             {name: getattr(point, name) for name in ("step", "generation", "trajectories", "state_bytes", "ranks")}
-            for point in map(SavedPoint.of, pins.points(generation))
+            for point in map(SavedPoint.of, catalog.points())
         ],
         "aside": reports,
         "pins": [head.name for head in pins.heads.values() if head.step is None and head.back_to is None],

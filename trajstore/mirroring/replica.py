@@ -101,6 +101,7 @@ class Replica:
             self.newest_id = there.next_id - 1
             self._snapshot_bytes, self._log_bytes = there.snapshot_bytes, there.log_bytes
             self.pins = {name: head.crc32 for name, head in there.pins.heads.items()}
+            self._remove_pins([head.name for head in there.unfinished_asides()])
             segments = self.target.names(LOG_FOLDER)
             self._segments = len(segments)
             self._kept = set() if self.target.can_append else set(segments[-_MOST_KEPT:])
@@ -358,20 +359,23 @@ class Replica:
     def tidy(self, picture: Picture, catalog: Catalog) -> None:
         """Remove what the mirror does not need any more: pins, then their states, then shards that no reader shows."""
         released = [name for name in self.pins if name not in picture.pins]
-        if released:
-            self.target.remove([pin_name(name) for name in released], durable=True)
-            for name in released:
-                del self.pins[name]
+        self._remove_pins(released)
         if released or picture.pin_files:
-            kept = {head.state.name for head in picture.pins.values() if head.state is not None}
-            states = [name for name in self.target.names(PINS_FOLDER) if name.endswith(".state") and name not in kept]
-            self.target.remove(states)
+            states = {head.state.name for head in picture.pins.values() if head.state is not None}
+            kept = states.union(map(pin_name, self.pins))  # what else is there a writer that was frozen has put late
+            self.target.remove([name for name in self.target.names(PINS_FOLDER) if name not in kept])
         count = len(picture.needed)
         unneeded = np.flatnonzero(self._there[:count] & ~picture.needed)
         if len(unneeded):
             self._there[unneeded] = False
             self._dead |= dict.fromkeys(catalog.shards.files(unneeded.tolist()), picture.generation)
         self.remove_dead()
+
+    def _remove_pins(self, names: Sequence[str]) -> None:
+        if names:
+            self.target.remove([pin_name(name) for name in names], durable=True)
+            for name in names:
+                del self.pins[name]
 
     def remove_dead(self) -> None:
         """Remove files that the mirror does not need and no reader shows."""

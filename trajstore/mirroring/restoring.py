@@ -6,6 +6,7 @@ UUID. So the new store goes on where the mirror stood, and its mirror may be the
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,9 +27,11 @@ from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.log_records import LOG_FOLDER
-from trajstore.store.saved_points import PINS_FOLDER, pin_name
+from trajstore.store.saved_points import PINS_FOLDER, PinHead, pin_name
 from trajstore.store.sealed import METADATA_NAME
 from trajstore.writing.fencing import SHARDS_OF_A_WRITER
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Told (done, total) bytes."""
@@ -225,7 +228,7 @@ class _Copy:
         catalog, target = self._catalog, self._target
         target.create((SHARDS_FOLDER, LOG_FOLDER))
         rows = np.flatnonzero(catalog.needed_shards())
-        heads = catalog.pins.heads
+        heads = self._heads()
         states = [head.state for head in heads.values() if head.state is not None]
         total = int(catalog.shards.nbytes()[rows].sum()) + sum(state.size for state in states)
         kept = {file.name for file in states}
@@ -256,6 +259,19 @@ class _Copy:
             nbytes=total,
             copied=self._copied,
         )
+
+    def _heads(self) -> dict[str, PinHead]:
+        """Return the pins that the new store gets: not those of rollbacks that never reached the mirror."""
+        unfinished = {head.name: head.back_to for head in self._catalog.unfinished_asides()}
+        for name, step in unfinished.items():
+            logger.warning(
+                "%s: a rollback to step %s had not reached the mirror when its store was lost, so it did not happen; "
+                "what it would have set aside (%s) is live",
+                self._source.url,
+                step,
+                name,
+            )
+        return {name: head for name, head in self._catalog.pins.heads.items() if name not in unfinished}
 
     def _bring_shard_file(self, manifest: ShardManifest, number: int, total: int) -> None:
         file = manifest.files[number]

@@ -254,6 +254,22 @@ class Catalog(Committed):
         self.log_bytes += tail.end - (self.segment_end if name == self.segment else 0)
         self.segment, self.segment_end, self.segment_torn = name, tail.end, tail.torn
 
+    def read_state(self, step: int) -> dict[str, Any]:
+        """Return the state that was saved with a point, also while a writer saves the point anew.
+
+        Raises:
+            StoreNotFoundError: there is no point of this step; names those that there are.
+            CorruptStoreError: its pin or the state is damaged.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self.pins.state_of(self.point(step))
+            except CorruptStoreError as error:
+                if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+            self.load_pins()
+        raise AssertionError("unreachable")
+
     def load_pins(self) -> None:
         """Read which ids the checkpoints inside the store name; entries that none names any more are forgotten."""
         self.pins.load()

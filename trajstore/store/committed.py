@@ -25,7 +25,7 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lifetimes import Lifetimes
 from trajstore.store.log_records import manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
-from trajstore.store.saved_points import Pins
+from trajstore.store.saved_points import PinHead, Pins
 from trajstore.store.sealed import INDEX_NAME, LAYOUT, LAYOUT_VERSION, METADATA_NAME, metadata_json, seal
 from trajstore.store.shard_table import ShardTable
 
@@ -236,6 +236,49 @@ class Committed:
         for index in (self.index, self.pinned):
             move_entries(index, moved)
         return moved
+
+    # -- saved points -----------------------------------------------------------------------------
+
+    def asides(self) -> list[PinHead]:
+        """Return what rollbacks set aside that have happened."""
+        return [head for head in self.pins.heads.values() if head.back_to is not None and self._has_happened(head)]
+
+    def unfinished_asides(self) -> list[PinHead]:
+        """Return what rollbacks would have set aside that were interrupted before they happened."""
+        return [head for head in self.pins.heads.values() if head.back_to is not None and not self._has_happened(head)]
+
+    def _has_happened(self, aside: PinHead) -> bool:
+        """Return whether the index that rolls back followed its pin.
+
+        Where it did not, the generation of the rollback has not come or, in an object store, is that of the fence with
+        which the next writer began. On a mirror that another copy of the store has taken over, it may be another commit
+        by now; then trajectories that the pin names are in none.
+        """
+        if aside.generation > self.generation or aside.generation in self.fences:
+            return False
+        return bool(self.left_out) or self.lacking(aside.name) == 0
+
+    def void_points(self) -> dict[str, int]:
+        """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback."""
+        return self.pins.void(self._in_force())
+
+    def points(self) -> list[PinHead]:
+        """Return the saved points that are not void, lowest step first."""
+        return self.pins.points(self._in_force())
+
+    def point(self, step: int) -> PinHead:
+        """Return the saved point of a step.
+
+        Raises:
+            StoreNotFoundError: there is none; names those that there are.
+        """
+        return self.pins.point(step, self._in_force())
+
+    def _in_force(self) -> list[PinHead]:
+        """Return what rollbacks set aside, none of which has been taken back."""
+        return [head for head in self.asides() if not len(self.index.positions_in(head.ids))]
+
+    # -- pins -------------------------------------------------------------------------------------
 
     def pinned_index(self, name: str) -> TrajectoryIndex:
         """Return the trajectories that a pin names, oldest first.

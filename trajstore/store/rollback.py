@@ -44,7 +44,7 @@ def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
         StoreNotFoundError: there is no such point; names those that there are.
         CorruptStoreError: the store lacks trajectories that the point names.
     """
-    point = catalog.pins.point(step, catalog.generation)
+    point = catalog.point(step)
     stays = catalog.index.positions_in(point.ids)
     back = catalog.pinned.positions_in(point.ids)
     if len(stays) + len(back) != point.count:
@@ -54,7 +54,7 @@ def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
         )
     leaves = np.ones(len(catalog.index), np.bool_)
     leaves[stays - catalog.index.first] = False
-    later = [head for head in catalog.pins.points(catalog.generation) if (head.step or 0) > step]
+    later = [head for head in catalog.points() if (head.step or 0) > step]
     return RollbackPlan(
         point,
         np.sort(catalog.index["trajectory_id"][leaves]),

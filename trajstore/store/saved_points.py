@@ -25,8 +25,6 @@ from trajstore.store.states import decode_state
 
 PINS_FOLDER = "pins"
 
-_ATTEMPTS = 20  # a reader whose state file was replaced reads the pin again
-
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
@@ -195,33 +193,32 @@ class Pins:
 
     # -- saved points -----------------------------------------------------------------------------
 
-    def void(self, generation: int) -> dict[str, int]:
+    def void(self, asides: Sequence[PinHead]) -> dict[str, int]:
         """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback.
 
         Args:
-            generation: of the store; a rollback of a later one was begun and has not happened.
+            asides: what rollbacks that have happened set aside.
         """
-        backs = [head for head in self._heads.values() if head.back_to is not None and head.generation <= generation]
         return {
             head.name: back.generation
             for head in self._heads.values()
-            for back in sorted(backs, key=lambda back: back.generation, reverse=True)
+            for back in sorted(asides, key=lambda back: back.generation, reverse=True)
             if head.is_point and back.generation > head.generation and (back.back_to or 0) < (head.step or 0)
         }
 
-    def points(self, generation: int) -> list[PinHead]:
-        """Return the saved points that are not void, lowest step first."""
-        void = self.void(generation)
+    def points(self, asides: Sequence[PinHead]) -> list[PinHead]:
+        """Return the saved points that are not void, lowest step first; ``asides`` as for :meth:`void`."""
+        void = self.void(asides)
         points = [head for head in self._heads.values() if head.is_point and head.name not in void]
         return sorted(points, key=lambda head: head.step or 0)
 
-    def point(self, step: int, generation: int) -> PinHead:
-        """Return the saved point of a step.
+    def point(self, step: int, asides: Sequence[PinHead]) -> PinHead:
+        """Return the saved point of a step; ``asides`` as for :meth:`void`.
 
         Raises:
             StoreNotFoundError: there is none; names those that there are.
         """
-        points = self.points(generation)
+        points = self.points(asides)
         for head in points:
             if head.step == step:
                 return head
@@ -358,22 +355,3 @@ def _crc32(pieces: Iterable[Buffer]) -> int:
     for piece in pieces:
         crc = zlib.crc32(piece, crc)
     return crc
-
-
-def read_point(directory: Directory, step: int, generation: int) -> tuple[SavedPoint, dict[str, Any]]:
-    """Return a saved point and its state, read now, also while a writer saves it anew.
-
-    Raises:
-        StoreNotFoundError: there is none of this step; names those that there are.
-        CorruptStoreError: a pin or the state is damaged.
-    """
-    pins = Pins(directory)
-    for attempt in range(_ATTEMPTS):
-        pins.load()
-        head = pins.point(step, generation)
-        try:
-            return SavedPoint.of(head), pins.state_of(head)
-        except CorruptStoreError as error:
-            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, FileNotFoundError):
-                raise
-    raise AssertionError("unreachable")

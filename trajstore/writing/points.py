@@ -127,7 +127,7 @@ class Points:
     def saved(self) -> list[SavedPoint]:
         """Return the points that are there, lowest step first."""
         with self._log.standing_still() as catalog:
-            return [SavedPoint.of(head) for head in catalog.pins.points(catalog.generation)]
+            return [SavedPoint.of(head) for head in catalog.points()]
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -168,13 +168,13 @@ class Points:
                 catalog.pins.arrived(name)
                 catalog.load_pins()
         with self._changing():
-            saved = SavedPoint.of(catalog.pins.point(step, catalog.generation))
-            self._release(() if keep is None else catalog.pins.points(catalog.generation)[:-keep])
+            saved = SavedPoint.of(catalog.point(step))
+            self._release(() if keep is None else catalog.points()[:-keep])
         return saved
 
     def _check_order(self, step: int) -> None:
         catalog = self._log.catalog
-        newest = max([head.step or 0 for head in catalog.pins.points(catalog.generation)], default=step)
+        newest = max([head.step or 0 for head in catalog.points()], default=step)
         if newest > step:
             raise ConfigurationError(
                 f"save_point({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
@@ -240,7 +240,7 @@ class Points:
         """
         catalog = self._log.catalog
         with self._one, self._changing():
-            asides = {head.name: head for head in catalog.pins.heads.values() if head.back_to is not None}
+            asides = {head.name: head for head in catalog.asides()}
             if name not in asides:
                 there = ", ".join(asides) or "none"
                 raise StoreNotFoundError(
@@ -256,7 +256,7 @@ class Points:
 
     def _return_points(self, aside: PinHead) -> None:
         catalog = self._log.catalog
-        newest = max([head.step or 0 for head in catalog.pins.points(catalog.generation)], default=-1)
+        newest = max([head.step or 0 for head in catalog.points()], default=-1)
         theirs = [head for head in catalog.pins.heads.values() if head.aside == aside.name]
         if newest > (aside.back_to or 0):
             names = ", ".join(head.name for head in theirs)
@@ -284,10 +284,10 @@ class Points:
     def _end_interrupted(self) -> None:
         """Bring to its end what an interrupted writer began; within ``CommitLog.changing``."""
         catalog = self._log.catalog
-        asides = [head for head in catalog.pins.heads.values() if head.back_to is not None]
-        self._release([head for head in asides if head.generation > catalog.generation])  # the rollback never came
+        asides = catalog.asides()
+        self._release(catalog.unfinished_asides())
         self._try_to_rename_void()
-        self._release([head for head in asides if head.generation <= catalog.generation and self._is_live(head)])
+        self._release([head for head in asides if self._is_live(head)])
 
     def _is_live(self, head: PinHead) -> bool:
         """Return whether what a rollback set aside was taken back, all of it."""
@@ -307,7 +307,7 @@ class Points:
     def _rename_void(self) -> None:
         """Give points that a rollback made void the name of what it set aside; within :meth:`_changing`."""
         catalog = self._log.catalog
-        void = catalog.pins.void(catalog.generation)
+        void = catalog.void_points()
         heads = catalog.pins.heads
         self._rename({name: aside_name(generation, heads[name].step) for name, generation in void.items()})
 

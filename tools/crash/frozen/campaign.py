@@ -20,7 +20,7 @@ import orjson
 
 from tools.crash.forked import forking
 from tools.crash.frozen.sleeper import Freeze, open_store, sleep_and_go_on
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.files.holder import LOCK_NAME
 from trajstore.inspection.verify import verify
@@ -30,6 +30,8 @@ _PATIENCE = 120.0
 """Seconds; who has not come to an end then never will."""
 
 _LAST_REQUEST = 120
+
+_OF_POINTS = ("saving", "saved", "going_back", "went_back")
 
 _RENEWED = (LOCK_NAME, "metadata.json")
 """What a living writer writes again by itself."""
@@ -110,6 +112,7 @@ class _Round:
         self.keys: dict[int, int] = {}
         self.evicted: set[int] = set()
         self.where = ""
+        self.points_judged = False
 
     def run(self) -> None:
         if self.chance.random() < 0.5:  # else the one that is frozen makes the store
@@ -150,13 +153,15 @@ class _Round:
         for _ in range(self.chance.randrange(2)):
             self.write(closing=True)
         heir = self.write(closing=self.chance.random() < 0.5)
-        before = self.picture(heir is not None)
+        before, points = self.picture(heir is not None), self.points()
         os.kill(child.pid or 0, signal.SIGCONT)
         child.join(_PATIENCE)
         if child.is_alive():
             self.problem("the writer did not come to its end when it was awake")
         after = self.picture(heir is not None)
         self.compare(before, after, heir)
+        if lost := points - self.points():
+            self.problem(f"the saved points {sorted(lost)} are void or gone since the writer woke")
         self.judge_error()
         if heir is not None:
             self.go_on(heir, closing=True)
@@ -174,7 +179,26 @@ class _Round:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
+        if not self.points_judged and self.notes("freezing"):
+            self.points_judged = True
+            self.judge_points(buffer)
         return self.go_on(buffer, closing=closing)
+
+    def judge_points(self, buffer: TrajectoryReplayBuffer) -> None:
+        """Saved points that were acknowledged must be there, and be void only if the rollback has happened."""
+        steps = {point.step for point in buffer.saved_points}
+        last = next((one for one in reversed(self.notes()) if one["event"] in _OF_POINTS), None)
+        if last is None or last["event"] == "saving":
+            return
+        if last["event"] != "going_back":
+            if absent := set(last["steps"]) - steps:
+                self.problem(f"the saved points {sorted(absent)} are lost")
+            return
+        live = set(last["ids"]) & set(buffer.trajectory_ids.tolist())
+        if live and live != set(last["ids"]):
+            self.problem(f"half a rollback: {sorted(live)} of {last['ids']} are live")
+        if live and (void := set(last["later"]) - steps):
+            self.problem(f"the saved points {sorted(void)} are void, and the rollback has not happened")
 
     def go_on(self, buffer: TrajectoryReplayBuffer, *, closing: bool) -> TrajectoryReplayBuffer | None:
         for _ in range(self.chance.randint(1, 5)):
@@ -197,12 +221,15 @@ class _Round:
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def notes(self, event: str) -> list[dict[str, Any]]:
-        """Return what the frozen writer noted of a kind."""
+    def notes(self, event: str | None = None) -> list[dict[str, Any]]:
+        """Return what the frozen writer noted, of one kind or all."""
         if not self.journal.exists():
             return []
         lines = [orjson.loads(line) for line in self.journal.read_bytes().split(b"\n")[:-1]]
-        return [line for line in lines if line["event"] == event]
+        return [line for line in lines if event in (None, line["event"])]
+
+    def points(self) -> set[int]:
+        return {point.step for point in saved_points(self.url, **self.options)}
 
     def picture(self, living: bool) -> dict[str, str]:
         """Return the version of every object, without those that a living writer renews."""

@@ -68,11 +68,12 @@ def sleep_and_go_on(url: str, options: dict[str, Any], journal: str, seed: str, 
 
 
 def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, key: int, actions: int) -> None:
-    """Add, evict, pin and save, and note what was acknowledged."""
+    """Add, evict, pin, save and go back, and note what was acknowledged."""
     notes.note("opened")
     keys: dict[int, int] = {}
+    points: dict[int, set[int]] = {}
     for number in range(actions):
-        what = chance.choice(("add", "add", "add", "evict", "pin", "unpin", "point", "compact"))
+        what = chance.choice(("add", "add", "add", "evict", "pin", "unpin", "point", "point", "back", "compact"))
         if what == "add":
             new = [key + number * 8 + offset for offset in range(chance.randint(1, 4))]
             keys |= dict(zip(buffer.add_trajectories([witness(one) for one in new]), new, strict=True))
@@ -87,8 +88,20 @@ def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, k
         elif what == "unpin":
             buffer.unpin(f"pin-{chance.randrange(2)}")
         elif what == "point":
-            newest = max([point.step for point in buffer.saved_points], default=0)
-            buffer.save_point(newest + chance.randrange(2), keep=2)
+            step = max([point.step for point in buffer.saved_points], default=0) + chance.randrange(2)
+            notes.note("saving")
+            buffer.save_point(step, keep=2)
+            points[step] = set(buffer.trajectory_ids.tolist())
+            notes.note("saved", steps=[point.step for point in buffer.saved_points])
+        elif what == "back":
+            steps = [point.step for point in buffer.saved_points]
+            if own := [step for step in steps if step in points]:
+                step = chance.choice(own)
+                leaving = set(buffer.trajectory_ids.tolist()) - points[step]
+                notes.note("evicting", ids=sorted(leaving))
+                notes.note("going_back", ids=sorted(leaving), later=[one for one in steps if one > step])
+                buffer.rollback(step, aside=chance.random() < 0.5)
+                notes.note("went_back", steps=[point.step for point in buffer.saved_points])
         else:
             buffer.compact()
     buffer.close()
