@@ -195,6 +195,7 @@ def _set_homes(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: 
     index.point(np.array(entries, np.int64), homes)
     for at, flat in zip(entries, flats, strict=True):
         index.note_extent(at, flat.extent)
+        index.note_nbytes(at, flat.nbytes)
 
 
 def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:

@@ -164,7 +164,13 @@ def _rows_of(extents: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
     exact: npt.NDArray[Any] = extents
     if len(extents) and (extents.min() < 0 or extents.max() > RANGES["steps"][1]):
         exact = extents.astype(object)
-    steps, batch, extra, document = exact.T
+    return rows_by_axis(*exact.T)
+
+
+def rows_by_axis(
+    steps: npt.NDArray[Any], batch: npt.NDArray[Any], extra: npt.NDArray[Any], document: npt.NDArray[Any]
+) -> list[npt.NDArray[Any]]:
+    """Return, per axis, the rows of trajectories of these extents, each ``[n]``."""
     more = (steps + extra) * batch
     return [steps * batch, more, more, extra, document]
 

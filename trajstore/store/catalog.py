@@ -173,6 +173,7 @@ class Catalog(Committed):
             raise CorruptStoreError(f"{source}: {error}") from error
         for index in (self.index, self.pinned):
             self._check_rows(index, source)
+            self._fill_nbytes(index)
         self._schemas = list(self.shards.schemas)
 
     def news(self) -> list[tuple[str, LogTail]] | None:

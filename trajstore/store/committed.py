@@ -19,7 +19,7 @@ from trajstore.columns.schema import Extent, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import ShardManifest
-from trajstore.store.additions import AddedShard, added_in, entries_from_json
+from trajstore.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
 from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lifetimes import Lifetimes
@@ -115,6 +115,17 @@ class Committed:
                 outside = columns[start] > self.shards.rows_on(axes)[shard] - rows
                 if outside.any():
                     yield "a trajectory lies outside its shard", outside
+
+    def _fill_nbytes(self, index: TrajectoryIndex) -> None:
+        """Work out the bytes of entries that say 0: conversions of RLinf's directories by early versions do."""
+        unknown = np.flatnonzero((index["nbytes"] == 0) & (index["num_samples"] > 0))
+        if not len(unknown):
+            return
+        columns = {name: index[name][unknown].astype(np.float64) for name in ("steps", "batch", "extra", "document")}
+        widths = np.array([schema.axis_nbytes for schema in self.shards.schemas], np.float64)
+        rows = rows_by_axis(*columns.values())
+        nbytes = (np.stack(rows, axis=1) * widths[self.shards.schema_numbers()[index["shard"][unknown]]]).sum(axis=1)
+        index.note_nbytes(index.first + unknown, np.minimum(nbytes, 2.0**62).astype(np.int64))
 
     # -- applying ---------------------------------------------------------------------------------
 

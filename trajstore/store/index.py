@@ -253,6 +253,10 @@ class TrajectoryIndex:
         self._arrays["extra"][positions] = extent.extra
         self._arrays["document"][positions] = extent.document
 
+    def note_nbytes(self, positions: Positions, nbytes: IntArray | int) -> None:
+        """Note the bytes of the columns of trajectories, which RLinf's index does not tell either."""
+        self._arrays["nbytes"][positions] = nbytes
+
     def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
         """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
         return self.first + np.flatnonzero(lie_in(self["trajectory_id"], ranges))

@@ -192,9 +192,25 @@ class Rewriter:
                 readable = {row: source for row, source in sources.items() if source is not None}
                 if len(readable) < len(sources):
                     return True  # choose again, without those that are damaged
-                self._rewrite(chosen.entries, readable)
+                number, nbytes = self._rewrite(chosen.entries, readable)
+            if len(readable) == 1 and nbytes >= chosen.nbytes:
+                self._leave(number)
             self._log.collect_garbage()
             return True
+
+    def _leave(self, number: int) -> None:
+        """Rewrite a shard no more: nothing in it was dead, whatever its entries say of their bytes."""
+        with self._log.standing_still() as catalog:
+            name, row = (
+                shard_name(number),
+                next(row for row in reversed(range(len(catalog.shards))) if catalog.shards.number(row) == number),
+            )
+            self._damaged.add(row)
+        logger.warning(
+            "%s: the index says of trajectories in %s that they have fewer bytes than they have",
+            self._directory.url,
+            name,
+        )
 
     def _choose(self, everything: bool) -> _Chosen | None:
         """Return what is worth rewriting; called while the log stands still."""
@@ -204,7 +220,8 @@ class Rewriter:
         rows = choose(usage, schemas, self._shard_bytes, self._damaged, everything=everything)
         if not rows:
             return None
-        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, _entries_in(catalog, rows))
+        nbytes = int(usage.total[rows].sum())
+        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, _entries_in(catalog, rows), nbytes)
 
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
         """Return a shard that is sound; None for one that is damaged: a copy would carry a new, fitting checksum."""
@@ -227,7 +244,8 @@ class Rewriter:
         )
         return None
 
-    def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> None:
+    def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> tuple[int, int]:
+        """Write one shard of several; return its number and the bytes of its rows."""
         number = self._new_shard()
         name = shard_name(number)
         schema = sources[entries[0].home.table].manifest.schema
@@ -246,6 +264,7 @@ class Rewriter:
             if not self._log.must_keep_house:  # else half a record may stand in the log, and name them
                 self._directory.remove([file.name for file in manifest.files])
             raise
+        return number, sum(memoryview(piece).nbytes for column in pieces for piece in column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +273,8 @@ class _Chosen:
 
     manifests: Mapping[int, ShardManifest]
     entries: Sequence[_Entry]
+    nbytes: int
+    """Of all rows that the shards were written with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""A directory of RLinf made into a store: it is written on as any other."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from trajstore import Retention, TrajectoryReplayBuffer
+from trajstore.inspection.verify import verify
+from trajstore.store.committed import Committed
+from trajstore.store.index import TrajectoryIndex
+
+
+def convert(source: Path, target: Path, trajectory_format: str = "pt") -> None:
+    with TrajectoryReplayBuffer(seed=0, sample_window_size=0, trajectory_format=trajectory_format) as buffer:
+        buffer.load_checkpoint(source)
+        buffer.save_checkpoint(target)
+
+
+def shards(path: Path) -> list[str]:
+    return sorted(file.name for file in (path / "shards").iterdir())
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+def test_it_knows_how_many_bytes_it_has(shared_fixtures: Path, tmp_path: Path, trajectory_format: str) -> None:
+    convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store", trajectory_format)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
+        stats = buffer.get_stats()
+        assert 0.9 * stats["shard_bytes"] < stats["live_bytes"] < stats["shard_bytes"]
+        before = stats["live_bytes"]
+        expected = {number: buffer.get(number).rewards for number in range(1, 6)}
+        buffer.evict([0])
+        buffer.compact()
+        assert buffer.get_stats()["live_bytes"] < before
+        for number, rewards in expected.items():
+            assert buffer.get(number).rewards.equal(rewards)
+        buffer.add_trajectories([buffer.get(1)])
+        buffer.flush()
+    assert verify(tmp_path / "store").sound
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path / "store", retention=Retention(max_bytes=int(before // 2))
+    ) as buffer:
+        assert 0 < buffer.get_stats()["live_bytes"] <= before // 2
+
+
+def test_one_of_an_early_version_that_says_no_bytes_is_read_right(
+    shared_fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(TrajectoryIndex, "note_nbytes", lambda *given: None)
+        convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
+        patch.setattr(Committed, "_fill_nbytes", lambda *given: None)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+            assert buffer.get_stats()["live_bytes"] == 0
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        stats = buffer.get_stats()
+        assert 0.9 * stats["shard_bytes"] < stats["live_bytes"] < stats["shard_bytes"]
+
+
+def test_rewriting_ends_whatever_the_index_says_of_bytes(
+    shared_fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(TrajectoryIndex, "note_nbytes", lambda *given: None)
+    monkeypatch.setattr(Committed, "_fill_nbytes", lambda *given: None)
+    convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
+    with (
+        caplog.at_level(logging.WARNING),
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer,
+    ):
+        buffer.evict([0])
+        buffer.compact()
+    assert shards(tmp_path / "store") == ["shard_00000002.pt"]
+    assert "have fewer bytes than they have" in caplog.text
+    assert verify(tmp_path / "store").sound
