@@ -38,7 +38,8 @@ class Loaded:
     Attributes:
         parts: every source with the entries to show of it, none perhaps, oldest first.
         leases: announcements that keep the writer from deleting what is read.
-        state: of the buffer that saved it; ``rng_state`` is None where the draws cannot go on.
+        state: of the buffer that saved it, which of several ranks is that of the same number, or of the first one.
+        new_rank: (rank, number of ranks) where no rank of now is one of then, so that each begins its draws anew.
         counter: one more than the highest id of the share.
         next_id: one more than the highest id of all shares.
         skipped: trajectories left out because their files are absent or damaged.
@@ -49,6 +50,7 @@ class Loaded:
     parts: list[tuple[Source, TrajectoryIndex]]
     leases: list[ReaderLease]
     state: CheckpointState
+    new_rank: tuple[int, int] | None = None
     counter: int = 0
     next_id: int = 0
     skipped: int = 0
@@ -89,13 +91,14 @@ def load_sources(
         if (strict is not False and (lacking or errors)) or not found:
             raise _all_of([*lacking, *errors], path)
         whole = not lacking and not errors
-        same_ranks = share is not None and whole and len(found) == share[1] and len(found) > 1
+        same_ranks = share is not None and whole and len(found) == share[1]
         state = found[share[0] if share is not None and same_ranks else 0].state
-        if share is not None and not same_ranks and len(directories) > 1:
-            state = replace(state, rng_state=None)  # no rank of now is a rank of then
+        # Of a single directory of RLinf's every rank draws the same, as with RLinf.
+        as_rlinf = len(directories) == 1 and isinstance(found[0].source, RLinfSource)
+        new_rank = None if same_ranks or as_rlinf else share
         for item in found:
             item.source.checked = verify_shards
-        loaded = Loaded([], kept, state, skipped=sum(item.skipped for item in found))
+        loaded = Loaded([], kept, state, new_rank, skipped=sum(item.skipped for item in found))
         loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
         for error, directory in errors.items():
             count = _count_of(directory)

@@ -48,7 +48,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     for a seed are those of RLinf's buffer.
 
     Args:
-        seed: seed of the generator that draws samples; None draws one from the system.
+        seed: seed of the generator that draws samples; None draws one from the system. ``load_checkpoint`` says when
+            what was loaded replaces it.
         enable_cache: keep trajectories in memory after they were written. Only of use for formats that
             cannot be mapped, or when the files lie on a slow disk.
         cache_size: number of trajectories that the cache keeps (``auto_save=True``).
@@ -152,7 +153,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             pin: name of a pin, whose trajectories are shown instead of the newest ones.
             share: (rank, number of ranks): show only this rank's contiguous share.
             strict: as for :meth:`load_checkpoint`.
-            seed: of the generator that draws; None: that of the store, and of a checkpoint also how far it had drawn.
+            seed: of the generator that draws, kept as it is; None: that of the store, and of a checkpoint also how far
+                it had drawn. Of a share among another number of ranks than have saved: that of the store and the rank.
             sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
             verify_shards: compare the checksums of each shard when it is read for the first time.
             storage_options: passed on to the fsspec file system.

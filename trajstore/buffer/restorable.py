@@ -187,7 +187,13 @@ class RestorableBuffer(ReadableBuffer):
         """Replace the contents by those of a directory, which is read in place and never written to.
 
         A store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` directories, which are united.
-        The generator takes up where the checkpoint left it. Later additions go to this buffer's own path.
+        Later additions go to this buffer's own path.
+
+        The generator takes up where the checkpoint left it, whatever ``seed`` this buffer was made with; for a store,
+        which does not say how far it had drawn, it begins with the store's seed. With ``is_distributed``, rank ``r`` of
+        as many ranks as have saved takes up that of ``rank_<r>``. Of another number each begins anew by its own
+        ``seed`` and its rank: no two draw alike, also with equal seeds. (Of a single directory of RLinf's all
+        ranks draw by its seed, as with RLinf.)
 
         Args:
             load_path: directory or URL.
@@ -227,7 +233,10 @@ class RestorableBuffer(ReadableBuffer):
         if not self._backing.keeps and state.trajectory_format != self.trajectory_format:
             self._format = get_format(state.trajectory_format)
             self.trajectory_format = state.trajectory_format
-        self._draws.take_up(state.seed, state.rng_state)
+        if loaded.new_rank is None:
+            self._draws.take_up(state.seed, state.rng_state)
+        else:
+            self._draws.begin_for_rank(state.seed, *loaded.new_rank)
         return loaded.skipped
 
     def refresh(self) -> bool:

@@ -21,6 +21,9 @@ from trajstore.store.index import TrajectoryIndex
 
 logger = logging.getLogger(__name__)
 
+_SEED_BITS = (1 << 64) - 1
+"""Seeds of torch are 64 bits, with a sign or without."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -127,6 +130,20 @@ class Draws:
             self._generator.set_state(rng_state)
         elif seed is not None:
             self._generator = _seeded(seed)
+
+    def begin_for_rank(self, seed: int | None, rank: int, ranks: int) -> None:
+        """Begin anew as one of several ranks, no two of which draw alike, be their seeds equal or not.
+
+        Args:
+            seed: taken where this buffer was given none.
+            rank: 0-based.
+            ranks: how many there are.
+        """
+        if self.seed is None:
+            self.seed = seed
+        if self.seed is not None:
+            mixed = np.random.SeedSequence([self.seed & _SEED_BITS, rank, ranks])
+            self._generator = _seeded(int(mixed.generate_state(1, np.uint64)[0]))
 
     @property
     def generator(self) -> torch.Generator:
