@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -41,20 +41,24 @@ class ReplayFigures:
         self.times = metrics.StepTimes()
         self._manager = manager
         self._figures: list[Mapping[str, float]] = []
-        self._drawn: deque[tuple[Counter[int], Counter[int]]] = deque(maxlen=STARVING_STEPS)
         self._difficulty: dict[str, int] = {}
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
         self._histories: list[AgentTrajectory] = []
+        self._demonstrations = 0
 
-    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]]) -> None:
-        """Remember which buckets could be replayed in this step, and which were."""
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool) -> None:
+        """Remember which buckets could be replayed in this step, and which were; before replay begins, none could."""
         self._histories = [one for held in histories.values() for one in held]
         tasks = [task for task, held in histories.items() if held]
         buckets = self._manager.difficulty2task_dict
         self._difficulty = {task: difficulty for difficulty, held in buckets.items() for task in held}
+        if not replaying:
+            return
         valid = Counter(self._difficulty[task] for task in self._manager.get_valid_replay_task_ids())
-        self._drawn.append((valid, Counter(self._difficulty[task] for task in tasks)))
+        drawn = Counter(self._difficulty[task] for task in tasks)
+        # With the pool, so that a resumed run goes on counting; plain, since a checkpoint has it.
+        self._manager.draws = [*self._manager.draws, (dict(valid), dict(drawn))][-STARVING_STEPS:]
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Take figures; :meth:`take` returns each name's mean."""
@@ -115,10 +119,13 @@ class ReplayFigures:
         figures = _means(self._figures)
         self.warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
-        result |= metrics.batch_metrics(task_ids, is_experience_replay, policy_versions, self._manager.global_steps)
-        valid: Counter[int] = sum((could for could, _ in self._drawn), Counter())
-        drawn: Counter[int] = sum((did for _, did in self._drawn), Counter())
-        if len(self._drawn) == STARVING_STEPS:
+        result |= metrics.batch_metrics(
+            task_ids, is_experience_replay, policy_versions, self._manager.global_steps, self._demonstrations
+        )
+        draws = self._manager.draws
+        if len(draws) == STARVING_STEPS:
+            valid: Counter[int] = sum((Counter(could) for could, _ in draws), Counter())
+            drawn: Counter[int] = sum((Counter(did) for _, did in draws), Counter())
             result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
         self._figures = []
         return result
@@ -134,8 +141,9 @@ class ReplayFigures:
         """
         histories = self._histories if replayed is None else replayed
         self._histories = []
-        figures = metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
-        return figures | metrics.demonstration_metrics(histories)
+        demonstrations = metrics.demonstration_metrics(histories)
+        self._demonstrations = int(demonstrations.get(f"{metrics.PREFIX}demonstration_rows", 0))
+        return metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold) | demonstrations
 
     def warn(self, figures: Mapping[str, float]) -> None:
         """Log what a step's figures warn of; each kind not again within :data:`WARN_EVERY` steps."""
@@ -177,14 +185,21 @@ class ReplayWatch:
         self._ever = self._ever or figures.get(f"{metrics.PREFIX}experience_tasks", 0.0) > 0
         self._empty_steps = self._empty_steps + 1 if empty else 0
         if empty:
-            self._reason = self._manager.why_nothing() or "exp_ratio leaves no place for it"
+            self._reason = self._manager.why_nothing()
         if self._empty_steps >= EMPTY_STEPS:
-            self._tell(f"nothing to replay in {self._empty_steps} steps")
+            self._tell(f"nothing to replay in {self._empty_steps} steps", self._reason)
 
     def closed(self) -> None:
         """Say at the end of a run which tasks wait for their turn; warn if nothing was replayed although it should."""
         if self._empty_steps and not self._ever:
-            self._tell("nothing was replayed in this run")
+            reason = self._manager.why_nothing()
+            if not reason and self._reason:  # what the last step made came too late for its own batch
+                tasks = len(self._manager.get_valid_replay_task_ids())
+                reason = (
+                    f"whenever tasks were chosen the pool had none to give; since its last step it has {tasks}, which"
+                    " the next step would replay. The run was too short"
+                )
+            self._tell("nothing was replayed in this run", reason)
         waiting = list(self._manager.waiting_tasks)
         if waiting:
             logger.warning(
@@ -195,12 +210,12 @@ class ReplayWatch:
                 listed(waiting, 3),
             )
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, what: str, reason: str) -> None:
         if self._told:
             return
         self._told = True
         best = "no rollout had an outcome" if self._best is None else f"the best outcome so far is {self._best:g}"
-        logger.warning("experience replay: %s: %s (%s)", what, self._manager.why_nothing() or self._reason, best)
+        logger.warning("experience replay: %s: %s (%s)", what, reason or "exp_ratio leaves no place for it", best)
 
 
 def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:

@@ -241,12 +241,21 @@ def batch_metrics(
     is_experience_replay: Sequence[bool],
     policy_versions: Sequence[int | None],
     global_steps: int,
+    demonstrations: int = 0,
 ) -> dict[str, float]:
-    """Return what a batch is made of; every argument but the last has one entry per row.
+    """Return what a batch is made of.
 
     ``experience_tasks`` (tasks with at least one replayed row), ``tasks``, ``replayed_rows``, ``rows``; and of the
     replayed rows whose policy's age is known ``age_mean``, ``age_max``, ``age_min``: ``global_steps`` minus the
-    version, in training steps; and ``age_unknown_rows``, the replayed rows without a version, or with a newer one.
+    version, in training steps; and ``age_unknown_rows``, the other replayed rows less the demonstrations, which have
+    no age: those without a version, or with a newer one.
+
+    Args:
+        task_ids: for every row.
+        is_experience_replay: for every row.
+        policy_versions: for every row; None = unknown.
+        global_steps: number of the step.
+        demonstrations: how many of the replayed rows are of demonstrations.
     """
     replayed = [row for row, flag in enumerate(is_experience_replay) if flag]
     result = {
@@ -258,7 +267,7 @@ def batch_metrics(
     figures = {name: float(value) for name, value in result.items()}
     versions = (policy_versions[row] for row in replayed)
     ages = [global_steps - version for version in versions if version is not None and version <= global_steps]
-    figures["age_unknown_rows"] = float(len(replayed) - len(ages))
+    figures["age_unknown_rows"] = float(max(0, len(replayed) - len(ages) - demonstrations))
     if ages:
         figures |= {"age_mean": sum(ages) / len(ages), "age_max": float(max(ages)), "age_min": float(min(ages))}
     return {PREFIX + name: value for name, value in figures.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -280,6 +281,20 @@ def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
     assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
     assert report["response_tokens"]["max"] == 6
     assert report["steps"] is report["batch"] is None
+
+
+def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
+    """Rollouts without log-probs have ``response_start``; rollouts of messages alone have no length."""
+    mask = torch.tensor([0, 0, 1, 1, 1])
+    tokens = AgentTrajectory(input_ids=torch.arange(5), loss_mask=mask, response_start=2)
+    rated = dataclasses.replace(tokens, old_log_probs=-torch.ones(3))
+    longer = AgentTrajectory(input_ids=torch.arange(11), loss_mask=torch.ones(11, dtype=torch.int64), response_start=2)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([tokens, rated, longer, AgentTrajectory(messages=[{"role": "user", "content": "?"}])])
+    report = inspect(tmp_path / "store")
+    assert report["tokens"] == {"min": 5, "mean": 7.0, "max": 11}
+    assert report["response_tokens"] == {"min": 3, "mean": 5.0, "max": 9}
+    json.dumps(report)
 
 
 def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:

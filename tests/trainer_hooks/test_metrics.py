@@ -108,6 +108,8 @@ def test_batch_metrics() -> None:
         "experience_replay/age_unknown_rows": 1.0,
     }
     assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
+    mixed = batch_metrics(["a", "b", "c"], [True] * 3, [None, None, 11], 10, demonstrations=1)
+    assert mixed["experience_replay/age_unknown_rows"] == 2.0
 
 
 def test_refused_share() -> None:

@@ -41,6 +41,7 @@ from trainer_hooks.verl.rows import (
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.experience.outcomes import is_success, outcome_of
 from trajstore.experience.rows import row_count
 from trajstore.trajectory import AgentTrajectory
 
@@ -77,7 +78,7 @@ class ReplaySession:
         self._run = run
         own_group = block.experience_replay.group_offpolicy == "separate"
         self._histories = Histories(block.n_rollout, own_group=own_group)
-        self._dropped = self._failures = 0
+        self._dropped = self._dropped_successes = self._failures = 0
         self._without_outcome = WithoutOutcome(block.outcome)
         self._recorder: RolloutRecorder | None = None
         if recording.enable:
@@ -215,6 +216,7 @@ class ReplaySession:
                 made += self._trajectories(rows, step, trained=False)
                 asked[made[-1].task_id] += wanted
         self._dropped += len(made)
+        self._dropped_successes += sum(is_success(outcome_of(one)) for one in made)
         if self._recorder is not None:
             self._recorder.record(made)
         self._judge(made, asked)
@@ -242,10 +244,12 @@ class ReplaySession:
         del rows, fresh  # thousands of tensors: before the recorder's thread begins, which would slow it down
         figures: dict[str, float] = {}
         if self._recorder is not None:
-            figures |= self._recorder.record(made) | {"recording/dropped": float(self._dropped)}
+            figures |= self._recorder.record(made)
+        figures["recording/dropped"] = float(self._dropped)
+        figures["recording/dropped_successes"] = float(self._dropped_successes)
         figures["recording/without_outcome"] = float(self._without_outcome.take())
         figures["recording/without_text"] = float(self._scribe.without_text)
-        self._dropped = 0
+        self._dropped = self._dropped_successes = 0
         figures |= self.guided.step_done(made, step)
         if not self.replays:
             return figures
@@ -280,8 +284,7 @@ class ReplaySession:
         manager, found = self._hook.manager, replayable(made)
         if manager is None or not found:
             return
-        self._on_disk(lambda: manager.update_difficulty2task_dict(found, asked))
-        self._on_disk(lambda: manager.update_skip_uid_set_and_filter_trajectories(found, asked=asked))
+        self._on_disk(lambda: manager.judge(found, asked))
 
     def _on_disk(self, action: Callable[[], Result]) -> Result | None:
         """Call what writes to the pool's store; with ``on_error: warn`` a failing write is told and counted only.

@@ -19,7 +19,7 @@ from trajstore.checked import checked
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories
-from trajstore.experience.cut import PoolCut
+from trajstore.experience.cut import Draws, PoolCut
 from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal, is_demonstration
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
@@ -59,6 +59,8 @@ class KeptPool:
         self.reward_fingerprint = reward_fingerprint
         self.refused: Counter[str] = Counter()
         """How many trajectories were refused so far, by reason (see ``Refusal``)."""
+        self.draws: Draws = []
+        """What was drawn in the newest steps. The figures' own; here because it goes with the pool into checkpoints."""
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
         self._ledger = PoolLedger(MemoryStore() if store is None else store, rules, self._generator)
         check_same(self._ledger.fingerprint, tokenizer_fingerprint, "the pool in the store")
@@ -207,6 +209,7 @@ class KeptPool:
             trajectories={} if durable else self._held(),
             uses=self._state.live_uses(),
             waiting=list(self._state.waiting),
+            draws=list(self.draws),
         ).to_dict()
 
     def hold(self, cuts: Iterable[Mapping[str, Any]]) -> None:
@@ -247,6 +250,7 @@ class KeptPool:
         check_demonstrations(found, self.rules)
         self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
         self.refused = Counter(cut.refused) + plan.refused
+        self.draws = list(cut.draws)
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
 

@@ -103,6 +103,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         self.metrics: dict[str, float] = {}
         """What the newest call did: experience tasks, share of them, whether there was nothing to replay, tasks that
         gave way and tasks that wait, unknown tasks; with ``task_sampling: similar`` those that came by similarity."""
+        self.replaying = False
+        """Whether the newest call was to find experience tasks: replay has begun."""
         self._manager = exp_manager
         self._get_task = get_task
         self._exp_ratio = exp_ratio
@@ -234,6 +236,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return [task for task in found if task is not None]
 
     def _note(self, experience: int, batch: int, *, replaying: bool, displaced: int = 0) -> None:
+        self.replaying = replaying
         self.metrics = {
             "experience_replay/experience_tasks": float(experience),
             "experience_replay/experience_task_ratio": experience / batch if batch else 0.0,

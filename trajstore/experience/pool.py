@@ -158,14 +158,24 @@ class ExperienceManager(KeptPool):
             generator=self._generator,
         )
         self.refused.update(refused)
-        changes = {}
-        for task, outcome in outcomes.items():
-            if outcome.solved(self.rules.n_rollout):
-                changes[task] = journal.TaskChange(None, skip=True, forget=True)
-            elif outcome.failed:
-                changes[task] = journal.TaskChange(self._state.buckets.difficulty(task), skip=False)
-        self._ledger.change(changes)
+        self._retire(outcomes)
         return kept
+
+    def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
+        """Let rollouts that shall not be replayed say what they say of their tasks: both updates, and no more.
+
+        None of them enters the pool, and none is refused: a trainer that drops groups has no log-probs of them.
+
+        Args:
+            rollouts: of one step, with reward.
+            asked: as for :meth:`update_difficulty2task_dict`.
+
+        Raises:
+            InvalidTrajectoryError: a trajectory has no ``task_id``.
+            StoreWriteError: the store could not write.
+        """
+        self.update_difficulty2task_dict(rollouts, asked)
+        self._retire(count_outcomes(rollouts, self.rules.success_threshold, asked))
 
     def admit(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
@@ -356,6 +366,16 @@ class ExperienceManager(KeptPool):
         }
 
     # ---- inside ----
+
+    def _retire(self, outcomes: Mapping[str, TaskOutcome]) -> None:
+        """Put the tasks that are solved into the skip set, and take those that failed out of it."""
+        changes = {}
+        for task, outcome in outcomes.items():
+            if outcome.solved(self.rules.n_rollout):
+                changes[task] = journal.TaskChange(None, skip=True, forget=True)
+            elif outcome.failed:
+                changes[task] = journal.TaskChange(self._state.buckets.difficulty(task), skip=False)
+        self._ledger.change(changes)
 
     def _may_enter(self, task: str, outcome: TaskOutcome) -> bool:
         """Return whether a task's rollouts may enter: not if it is solved, or skipped and no failure was seen."""

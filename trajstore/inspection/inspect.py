@@ -144,6 +144,13 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
     metadata = catalog.metadata()
     sizes = directory.sizes()
     of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
+    with_tokens, with_response = (
+        ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
+        for axis in (Axis.SAMPLES, Axis.RESPONSE)
+    )
+    measured = measure_trajectories(catalog, measure, progress)
+    # What has no column along the response tells its length all the same, where it was read.
+    responses = np.concatenate([index["extra"][with_response], measured.pop("response_lengths")])
     integrity = _integrity(catalog, sizes)
     integrity["problems"][:0] = [text.removeprefix(f"{directory.url}/") for text in damage]
     report: Report = {
@@ -168,14 +175,14 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         "columns": _columns(catalog),
         "steps": range_of(index["steps"][of_steps]),
         "batch": range_of(index["batch"][of_steps]),
-        "tokens": range_of(index["steps"][~of_steps]),
-        "response_tokens": range_of(index["extra"][~of_steps]),
+        "tokens": range_of(index["steps"][with_tokens]),
+        "response_tokens": range_of(responses),
         "max_episode_length": range_of(index["max_episode_length"][index["max_episode_length"] > 0]),
         "ids": _ids(index["trajectory_id"]),
         "policy": _policy(index),
         "integrity": integrity,
     }
-    return report | measure_trajectories(catalog, measure, progress)
+    return report | measured
 
 
 def _columns(catalog: Catalog) -> list[Report]:

@@ -33,6 +33,9 @@ def measure(catalog: Catalog, count: int, progress: Progress | None) -> Report:
         catalog: of the store.
         count: how many; 0 = all.
         progress: told how many of them have been read.
+
+    Returns:
+        What a report has of them, and ``response_lengths``: R of each rollout that has no column along its response.
     """
     index = catalog.index
     count = len(index) if count == 0 else min(count, len(index))
@@ -77,6 +80,7 @@ class _Measurement:
         self._outcomes: list[float] = []
         self._tasks: set[str] = set()
         self._turns: list[int] = []
+        self._responses: list[int] = []
         self._messages = 0
         self._agents = 0
         self._guidance = GuidanceRecords()
@@ -85,7 +89,7 @@ class _Measurement:
         """Take trajectories from a position on, which are alike if they are several."""
         schema = access.schema(index, position)
         if schema.kind == "agent":
-            self._add_agent(access, index, position)
+            self._add_agent(access, index, position, schema)
             return
         if not extent_at(index, position).batch:
             return
@@ -109,7 +113,7 @@ class _Measurement:
         lasts = [access.rows(index, position, f"next_obs.{name}", last, last + extent.batch) for name in names]
         return Seam(row_keys(firsts), row_keys(lasts), self._whole)
 
-    def _add_agent(self, access: ShardAccess, index: TrajectoryIndex, position: int) -> None:
+    def _add_agent(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> None:
         trajectory = access.trajectory(index, position, (DOCUMENT, "response_mask"))
         if not isinstance(trajectory, AgentTrajectory):
             return
@@ -117,6 +121,8 @@ class _Measurement:
             return
         self._agents += 1
         self._tasks.add(trajectory.task_id)
+        if trajectory.response_start is not None and not any(c.axis is Axis.RESPONSE for c in schema.columns):
+            self._responses.append(extent_at(index, position).steps - trajectory.response_start)
         self._messages += bool(trajectory.messages)
         turns = turns_of(trajectory)
         if turns is not None:
@@ -139,6 +145,7 @@ class _Measurement:
             "episodes": self._rewards.episodes_report(),
             "agents": agents,
             "experiences": self._guidance.report(),
+            "response_lengths": np.array(self._responses, np.int64),
         }
 
 

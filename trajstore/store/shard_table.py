@@ -140,6 +140,11 @@ class ShardTable:
         by_schema = np.array([schema.kind == "step" for schema in self.schemas], np.bool_)
         return by_schema[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
 
+    def with_axis(self, axis: Axis) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard has columns along an axis; without one the index counts no rows of it."""
+        by_schema = np.array([any(c.axis is axis for c in schema.columns) for schema in self.schemas], np.bool_)
+        return by_schema[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
+
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Return, per row, the bytes of the shard's files."""
         total = np.zeros(self._count, np.int64)

@@ -97,6 +97,7 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
     metrics = session.scored(batch, 2)
     assert metrics["experience_replay/replayed_rows"] == 2
     assert (metrics["recording/rollouts"], metrics["recording/dropped"]) == (6, 2)
+    assert metrics["recording/dropped_successes"] == 2
     assert metrics["experience_replay/fresh_score_mean"] == pytest.approx(2 / 6)
     assert metrics["experience_replay/replayed_score_mean"] == 1.0
     assert metrics["experience_replay/mixed_score_mean"] == pytest.approx(4 / 8)
