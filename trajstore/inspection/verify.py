@@ -251,8 +251,6 @@ def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
         text = f"names {lacking:,} trajectories that are missing"
         if name in {head.name for head in catalog.unfinished_asides()}:
             result.notes.append(f"the pin {name!r} is of a rollback that did not happen; the next writer removes it")
-        elif catalog.pins.heads[name].generation > catalog.generation:
-            result.notes.append(f"the pin {name!r} {text}: the commits after generation {catalog.generation} are gone")
         else:
             result.problems.append(Problem(pin_name(name), text))
 

@@ -89,6 +89,7 @@ class Catalog(Committed):
             catalog._load_snapshot()
             # A snapshot may have been taken and older segments deleted between the two reads: then start again.
             if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
+                catalog.check_pins()
                 return catalog
         raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
 

@@ -23,9 +23,9 @@ from trajstore.store.additions import AddedShard, added_in, entries_from_json, r
 from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lifetimes import Lifetimes
-from trajstore.store.log_records import manifest_from_json, natural, parse_ranges
+from trajstore.store.log_records import LOG_FOLDER, manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
-from trajstore.store.saved_points import PinHead, Pins
+from trajstore.store.saved_points import PinHead, Pins, pin_name
 from trajstore.store.sealed import INDEX_NAME, LAYOUT, LAYOUT_VERSION, METADATA_NAME, metadata_json, seal
 from trajstore.store.shard_table import ShardTable
 
@@ -288,6 +288,20 @@ class Committed:
     def _in_force(self) -> list[PinHead]:
         """Return what rollbacks set aside, none of which has been taken back."""
         return [head for head in self.asides() if not len(self.index.positions_in(head.ids))]
+
+    def check_pins(self) -> None:
+        """Refuse a log that ends before commits that a pin was made after: they were acknowledged, and are gone.
+
+        Raises:
+            CorruptStoreError: it does; names the pin.
+        """
+        for head in self.pins.heads.values():
+            if head.back_to is None and head.generation > self.generation:
+                raise CorruptStoreError(
+                    f"{LOG_FOLDER}/: ends with generation {self.generation}, and {pin_name(head.name)} was made at "
+                    f"generation {head.generation}: the log was cut or lost; restore it from a copy before anything is "
+                    "written here, or load what is whole with strict=False"
+                )
 
     # -- pins -------------------------------------------------------------------------------------
 

@@ -68,6 +68,10 @@ class SalvagedCatalog(Catalog):
         if catalog.left_out:
             found = listed(f"trajectory {number} ({what})" for number, what in catalog.left_out.items())
             catalog._warn(f"{directory.url}: entries that cannot be served are left out: {found}")
+        try:
+            catalog.check_pins()
+        except CorruptStoreError as error:
+            catalog._warn(f"{directory.url}/{error}")
         told = catalog.metadata()["generation"]
         if told > catalog.generation:
             catalog._warn(f"{directory.url}: the newest {told - catalog.generation:,} commits are missing")

@@ -85,9 +85,22 @@ class Garbage:
         names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
         names += [name for name in self._directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
         if names:
-            logger.info("removing %d files that an interrupted writer left in %s", len(names), self._directory.url)
+            self._tell_of_leftovers(names)
             _remove(self._directory, names)
         return earlier
+
+    def _tell_of_leftovers(self, names: Sequence[str]) -> None:
+        """Say what goes: if the log has lost its end, this is all that is left of what it committed."""
+        shards = [name for name in names if name.startswith(SHARDS_FOLDER)]
+        logger.log(
+            logging.WARNING if shards else logging.INFO,
+            "%s: deletes %d files of shards that no commit names, and %d unfinished ones (%s), as interrupted "
+            "writers leave them",
+            self._directory.url,
+            len(shards),
+            len(names) - len(shards),
+            listed(sorted(names), 3),
+        )
 
     @property
     def is_waiting(self) -> bool:
