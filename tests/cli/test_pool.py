@@ -13,7 +13,9 @@ from tests.experience.conftest import build
 from tests.experience.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
-from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
+from trajstore.cli.pool import _LEFT, _REFUSED
+from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules, Refusal
+from trajstore.experience.entry import Departure
 from trajstore.experience.tokenizers import HUB_TIMEOUT
 
 RULES = PoolRules(n_rollout=4)
@@ -107,17 +109,19 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
     assert "--tokenizer" in err
     code, out, _ = run(*words, "--tokenizer", tmp_path / "tokenizer")
     assert code == DAMAGED, "a line is no transcript"
-    assert "took 2 of 4 conversations" in out
+    assert "2 trajectories of 2 tasks" in out
+    assert "entered: 2 of 4 conversations" in out
     assert "not taken: 1 have the tokens of one that the pool has (duplicate)" in out
     assert f"{source}:2: not JSON" in out
     code, out, _ = run(*words, "--tokenizer", tmp_path / "tokenizer", "--json")
     done = json.loads(out)
-    assert (done["taken"], done["refused"], done["bad"][0]["line"]) == (0, {"duplicate": 3}, 2)
+    assert (done["entered"], done["refused"], done["bad"][0]["line"]) == (0, {"duplicate": 3}, 2)
     assert {task: len(several) for task, several in held(tmp_path / "pool").items()} == {"a": 1, "b": 1}
     for words, message in (
         ((tmp_path, "--outcome", 1.0), "--outcome"),
         ((source, "--tokenizer", tmp_path / "none"), "no such folder"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--replace"), "--replace"),
+        ((source, "--tokenizer", tmp_path / "tokenizer", "--same-run"), "--same-run"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
     ):
         code, _, err = run("pool", "import", tmp_path / "pool", *words)
@@ -212,7 +216,43 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "not taken: 1 have no task_id" in out
     assert "not taken: 1 came out of a pool themselves" in out
-    assert "not taken: 1 (no_outcome)" in out
+    assert "not taken: 1 have no outcome: neither success nor failure (no_outcome)" in out
+
+
+def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("a"))
+    write_rollouts(tmp_path / "rollouts")
+    told = []
+    for pool, words in (
+        ("pool", (tmp_path / "rollouts", "--success-threshold", 0.7)),
+        ("other", (tmp_path / "files", "--max-trajectories-per-task", 1)),
+        ("third", (source, "--tokenizer", tmp_path / "tokenizer")),
+    ):
+        told.append(json.loads(run("pool", "import", tmp_path / pool, *words, "--json")[1]))
+        run("pool", "export", tmp_path / "pool", tmp_path / "files")
+    of_rollouts, of_files, of_transcripts = told
+    assert of_rollouts.keys() == of_files.keys() == of_transcripts.keys() - {"bad", "highest_failure"}
+    for one in told:
+        assert one["trajectories"] == one["before"] + one["entered"] - sum(one["left"].values())
+        never = sum(int(sentence.split()[0]) for sentence in one["left_out"]) + len(one.get("bad", ()))
+        assert one["read"] == one["entered"] + sum(one["refused"].values()) + never + one["unreadable"]
+    assert (of_files["read"], of_files["trajectories"]) == (4, 1)
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "agents.md").read_text()
+    assert all(f"`{key}`" in page for key in of_transcripts), "each is explained"
+
+
+def test_every_reason_has_a_sentence() -> None:
+    assert {*_REFUSED} == {*Refusal}
+    assert {*_LEFT} == {*Departure}
+
+
+def test_options_of_an_import_are_refused_by_export(run: Run, tmp_path: Path) -> None:
+    for option in ("--replace", "--same-run"):
+        code, _, err = run("pool", "export", tmp_path / "pool", tmp_path / "files", option)
+        assert code == FAILED
+        assert f"{option}: is of an import" in err
 
 
 def test_a_tokenizer_that_is_nowhere_is_told_soon(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

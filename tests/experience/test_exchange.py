@@ -10,7 +10,7 @@ import pytest
 
 from tests.experience.conftest import build
 from trajstore import TrajectoryReplayBuffer
-from trajstore.experience import REPLAY_MARK, PoolRules
+from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.exchange import Exchanged, import_pool
 from trajstore.trajectory import AgentTrajectory
 
@@ -59,3 +59,58 @@ def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> 
         left |= set(done.left)
         before = done.trajectories
     assert left == {"task_solved", "replaced"}
+
+
+def pool_of(path: Path, rules: PoolRules = ALL) -> dict[str, list[AgentTrajectory]]:
+    store = BufferStore.open(path)
+    try:
+        return ExperienceManager(rules, store=store).task2trajectories
+    finally:
+        store.close()
+
+
+def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [build("a", step, 1.0, policy_version=step) for step in (3, 40)]
+    made += [build("a", 10 * step, 0.0, policy_version=step) for step in (3, 40)]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        buffer.add_trajectories(made)
+    for _ in range(2):  # the second time everything is there already
+        done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
+        check_sums(done)
+    assert done.trajectories == 2
+    rules = dataclasses.replace(ALL, max_policy_age=50)
+    aged = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(ALL, store=aged)
+    manager.global_steps = 1
+    assert not caplog.records, "nothing is wrong"
+    assert {one.policy_version for one in manager.get_offpolicy_batch(["a"], 8)} == {None}
+    told = [one.metadata["earlier_run"] for one in manager.task2trajectories["a"]]
+    assert told == [{"policy_version": 3}, {"policy_version": 40}]
+    manager = ExperienceManager(rules, store=aged)
+    manager.global_steps = 41
+    assert manager.get_offpolicy_batch(["a"], 8) == []
+    assert "2 trajectories have no policy version on this run's count of steps" in caplog.text
+    assert "max_policy_age: 50" in caplog.text
+    manager.save_experience_pool_to_disk(tmp_path / "files")
+    aged.close()
+    # The run goes on from the checkpoint of the one that made them.
+    import_pool(tmp_path / "same", tmp_path / "rollouts", ALL, same_run=True)
+    assert [one.policy_version for one in pool_of(tmp_path / "same")["a"]] == [3, 40]
+    import_pool(tmp_path / "moved", tmp_path / "pool", ALL)
+    assert [one.metadata["earlier_run"]["policy_version"] for one in pool_of(tmp_path / "moved")["a"]] == [3, 40]
+
+
+def test_files_of_an_earlier_run_have_no_age_and_what_is_told_adds_up(tmp_path: Path) -> None:
+    manager = ExperienceManager(dataclasses.replace(ALL, max_trajectories_per_task=10))
+    step = [build("a", number, 1.0, policy_version=5, entropy=1 - number / 10) for number in range(6)]
+    manager.admit([*step, build("a", 7, 0.0)])
+    manager.save_experience_pool_to_disk(tmp_path / "files")
+    done = import_pool(tmp_path / "pool", tmp_path / "files", ALL)
+    assert (done.read, done.entered, done.trajectories, done.left) == (6, 6, 3, {"replaced": 3})
+    check_sums(done)
+    assert [one.policy_version for one in pool_of(tmp_path / "pool")["a"]] == [None] * 3
+    done = import_pool(tmp_path / "pool", tmp_path / "files", ALL, replace=True, same_run=True)
+    check_sums(done)
+    assert [one.policy_version for one in pool_of(tmp_path / "pool")["a"]] == [5] * 3

@@ -54,7 +54,7 @@ def trained(tokenizer: Any, one: AgentTrajectory) -> str:
 
 def test_a_conversation_becomes_tokens_without_log_probs(tokenizer: Any, tmp_path: Path) -> None:
     done = import_file(tmp_path, tokenizer, conversation(source="books", rollout_id="r"))
-    assert (done.lines, done.taken, done.trajectories, done.tasks, done.bad) == (1, 1, 1, 1, [])
+    assert (done.read, done.entered, done.trajectories, done.tasks, done.bad) == (1, 1, 1, 1, [])
     [one] = held(tmp_path)
     assert one.old_log_probs is None
     assert one.entropy is None
@@ -78,9 +78,12 @@ def test_linear_think_gives_a_row_for_each_turn(tokenizer: Any, tmp_path: Path) 
 def test_the_same_file_again_adds_nothing_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
     lines = [conversation("a"), conversation("b"), conversation("a", "drop"), conversation("a")]
     first = import_file(tmp_path, tokenizer, *lines)
-    assert (first.taken, first.refused) == (3, {"duplicate": 1})
+    assert (first.entered, first.refused) == (3, {"duplicate": 1})
     again = import_file(tmp_path, tokenizer, *lines, conversation("c"))
-    assert (again.taken, again.refused, again.trajectories) == (1, {"duplicate": 4}, 4)
+    assert (again.entered, again.refused, again.trajectories) == (1, {"duplicate": 4}, 4)
+    for done in (first, again):
+        assert done.read == done.entered + done.refused.total() + len(done.bad)
+        assert done.trajectories == done.before + done.entered - done.left.total()
 
 
 def test_an_import_that_was_interrupted_goes_on(tokenizer: Any, tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_one_bad_line_hides_none_of_its_neighbours(tokenizer: Any, tmp_path: Pat
     assert [one.line for one in done.bad] == list(range(1, 2 * len(values), 2))
     for one, what in zip(done.bad, bad.values(), strict=True):
         assert what in one.reason
-    assert done.taken + done.refused["duplicate"] == len(values)
+    assert done.entered + done.refused["duplicate"] == len(values)
 
 
 def test_outcomes(tokenizer: Any, tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ def test_outcomes(tokenizer: Any, tmp_path: Path) -> None:
         conversation("d", reward=None),
     ]
     done = import_file(tmp_path, tokenizer, *lines, outcome=1.0)
-    assert (done.taken, done.refused) == (2, {"not_worth_keeping": 2})
+    assert (done.entered, done.refused) == (2, {"not_worth_keeping": 2})
     assert [one.task_id for one in held(tmp_path)] == ["a", "d"]
 
 
@@ -353,7 +356,7 @@ def test_the_programs_of_the_page_do_what_it_says(
     write(tmp_path / "demos.jsonl", conversation("a"), "{")
     names: dict[str, Any] = {}
     exec(compile(code, "demonstrations.md", "exec"), names)
-    assert (names["done"].taken, len(names["done"].bad), names["refused"]) == (1, 1, {})
+    assert (names["done"].entered, len(names["done"].bad), names["refused"]) == (1, 1, {})
     store = BufferStore.open("runs/a/trajstore/pool")
     assert ExperienceManager(RULES, store=store).get_task_ids() == ["a", "b"]
     store.close()

@@ -47,6 +47,7 @@ from trajstore.experience import (
     is_success,
     mean_entropy,
     newest_pool,
+    of_earlier_run,
     rows_of_messages,
     with_tokens,
 )
@@ -137,10 +138,20 @@ def calls_of_functions(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]
         (with_tokens, {"trajectory": rollouts()[0], "template": template_, "context": "linear", "think_hint": ""}),
         (is_success, {"outcome": 1.0, "threshold": 1.0}),
         (mean_entropy, {"entropys": rows, "response_mask": mask}),
+        (of_earlier_run, {"trajectory": rollouts()[0]}),
         (newest_pool, {"base": tmp_path, "not_after": 1}),
         (BufferStore.open, {"path": tmp_path / "pool", "format": "pt", "capacity": None}),
         (export_pool, {"store": tmp_path / "none", "folder": tmp_path / "out", "rules": RULES}),
-        (import_pool, {"store": tmp_path / "new", "source": tmp_path / "none", "rules": RULES, "replace": False}),
+        (
+            import_pool,
+            {
+                "store": tmp_path / "new",
+                "source": tmp_path / "none",
+                "rules": RULES,
+                "replace": False,
+                "same_run": False,
+            },
+        ),
         (
             TranscriptReader,
             {

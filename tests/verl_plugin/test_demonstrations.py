@@ -45,7 +45,7 @@ def test_a_run_that_begins_with_demonstrations(
     pool = tmp_path / "checkpoints" / "trajstore" / "pool"
     pool.parent.mkdir(parents=True)
     reader = TranscriptReader(load_tokenizer(str(verl_assets.model)))
-    assert import_transcripts(pool, source, PoolRules(n_rollout=GROUP), reader).taken == TRAIN_ROWS
+    assert import_transcripts(pool, source, PoolRules(n_rollout=GROUP), reader).entered == TRAIN_ROWS
     store = BufferStore.open(pool)
     held = ExperienceManager(PoolRules(n_rollout=GROUP), store=store).task2trajectories
     store.close()

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from trajstore.experience.exchange import Exchanged
     from trajstore.experience.rules import PoolRules
 
 _REFUSED = {
-    "duplicate": "have the tokens of one that the pool has (duplicate)",
-    "not_better": "are no better than those of their task, which has its full number (not_better)",
+    "no_llm_token": "have no token that the model wrote",
+    "no_response_mask": "have no loss_mask with response_start, nor response_mask: whose tokens are they?",
+    "log_probs_mismatch": "have no old_log_probs, or none that fit the response, or some that are not finite",
+    "no_tokens": "are demonstrations without token ids",
+    "log_probs_above_zero": "have old_log_probs above 0, which are none",
+    "no_outcome": "have no outcome: neither success nor failure",
+    "outcome_not_finite": "have an outcome that is NaN or infinite",
+    "no_entropy": "have neither entropys nor old_log_probs, so that nothing tells how sure the model was",
+    "not_worth_keeping": "are no successes",
+    "duplicate": "have the tokens of one that the pool has",
+    "not_better": "are no better than those of their task, which has its full number",
 }
 _LEFT = {
-    "task_solved": "since every rollout of a later step of their task succeeded (task_solved)",
-    "replaced": "since a better one of their task came, which has its full number (replaced)",
-    "unavailable": "since the store evicted them, or they cannot be read (unavailable)",
+    "task_solved": "since every rollout of a later step of their task succeeded",
+    "replaced": "since a better one of their task came, which has its full number",
+    "unavailable": "since the store evicted them, or they cannot be read",
 }
 _OF_TRANSCRIPTS = ("tokenizer", "chat_template", "context", "think_hint", "outcome")
 
@@ -37,6 +46,12 @@ def _configure(parser: ArgumentParser) -> None:
         " a folder of several (the newest counts), a store of rollouts, or a file of transcripts (JSON lines)",
     )
     parser.add_argument("--replace", action="store_true", help="import: a pool that holds something may be replaced")
+    parser.add_argument(
+        "--same-run",
+        action="store_true",
+        help="import: the run that will use the pool goes on from the checkpoint of what is imported, so that policy"
+        " versions count on; else an earlier run made it, and its age is unknown",
+    )
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
     for name, default, text in (
         ("--n-rollout", 8, "rollouts per task (default: %(default)s)"),
@@ -65,7 +80,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.experience.exchange import export_pool, import_pool
+    from trajstore.experience.exchange import import_pool
     from trajstore.experience.rules import PoolRules
 
     rules = PoolRules(
@@ -79,38 +94,30 @@ def _run(options: Namespace, out: Output) -> int:
     if given:
         raise ConfigurationError(f"{', '.join(given)}: {options.files} is no file of transcripts; leave it out")
     if options.action == "export":
-        done = export_pool(options.store, options.files, rules)
-        where = options.files
-    else:
-        done = import_pool(options.store, options.files, rules, replace=options.replace)
-        where = options.store
+        return _export(options, rules, out)
+    done = import_pool(options.store, options.files, rules, replace=options.replace, same_run=options.same_run)
     if options.json:
-        out.json(
-            {
-                "source": done.source,
-                "trajectories": done.trajectories,
-                "tasks": done.tasks,
-                "refused": dict(done.refused),
-                "read": done.read,
-                "before": done.before,
-                "entered": done.entered,
-                "left": dict(done.left),
-                "left_out": list(done.left_out),
-                "unreadable": done.unreadable,
-            }
-        )
-        return int(bool(done.unreadable))
-    out.line(f"{where}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
-    if done.read:
-        there = f" beside {done.before:,} that were there" if done.before else ""
-        out.line(f"entered: {done.entered:,} of {done.read:,} rollouts{there}")
-    for reason, count in done.left.most_common():
-        out.line(f"left the pool again: {count:,} {_LEFT.get(reason, reason)}")
-    _tell(done.refused, out)
-    for reason in done.left_out:
-        out.line(f"not taken: {reason}")
-    if done.unreadable:
-        out.line(f"{done.source}: {done.unreadable:,} trajectories are damaged and left out; see `trajstore verify`")
+        out.json(_as_json(done))
+    else:
+        _tell(options.store, done, "rollouts", out)
+        _tell_unreadable(done, out)
+    return int(bool(done.unreadable))
+
+
+def _export(options: Namespace, rules: PoolRules, out: Output) -> int:
+    """Write a pool as files; return 1 if some of its trajectories are damaged."""
+    from trajstore.experience.exchange import export_pool
+
+    for name in ("replace", "same_run"):
+        if getattr(options, name):
+            raise ConfigurationError(f"--{name.replace('_', '-')}: is of an import; leave it out")
+    done = export_pool(options.store, options.files, rules)
+    if options.json:
+        names = ("source", "trajectories", "tasks", "unreadable")
+        out.json({name: getattr(done, name) for name in names})
+    else:
+        out.line(f"{options.files}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
+        _tell_unreadable(done, out)
     return int(bool(done.unreadable))
 
 
@@ -122,6 +129,8 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
         raise ConfigurationError(f"{options.files}: a file of transcripts needs --tokenizer, the one of the run")
     if options.replace:
         raise ConfigurationError(f"--replace: transcripts in {options.files} are added to what is there; leave it out")
+    if options.same_run:
+        raise ConfigurationError(f"--same-run: transcripts in {options.files} have no policy version; leave it out")
     reader = TranscriptReader(
         load_tokenizer(options.tokenizer, options.chat_template),
         context=options.context or "linear",
@@ -132,24 +141,10 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
     with ProgressBar("importing", sys.stderr) as bar:
         done = import_transcripts(options.store, options.files, rules, reader, bar)
     if options.json:
-        out.json(
-            {
-                "source": done.source,
-                "lines": done.lines,
-                "taken": done.taken,
-                "trajectories": done.trajectories,
-                "tasks": done.tasks,
-                "refused": dict(done.refused),
-                "highest_failure": done.highest_failure,
-                "bad": [{"line": one.line, "reason": one.reason} for one in done.bad],
-            }
-        )
+        bad = [{"line": one.line, "reason": one.reason} for one in done.bad]
+        out.json({**_as_json(done), "highest_failure": done.highest_failure, "bad": bad})
     else:
-        out.line(
-            f"{options.store}: took {done.taken:,} of {done.lines:,} conversations of {done.source}; it holds"
-            f" {done.trajectories:,} trajectories of {done.tasks:,} tasks"
-        )
-        _tell(done.refused, out)
+        _tell(options.store, done, "conversations", out)
         if done.highest_failure is not None:
             out.line(
                 f"the highest outcome of those not worth keeping is {done.highest_failure:g}, success_threshold"
@@ -160,9 +155,37 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
     return int(bool(done.bad))
 
 
-def _tell(refused: Counter[str], out: Output) -> None:
-    for reason, count in refused.most_common():
-        out.line(f"not taken: {count:,} {_REFUSED.get(reason, f'({reason})')}")
+def _as_json(done: Exchanged) -> dict[str, Any]:
+    return {
+        "source": done.source,
+        "trajectories": done.trajectories,
+        "tasks": done.tasks,
+        "read": done.read,
+        "before": done.before,
+        "entered": done.entered,
+        "left": dict(done.left),
+        "refused": dict(done.refused),
+        "left_out": list(done.left_out),
+        "unreadable": done.unreadable,
+    }
+
+
+def _tell(store: str, done: Exchanged, what: str, out: Output) -> None:
+    """Write what an import did; what it tells adds up to what was read."""
+    out.line(f"{store}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
+    there = f" beside {done.before:,} that were there" if done.before else ""
+    out.line(f"entered: {done.entered:,} of {done.read:,} {what}{there}")
+    for reason, count in done.left.most_common():
+        out.line(f"left the pool again: {count:,} {_LEFT[reason]} ({reason})")
+    for reason, count in done.refused.most_common():
+        out.line(f"not taken: {count:,} {_REFUSED[reason]} ({reason})")
+    for reason in done.left_out:
+        out.line(f"not taken: {reason}")
+
+
+def _tell_unreadable(done: Exchanged, out: Output) -> None:
+    if done.unreadable:
+        out.line(f"{done.source}: {done.unreadable:,} trajectories are damaged and left out; see `trajstore verify`")
 
 
 COMMAND = Command(

@@ -11,7 +11,7 @@ finds tasks that are alike; ``persistence`` and ``agentevolver`` read and write 
 
 from trajstore.experience.buckets import TASK_SAMPLING, TaskSampling
 from trajstore.experience.conversation import ChatTemplate, TokenRow, rows_of_messages, with_tokens
-from trajstore.experience.entry import Refusal, mean_entropy
+from trajstore.experience.entry import Refusal, mean_entropy, of_earlier_run
 from trajstore.experience.mixing import ExperienceMixCollateFn, RatioSchedule
 from trajstore.experience.outcomes import REPLAY_MARK, is_success
 from trajstore.experience.persistence import newest_pool
@@ -38,6 +38,7 @@ __all__ = [
     "is_success",
     "mean_entropy",
     "newest_pool",
+    "of_earlier_run",
     "rows_of_messages",
     "with_tokens",
 ]

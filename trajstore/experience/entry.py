@@ -21,6 +21,9 @@ DEMONSTRATION = "demonstration"
 """Key of ``metadata`` that is true on a trajectory without log-probabilities that no policy of this run sampled: a
 demonstration, or a transcript of another program. It is replayed with those that the current policy gives."""
 
+EARLIER_RUN = "earlier_run"
+"""Key of ``metadata`` of a trajectory that an earlier run made: what it says of itself on that run's count of steps."""
+
 LOG_PROB_ROUNDING = 1e-3
 """How far above 0 a log-probability may be: the difference of a logit and a logsumexp in half precision."""
 
@@ -149,6 +152,20 @@ def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
 def is_demonstration(trajectory: AgentTrajectory) -> bool:
     """Return whether a trajectory says that it is a demonstration, and has no log-probabilities."""
     return trajectory.old_log_probs is None and trajectory.metadata.get(DEMONSTRATION) is True
+
+
+@checked
+def of_earlier_run(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a rollout of an earlier run as one whose age is unknown; tensors and messages are shared.
+
+    Its ``policy_version`` is on that run's count of steps and says nothing on another's. It goes to
+    ``metadata["earlier_run"]``, and a pool does not fill it in again. Demonstrations, which have none, stay as they
+    are.
+    """
+    if is_demonstration(trajectory) or EARLIER_RUN in trajectory.metadata:
+        return trajectory
+    metadata = {**trajectory.metadata, EARLIER_RUN: {"policy_version": trajectory.policy_version}}
+    return replace(trajectory, policy_version=None, metadata=metadata)
 
 
 def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:

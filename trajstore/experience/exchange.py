@@ -12,6 +12,7 @@ from pathlib import Path
 from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
+from trajstore.experience.entry import EARLIER_RUN, of_earlier_run
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.outcomes import count_outcomes, is_known, is_replayed, outcome_of
 from trajstore.experience.persistence import newest_pool
@@ -36,13 +37,12 @@ class Exchanged:
     refused: Counter[str]
     """How many were not taken, by reason (see ``Refusal``)."""
     read: int = 0
-    """Rollouts of a store that were looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are
-    together. 0 where a pool's files were read."""
+    """What was looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are together."""
     before: int = 0
     """Trajectories that were in the pool before; 0 where files have replaced them."""
     entered: int = 0
-    """Rollouts of a store that entered the pool: ``trajectories`` are those ``before`` and those that entered, without
-    those that ``left``."""
+    """What entered the pool: ``trajectories`` are those ``before`` and those that entered, without those that
+    ``left``."""
     left: Counter[str] = field(default_factory=Counter)
     """How many left the pool in the course of it, by reason (see ``Departure``)."""
     left_out: tuple[str, ...] = ()
@@ -78,8 +78,12 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
 
 
 @checked
-def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, replace: bool = False) -> Exchanged:
+def import_pool(
+    store: str | Path, source: str | Path, rules: PoolRules, *, replace: bool = False, same_run: bool = False
+) -> Exchanged:
     """Fill the pool of a store, which is made if there is none, from files or from rollouts.
+
+    Rollouts enter as they would have during training, step by step. Entering again they end as the same pool.
 
     Args:
         store: directory or URL of the pool's store.
@@ -87,6 +91,8 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
             agent rollouts, which enter step by step in order of their policy versions.
         rules: what enters.
         replace: whether a pool that holds something may be replaced by files. Rollouts are always added.
+        same_run: whether policy versions are on the count of steps of the run that will use the pool, since it goes on
+            from the checkpoint of theirs. Else an earlier run made them, and their age is unknown (``of_earlier_run``).
 
     Raises:
         ConfigurationError: what lies at ``store`` is no pool; or the pool holds something and is not to be replaced, or
@@ -111,9 +117,8 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
             left_out = _Reasons(rules)
             with_task = [one for one in rollouts if one.task_id]
             left_out.count("have no task_id", len(rollouts) - len(with_task))
-            for step, made in itertools.groupby(with_task, lambda one: one.policy_version):
-                manager.global_steps = manager.global_steps if step is None else step
-                several = list(made)
+            for step, made in itertools.groupby(with_task, _step_of):
+                several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]
                 asked = _asked(several)
                 never = left_out.look(several, asked, manager.skip_uid_set)
                 offered, refused = manager.admit(several, asked)
@@ -126,8 +131,8 @@ def import_pool(store: str | Path, source: str | Path, rules: PoolRules, *, repl
                     f"{store}: the pool holds {len(manager)} trajectories, which an import from files replaces; say so"
                     " (--replace), or give another store"
                 )
-            manager.load_experience_pool_from_disk(files)
-            said, read, unreadable, before = (), 0, 0, 0
+            read = manager.load_experience_pool_from_disk(files, same_run=same_run)
+            said, entered, unreadable, before = (), read - manager.refused.total(), 0, 0
         manager.flush()
         return Exchanged(
             str(files or source),
@@ -233,6 +238,13 @@ class _Reasons:
         return tuple(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 
+def _step_of(rollout: AgentTrajectory) -> int:
+    """Return the step that made a rollout, on its own run's count; those that name none come first."""
+    said = rollout.metadata.get(EARLIER_RUN)
+    version = said.get("policy_version") if isinstance(said, Mapping) else rollout.policy_version
+    return version if isinstance(version, int) else -1
+
+
 def _asked(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
     """Return how many rollouts each task was to make, where a recorder said so (``metadata["task_rollouts"]``)."""
     said = {one.task_id: one.metadata.get("task_rollouts") for one in rollouts}
@@ -268,7 +280,7 @@ class _Reader(Closing):
                 one = self.get(number)
                 if one.task_id or JOURNAL_KEY not in one.metadata:  # what another pool says of its tasks is no rollout
                     found.append(one)
-        return sorted(found, key=lambda one: -1 if one.policy_version is None else one.policy_version)
+        return sorted(found, key=_step_of)
 
     def holds_pool(self) -> bool:
         """Return whether a record is an experience pool's. In a pool's store the newest one is."""

@@ -20,7 +20,7 @@ from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories
 from trajstore.experience.cut import Draws, PoolCut
-from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal, is_demonstration
+from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal, is_demonstration, of_earlier_run
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
 from trajstore.experience.rules import PoolRules
@@ -83,7 +83,7 @@ class KeptPool:
         self._ledger.global_steps = int(value)
         self._counting = True
         if goes_back:
-            self._notices.newer_versions(self._state.all_entries(), self.rules, self.global_steps)
+            self._notices.ages(self._state.all_entries(), self.rules, self.global_steps)
 
     @property
     def difficulty2task_dict(self) -> dict[int, list[str]]:
@@ -266,10 +266,17 @@ class KeptPool:
         contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
         persistence.write_pool(Path(directory), contents)
 
-    def load_experience_pool_from_disk(self, directory: str | Path) -> None:
+    def load_experience_pool_from_disk(self, directory: str | Path, *, same_run: bool = True) -> int:
         """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
 
         Trajectories that the rules do not admit are refused and counted. The random generator goes on as it is.
+
+        Args:
+            directory: with the three files.
+            same_run: whether policy versions are of the run that goes on; else they are unknown (``of_earlier_run``).
+
+        Returns:
+            How many trajectories the files hold.
 
         Raises:
             StoreNotFoundError: no such directory.
@@ -279,18 +286,22 @@ class KeptPool:
                 out; nothing was changed.
         """
         contents = persistence.read_pool(Path(directory))
-        held = [one for several in contents.task2trajectories.values() for one in several]
+        saved = contents.task2trajectories
+        if not same_run:
+            saved = {task: [of_earlier_run(one) for one in several] for task, several in saved.items()}
+        held = [one for several in saved.values() for one in several]
         fingerprint = check_trajectories(held, self._fingerprint)
         check_demonstrations(sum(map(is_demonstration, held)), self.rules)
         fresh = journal.PoolState(
             DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
         )
-        plan = self._plan_all(fresh, contents.task2trajectories)
+        plan = self._plan_all(fresh, saved)
         self._ledger.replace(fresh, plan, self.global_steps, self._generator)
         self.refused.update(plan.refused)
         warn_of_refusals(directory, plan.refused, len(held))
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = fingerprint
+        return len(held)
 
     # ---- inside ----
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from trajstore.experience.entry import PoolEntry
-from trajstore.experience.rules import PoolRules
+from trajstore.experience.rules import PoolRules, version_needs
 from trajstore.experience.selection import has_known_age
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,29 @@ class PoolNotices:
 
     def __init__(self) -> None:
         self._newer = False
+        self._without = False
 
-    def newer_versions(self, entries: Iterable[PoolEntry], rules: PoolRules, global_steps: int) -> None:
+    def ages(self, entries: Iterable[PoolEntry], rules: PoolRules, global_steps: int) -> None:
+        """Warn of trajectories whose age is not known where that matters.
+
+        Those that a policy newer than the step that is going on made; and those without a version, such as an earlier
+        run's, which some rules never let out.
+        """
+        held = list(entries)
+        self._newer_versions(held, rules, global_steps)
+        without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
+        needs = version_needs(rules)
+        if without and needs and not self._without:
+            self._without = True
+            logger.warning(
+                "experience pool: %d trajectories have no policy version on this run's count of steps (an earlier run"
+                " made them?) and never come out with %s. If the run goes on from the checkpoint of theirs, import them"
+                " with same_run (--same-run), which keeps their versions",
+                without,
+                " and ".join(f"{option} ({remedy} to replay them)" for option, remedy in needs),
+            )
+
+    def _newer_versions(self, entries: Sequence[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories that a policy newer than the step that is going on made."""
         versions = [entry.policy_version for entry in entries if not has_known_age(entry, global_steps)]
         newer = [version for version in versions if version is not None]
@@ -31,8 +52,9 @@ class PoolNotices:
         self._newer = True
         logger.warning(
             "experience pool: %d trajectories have policy versions up to %d, this is step %d: the count of steps"
-            " began anew (no checkpoint?). Their age is unknown and counts as %s; begin with an empty pool, or"
-            " resume from the checkpoint that belongs to it",
+            " began anew (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
+            " belongs to the pool, or begin with an empty one; to use what an earlier run made, import it"
+            " (`trajstore pool import`)",
             len(newer),
             max(newer),
             global_steps,

@@ -104,16 +104,22 @@ def demonstration_problems(rules: PoolRules) -> list[str]:
 
     No policy of the run made them, so they have no version and no age.
     """
-    problems = []
+    found = version_needs(rules)
+    if (rules.sampler or {}).get("name") == "freshest":
+        found.append(("sampler: freshest", "use least_used or weighted"))
+    return [f"{option}, but demonstrations have no policy version: {remedy}" for option, remedy in found]
+
+
+def version_needs(rules: PoolRules) -> list[tuple[str, str]]:
+    """Return the options that let nothing out of which no policy version is known, and what to do about each."""
+    found = []
     if rules.max_policy_age is not None:
-        problems.append(f"max_policy_age: {rules.max_policy_age}, but demonstrations have no policy version: set null")
+        found.append((f"max_policy_age: {rules.max_policy_age}", "set null"))
     sampler = rules.sampler or {}
-    if sampler.get("name") == "freshest":
-        problems.append("sampler: freshest, but demonstrations have no policy version: use least_used or weighted")
     if "staleness" in sampler or sampler.get("recency", {}).get("by") == "versions":
         factor = "staleness" if "staleness" in sampler else "recency by versions"
-        problems.append(f"sampler: weighted with {factor}, but demonstrations have no policy version: leave it out")
-    return problems
+        found.append((f"sampler: weighted with {factor}", "leave it out"))
+    return found
 
 
 def rule_problems(values: Mapping[str, Any]) -> list[str]:

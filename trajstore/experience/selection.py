@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trajstore.experience.entry import PoolEntry, Refusal, entry_of
+from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, entry_of
 from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
 from trajstore.experience.rules import PoolRules
 from trajstore.trajectory import AgentTrajectory
@@ -76,7 +76,7 @@ def rollouts_to_keep(
         entropies: mean entropy in nats of each of them; ``None`` = unknown.
         outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
-        global_steps: policy version of rollouts that tell none.
+        global_steps: policy version of rollouts that tell none, and are of no earlier run.
         generator: see :func:`choose_to_save`.
 
     Returns:
@@ -94,7 +94,9 @@ def rollouts_to_keep(
             continue
         if task not in outcomes or not in_bounds(outcomes[task], rules):
             continue
-        version = global_steps if trajectory.policy_version is None else trajectory.policy_version
+        version = trajectory.policy_version
+        if version is None and EARLIER_RUN not in trajectory.metadata:
+            version = global_steps
         candidates.setdefault(task, []).append(replace(trajectory, entropy=entropy, policy_version=version))
     kept: list[AgentTrajectory] = []
     for rollouts in candidates.values():

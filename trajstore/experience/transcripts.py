@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from trajstore.errors import (
 from trajstore.experience.contract import fingerprint_of
 from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_of_model, with_tokens
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
-from trajstore.experience.exchange import check_is_pool
+from trajstore.experience.exchange import Exchanged, check_is_pool
 from trajstore.experience.outcomes import is_success, outcome_of
 from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.rows import turns_as_rows
@@ -231,22 +231,11 @@ class TranscriptReader:
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What an import of transcripts did."""
+class Imported(Exchanged):
+    """What an import of transcripts did: ``read`` are lines, empty ones left out, ``entered`` new demonstrations."""
 
-    source: str
-    lines: int
-    """Lines that were read, empty ones left out."""
-    taken: int
-    """Demonstrations that are in the pool now and were not before."""
-    trajectories: int
-    """Trajectories in the pool afterwards."""
-    tasks: int
-    """Tasks with trajectories."""
-    refused: Counter[str]
-    """How many conversations were not taken, by reason; ``duplicate``: the pool has their tokens."""
-    bad: list[BadLine]
-    """Lines that are no conversation for the pool; all others were looked at."""
+    bad: list[BadLine] = field(default_factory=list)
+    """Lines that are no conversation for the pool: read, and neither ``entered`` nor ``refused``."""
     highest_failure: float | None = None
     """Highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none."""
 
@@ -279,6 +268,7 @@ def import_transcripts(
     buffer = BufferStore.open(store)
     try:
         manager = ExperienceManager(rules, store=buffer, tokenizer_fingerprint=reader.fingerprint)
+        before = len(manager)
         refused: Counter[str] = Counter()
         bad: list[BadLine] = []
         outcomes: list[float] = []
@@ -293,11 +283,13 @@ def import_transcripts(
         manager.flush()
         return Imported(
             source=str(source),
-            lines=lines,
-            taken=lines - len(bad) - refused.total(),
             trajectories=len(manager),
             tasks=len(manager.get_task_ids()),
             refused=refused,
+            read=lines,
+            before=before,
+            entered=lines - len(bad) - refused.total(),
+            left=manager.left,
             bad=bad,
             highest_failure=max(outcomes, default=None),
         )
