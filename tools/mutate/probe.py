@@ -16,7 +16,8 @@ from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience import ExperienceManager
 from trajstore.experience.store import BufferStore
 from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verify import Verification, verify
+from trajstore.inspection.verification import Verification
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import WitnessError, check_batch, witness
 
 NEW = 99

@@ -24,6 +24,9 @@ KINDS = {
 MOST_EXPERIENCES = 10
 """Experiences whose worth is written for people, those that helped most."""
 
+MOST_READERS = 5
+"""Live readers that are written for people."""
+
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
@@ -195,6 +198,15 @@ def _mirror(mirror: dict[str, Any] | None) -> str:
     return f"{mirror['url']} {newest}{behind}{error}"
 
 
+def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return who shows the store now, those of the oldest generations first: they keep the most on disk."""
+    oldest = sorted(readers, key=lambda reader: reader["generation"])
+    texts = [f"{one['holder']}, generation {format_number(one['generation'])}" for one in oldest[:MOST_READERS]]
+    if len(oldest) > MOST_READERS:
+        texts.append(f"{len(oldest) - MOST_READERS:,} more; --json has all")
+    return [("" if at else "readers", text) for at, text in enumerate(texts)]
+
+
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
     measured = report.get("measured")
     note = "" if measured is None or measured == report["trajectories"] else f" ({measured:,} trajectories read)"
@@ -206,6 +218,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("ids", _ids(report.get("ids"))),
         ("pins", ", ".join(report.get("pins", ()))),
         ("mirror", _mirror(report.get("mirror"))),
+        *_readers(report.get("readers") or []),
         *_agents(report, note),
         *_experiences(report.get("experiences"), note),
     ]
@@ -305,8 +318,9 @@ COMMAND = Command(
     name="inspect",
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
-        "Show totals, columns, rewards, episodes, policy versions, absent ids and integrity at a glance. "
-        "Reads RLinf's directories and experience pools too. Writes nothing. Exit code 1: it lists problems."
+        "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
+        "Reads RLinf's directories and experience pools too. A writer may go on. Writes nothing but a reader's lease "
+        "while a writer has the store open. Exit code 1: it lists problems."
     ),
     configure=_configure,
     run=_run,

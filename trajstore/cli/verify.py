@@ -11,7 +11,7 @@ from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import listed
 
 if TYPE_CHECKING:
-    from trajstore.inspection.verify import Problem, Verification
+    from trajstore.inspection.verification import Problem, Verification
 
 _SHOWN = 50  # problems written one by one
 
@@ -61,7 +61,8 @@ COMMAND = Command(
     name="verify",
     summary="check every checksum and every name",
     description=(
-        "Read every byte and compare it with its checksum; check that every name is there. Writes nothing. "
+        "Read every byte and compare it with its checksum; check that every name is there. A writer may go on: "
+        "what it evicts meanwhile is no damage. Writes nothing but a reader's lease while a writer has the store open. "
         "Exit code 0 = sound, 1 = damaged, 2 = no store there."
     ),
     configure=_configure,

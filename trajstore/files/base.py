@@ -280,6 +280,13 @@ class Directory(ABC):
             StoreLockedError: somebody else is; names process, host and time.
         """
 
+    def is_written(self) -> bool:
+        """Return whether somebody writes here, as far as the writer's lock tells without being touched.
+
+        A writer that was killed may count as one until its process is known to be gone, or the next one has ended.
+        """
+        return False
+
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         """Tell the writer that somebody reads, so that evicted files stay.
 

@@ -16,6 +16,22 @@ def holder_document() -> dict[str, object]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
 
 
+def may_live(holder: bytes) -> bool:
+    """Return whether the process that the lock of a local directory names may live; an empty text names none."""
+    if not holder:
+        return False
+    try:
+        value = orjson.loads(holder)
+        if value["host"] != socket.gethostname():
+            return True
+        os.kill(int(value["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, OverflowError, PermissionError):
+        return True
+    return True
+
+
 def describe_holder(holder: bytes) -> str:
     """Return what a lock's text says about its holder, for people."""
     try:

@@ -25,7 +25,7 @@ from trajstore.files.base import (
 )
 from trajstore.files.filemap import FileMap
 from trajstore.files.held import HeldFolder
-from trajstore.files.holder import LOCK_NAME
+from trajstore.files.holder import LOCK_NAME, may_live
 from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.local_locks import LocalReaderLease, LocalWriterLock, read_lease
 
@@ -329,6 +329,12 @@ class LocalDirectory(Directory):
         self.create()
         self._lock = LocalWriterLock(self._root)
         return self._lock
+
+    def is_written(self) -> bool:
+        try:
+            return may_live(self.read(LOCK_NAME))  # never by its flock, which would keep a writer out for a moment
+        except (FileNotFoundError, CorruptStoreError):
+            return False
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         try:

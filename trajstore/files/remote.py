@@ -25,7 +25,7 @@ from trajstore.files.partial import PartialMaps
 from trajstore.files.ranges import RangeFetcher
 from trajstore.files.read_cache import ReadCache
 from trajstore.files.remote_leases import RemoteReaderLease, RemoteReaders
-from trajstore.files.remote_lock import RemoteWriterLock
+from trajstore.files.remote_lock import RemoteWriterLock, is_held
 
 logger = logging.getLogger(__name__)
 
@@ -270,6 +270,9 @@ class RemoteDirectory(Directory):
     def _check_lock(self) -> None:
         if self._lock is not None:
             self._lock.check()
+
+    def is_written(self) -> bool:
+        return is_held(self._objects)
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         files, folders = self.listing()

@@ -254,6 +254,18 @@ def now() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
+def is_held(objects: ObjectStore) -> bool:
+    """Return whether the lock of a directory is held, as far as it tells.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return not _is_over(objects.stamped(LOCK_NAME))
+    except FileNotFoundError:
+        return False
+
+
 def parse_holder(holder: bytes) -> dict[str, Any]:
     """Return what a lock or lease says; nothing if it is no JSON object."""
     try:

@@ -1,11 +1,12 @@
 """Looking into a directory: totals, columns, rewards, policy versions, gaps, integrity at a glance.
 
-Nothing is written, and no writer is needed. All reports are JSON values.
+Nothing is written but a reader's lease while a writer has the store open, and no writer is needed. All reports are
+JSON values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy.typing as npt
 from trajstore.columns.fields import Axis
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import StoreError
-from trajstore.files.base import Directory
+from trajstore.files.base import Directory, Reader
+from trajstore.files.leases import READERS_FOLDER
 from trajstore.formats.base import SHARDS_FOLDER
+from trajstore.inspection.live import announced, needed_now
 from trajstore.inspection.measure import measure as measure_trajectories
 from trajstore.inspection.mirrors import mirror_report
 from trajstore.inspection.points import points_report, run_points_report
@@ -132,28 +135,65 @@ def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Repo
             "kind": "unreadable",
             "path": place.url,
             **dict.fromkeys(("trajectories", "samples"), 0),
-            "files": len(sizes := place.directory.sizes()),
+            "files": len(sizes := _sizes(place.directory)),
             "size_on_disk": sum(sizes.values()),
             "integrity": {"problems": [f"cannot be read: {error}"]},
         }
 
 
 def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> Report:
-    catalog, damage = open_leniently(directory)
-    index = catalog.index
+    readers = _readers(directory)  # before this one
+    with announced(directory) as lease:
+        catalog, damage = open_leniently(directory)
+        lease.settle(catalog.generation)
+        sizes = _sizes(directory)
+        measured = measure_trajectories(catalog, measure, progress)
+        lengths = measured.pop("response_lengths")
+        return _report(catalog, damage, readers, sizes, lengths) | measured
+
+
+def _readers(directory: Directory) -> list[Reader] | None:
+    """Return who shows a store now; None where another user's leases may not be read."""
+    try:
+        return directory.readers()
+    except PermissionError:
+        return None
+
+
+def _sizes(directory: Directory) -> dict[str, int]:
+    """Return the sizes of all files but leases, which come and go and may be another user's."""
+    above = f"{READERS_FOLDER}/"
+    try:
+        return {name: size for name, size in directory.sizes().items() if not name.startswith(above)}
+    except PermissionError:
+        files, folders = directory.listing()
+        found = directory.sizes(only=files)
+        for folder in folders:
+            if folder != READERS_FOLDER:
+                found |= directory.sizes(folder)
+        return found
+
+
+def _report(
+    catalog: Catalog,
+    damage: Sequence[str],
+    readers: Sequence[Reader] | None,
+    sizes: dict[str, int],
+    response_lengths: npt.NDArray[np.int64],
+) -> Report:
+    """Return what the index and the sizes of the files tell."""
+    directory, index = catalog.directory, catalog.index
     metadata = catalog.metadata()
-    sizes = directory.sizes()
     of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
     with_tokens, with_response = (
         ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
         for axis in (Axis.SAMPLES, Axis.RESPONSE)
     )
-    measured = measure_trajectories(catalog, measure, progress)
     # What has no column along the response tells its length all the same, where it was read.
-    responses = np.concatenate([index["extra"][with_response], measured.pop("response_lengths")])
+    responses = np.concatenate([index["extra"][with_response], response_lengths])
     integrity = _integrity(catalog, sizes)
     integrity["problems"][:0] = [text.removeprefix(f"{directory.url}/") for text in damage]
-    report: Report = {
+    return {
         "kind": "store",
         "path": directory.url,
         "trajectories": len(index),
@@ -163,7 +203,9 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         "live_bytes": int(index["nbytes"].sum()),
         "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
         "mirror": mirror_report(directory, index["trajectory_id"]),
-        "readers": [{"holder": reader.holder, "generation": reader.generation} for reader in directory.readers()],
+        "readers": None
+        if readers is None
+        else [{"holder": reader.holder, "generation": reader.generation} for reader in readers],
         "format": metadata.get("trajectory_format"),
         "layout_version": metadata["layout_version"],
         "generation": catalog.generation,
@@ -182,7 +224,6 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         "policy": _policy(index),
         "integrity": integrity,
     }
-    return report | measured
 
 
 def _columns(catalog: Catalog) -> list[Report]:
@@ -237,14 +278,18 @@ def _policy(index: TrajectoryIndex) -> Report:
 def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
     """Return what names and sizes tell; checksums are left to ``verify``."""
     problems: list[str] = []
+    missing: list[str] = []
     needed = np.flatnonzero(catalog.needed_shards())
     expected: set[str] = set()
     for _, names, wanted in catalog.shards.file_sizes(needed):
         expected.update(names)
         for name, size in zip(names, wanted.tolist(), strict=True):
             if name not in sizes:
-                problems.append(f"{name}: missing")
+                missing.append(name)
             elif sizes[name] != size:
                 problems.append(f"{name}: has {sizes[name]:,} bytes, must have {size:,}")
+    if missing:  # without a lease, what was evicted since is gone as well
+        _, still = needed_now(catalog.directory)
+        problems += [f"{name}: missing" for name in missing if name in still]
     unnamed = [name for name in sizes if name.startswith(SHARDS_FOLDER + "/") and name not in expected]
     return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}

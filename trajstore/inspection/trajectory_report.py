@@ -1,4 +1,4 @@
-"""Reports on one trajectory, or on one of its samples or tokens. JSON values; nothing is written."""
+"""Reports on one trajectory, or on one of its samples or tokens. JSON values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from trajstore.columns.schema import DOCUMENT
-from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
 from trajstore.experience.tokenizers import tokenizer_at
+from trajstore.files.base import Directory
+from trajstore.inspection.live import announced, needed_now
 from trajstore.inspection.measure import turns_of
 from trajstore.inspection.statistics import sampled_rows, tensor_report
 from trajstore.reading.places import find_place
 from trajstore.reading.shard_access import ShardAccess
+from trajstore.store.catalog import Catalog
 from trajstore.store.salvage import open_leniently
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 Report = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -51,20 +54,16 @@ def inspect_trajectory(
     place = find_place(path)
     if place.kind != "store":
         raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is a {place.kind}")
-    catalog, _ = open_leniently(place.directory)
-    position = catalog.index.position_of(trajectory_id)
+    catalog, position, trajectory, columns = _read(place.directory, trajectory_id)
     entry = catalog.index.entry(position)
-    access = ShardAccess(catalog)
-    trajectory = access.trajectory(catalog.index, position)
-    columns = access.columns(catalog.index, position)
-    access.close()
+    shard = catalog.index.at("shard", position)
     tensors = {name: tensor for name, tensor in columns.items() if name != DOCUMENT}
     report: Report = {
         "path": place.url,
         "trajectory_id": trajectory_id,
         "uuid": entry.uuid,
-        "kind": access.schema(catalog.index, position).kind,
-        "shard": catalog.shards.manifest(catalog.index.at("shard", position)).files[0].name,
+        "kind": catalog.shards.schema(int(shard)).kind,
+        "shard": catalog.shards.manifest(shard).files[0].name,
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
     }
@@ -84,6 +83,31 @@ def inspect_trajectory(
         if sample is not None:
             return report | _sample(trajectory_id, tensors, steps, batch, sample)
     return report | {"columns": [tensor_report(*item) for item in tensors.items()]}
+
+
+def _read(directory: Directory, trajectory_id: int) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
+    """Return a trajectory of a store that may be written, its columns, and where in which catalog it was found.
+
+    Raises:
+        TrajectoryUnavailableError: no trajectory has this id, or none any more.
+        CorruptStoreError: it is damaged.
+    """
+    with announced(directory) as lease:
+        while True:
+            catalog, _ = open_leniently(directory)
+            lease.settle(catalog.generation)
+            position = catalog.index.position_of(trajectory_id)
+            access = ShardAccess(catalog)
+            try:
+                trajectory = access.trajectory(catalog.index, position)
+                return catalog, position, trajectory, access.columns(catalog.index, position)
+            except CorruptStoreError:  # evicted or moved since, if no file that is needed now is missing
+                files = {file.name for file in catalog.shards.manifest(catalog.index.at("shard", position)).files}
+                _, needed = needed_now(directory)
+                if files & needed:
+                    raise
+            finally:
+                access.close()
 
 
 def _sample(trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, batch: int, sample: int) -> Report:

@@ -1,0 +1,70 @@
+"""What checking a directory found. Values; no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One piece of damage.
+
+    Attributes:
+        file: the file or directory; within a run, below the run directory.
+        message: what is wrong with it.
+        lost: ids of the trajectories that cannot be read any more because of it, as inclusive ranges. Empty
+            where none is lost, or nobody can tell which.
+    """
+
+    file: str
+    message: str
+    lost: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the problem as JSON values."""
+        return {"file": self.file, "message": self.message, "lost": [list(pair) for pair in self.lost]}
+
+
+@dataclass
+class Verification:
+    """What checking found.
+
+    Attributes:
+        path: what was checked.
+        kind: ``"store"``, ``"rlinf"``, ``"experience_pool"`` or ``"run"``.
+        problems: damage; of a run, also that of its parts.
+        notes: things that are no damage: what an interrupted writer left, files of others.
+        trajectories: trajectories whose data was checked.
+        files: files read.
+        nbytes: bytes read.
+        parts: of a run, one each.
+    """
+
+    path: str
+    kind: str
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    trajectories: int = 0
+    files: int = 0
+    nbytes: int = 0
+    parts: list[Verification] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether no damage was found, here and in all parts."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        result: dict[str, Any] = {
+            "path": self.path,
+            "kind": self.kind,
+            "sound": self.sound,
+            "trajectories": self.trajectories,
+            "files": self.files,
+            "bytes": self.nbytes,
+            "problems": [problem.to_json() for problem in self.problems],
+            "notes": self.notes,
+        }
+        return result | ({"parts": [part.to_json() for part in self.parts]} if self.parts else {})
