@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import importlib
 import inspect
 import itertools
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 
 from tools.api_page import PAGE, find, written
-from trainer_hooks.config import ExperienceReplayConfig
-from trainer_hooks.guidance_config import GuidanceConfig
-from trajstore.experience import PoolRules
+from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
+from trajstore.experience.entry import Departure
 
 ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
 PACKAGES = tuple(
@@ -69,12 +69,39 @@ def test_the_tables_say_what_the_docstrings_say() -> None:
     assert PAGE.read_text() == written(PAGE.read_text()), "run  python -m tools.api_page"
 
 
-@pytest.mark.parametrize("config", [ExperienceReplayConfig, GuidanceConfig, PoolRules])
-def test_every_option_says_what_it_is(config: type) -> None:
-    (body,) = (item.body for item in ast.parse(inspect.getsource(config)).body if isinstance(item, ast.ClassDef))
-    silent = [
-        item.target.id
+def declared(value: type) -> list[str]:
+    """Return the public fields of a dataclass, or the members of an enumeration."""
+    if issubclass(value, enum.Enum):
+        return [one.name for one in value]
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return [field.name for field in fields if not field.name.startswith("_")]
+
+
+def shown_classes() -> dict[str, type]:
+    """Return the classes that the reference shows, and those whose options a configuration has."""
+    shown = [RecordingConfig, OutcomeRule, Departure]
+    for name in ENTRIES:
+        value = find(name)
+        shown += [item for item in (value, *members(value).values()) if isinstance(item, type)]
+    return {f"{one.__module__}.{one.__qualname__}": one for one in shown}
+
+
+BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.rlinf.trajectory.Trajectory"}
+"""Their fields are those of ``Trajectory``, as their docstrings say."""
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name, value in shown_classes().items() if declared(value) and name not in BY_ANOTHER)
+)
+def test_help_says_what_every_field_is_and_says_it_once(name: str) -> None:
+    value = shown_classes()[name]
+    text = inspect.getdoc(value) or ""
+    silent = [field for field in declared(value) if not re.search(rf"^    {field}: |``[^`]*\b{field}\b", text, re.M)]
+    assert silent == [], "help() shows the class's docstring only: name the field there"
+    (body,) = (item.body for item in ast.parse(inspect.getsource(value)).body if isinstance(item, ast.ClassDef))
+    twice = [
+        item.target.id if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) else "a member"
         for item, following in itertools.pairwise(body)
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not isinstance(following, ast.Expr)
+        if isinstance(item, ast.AnnAssign | ast.Assign) and isinstance(following, ast.Expr)
     ]
-    assert silent == [], "the built reference shows an option by the text below it"
+    assert twice == [], "a text below a field does not reach help(): it belongs into the class's docstring"

@@ -46,22 +46,26 @@ _SEQUENCE_KEYS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "e
 @checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """One row of a batch: a trajectory and what its place in training is."""
+    """One row of a batch: a trajectory and what its place in training is.
+
+    Attributes:
+        trajectory: needs ``input_ids``, ``loss_mask`` and ``response_start``; ``attention_mask`` None means all ones.
+        group_id: rows with the same number are one group of GRPO; see :func:`assign_group_ids`.
+        is_experience_replay: whether the trajectory is a history, replayed from the pool.
+        add_exp: whether experience was put into the rollout's prompt.
+        train_mode: whether training keeps or discards that part of the prompt.
+        rollout: of a rollout with several rows: number of the rollout in the batch, number of the row in it, how many
+            it has. ``None``: this row is a rollout.
+        extras: goes into the batch's ``extras`` with the flags above and the policy version.
+    """
 
     trajectory: AgentTrajectory
-    """Needs ``input_ids``, ``loss_mask`` and ``response_start``; ``attention_mask`` None means all ones."""
     group_id: int
-    """Rows with the same number are one group of GRPO; see :func:`assign_group_ids`."""
     is_experience_replay: bool = False
     add_exp: bool = False
-    """Experience was put into the rollout's prompt."""
     train_mode: TrainMode = "keep"
-    """Whether training keeps or discards that part of the prompt."""
     rollout: tuple[int, int, int] | None = None
-    """Of a rollout with several rows: number of the rollout in the batch, number of the row in it, how many it has.
-    ``None``: this row is a rollout."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Goes into the batch's ``extras`` with the flags above and the policy version."""
 
     @property
     def is_discarded(self) -> bool:
@@ -71,14 +75,19 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A padded batch; keys, shapes and dtypes are those of the module's table."""
+    """A padded batch; keys, shapes and dtypes are those of the module's table.
+
+    Attributes:
+        tensors: by key.
+        non_tensors: arrays of objects by key.
+        prompt_lengths: [B] int64, prompt tokens of each row before padding.
+        response_lengths: [B] int64, response tokens of each row before padding.
+    """
 
     tensors: dict[str, Tensor]
     non_tensors: dict[str, npt.NDArray[np.object_]]
     prompt_lengths: Tensor
-    """[B] int64, prompt tokens of each row before padding."""
     response_lengths: Tensor
-    """[B] int64, response tokens of each row before padding."""
 
     @property
     def rollouts(self) -> Tensor:

@@ -41,75 +41,85 @@ _FLAGS = (
 class ExperienceReplayConfig:
     """The keys of ``exp_manager.experience_replay`` and their defaults.
 
+    Attributes:
+        enable: whether anything is replayed. Without it no pool is opened, and every call of the hook hands back what
+            it got.
+        replay_start_ratio: training progress in [0, 1] before which nothing is replayed; the pool fills all the same.
+        exp_ratio: share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points joined by straight
+            lines.
+        offpolicy_trajectories_per_task: histories per experience task at the most: k, below ``n_rollout``.
+        off_cliprange_high: upper clip range of off-policy tokens: their ratio is clipped above 1 + this.
+        exp_is_correct: whether recorded log-probabilities stand for the current policy's on replayed tokens.
+        group_offpolicy: whether replayed rows are in the group of their task, or each in a group of its own.
+        max_policy_age: training steps after which a trajectory is no longer replayed; ``None`` = any age.
+        task_sampling: how experience tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``,
+            ``normal``, ``linear``, ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch.
+        store: ``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in
+            memory.
+        max_trajectories_per_task: trajectories that the pool keeps of a task; ``exp_select_mode`` says which.
+        success_threshold: outcome from which on a rollout is a success.
+        experience_lbound: a task enters the pool if more than this of ``n_rollout`` rollouts succeeded.
+        experience_rbound: a task enters the pool if fewer than this of ``n_rollout`` rollouts succeeded. (ExGRPO's
+            upper bound is inclusive.)
+        exp_select_mode: which of a task's trajectories are the best: those of the lowest entropy (``argmin``), of the
+            highest (``argmax``), of the highest outcome (``reward``), or none (``random``).
+        policy_versions: ``spread``: a batch's histories are of as many policy versions as there are.
+        sampler: which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``;
+            ``None`` = least used first, then by ``exp_select_mode``.
+        use_current_policy_entropy: whether ``exp_select_mode`` goes by the entropy under the current policy, which the
+            trainer must give (``current_entropy`` of the hook); else by the recorded one. In verl always false.
+        prepare_in_background: whether a thread reads, scores and chooses the histories while the rollouts are made; the
+            same ones come.
+        replay_difficulty: the one number of successes whose tasks are replayed; ``None`` = all.
+        save_filter: ``success``: every success enters the pool; ``best``: only the best by entropy; ``positive``: every
+            rollout with an outcome above 0, failures with partial rewards among them.
+        min_reward: outcome that a trajectory must have at the least to be replayed.
+        reward_fingerprint: name and version of the reward function, kept with each trajectory: where it differs there
+            is a warning.
+        seed: of the generator that draws tasks and histories.
+        off_policy_shaping: gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``)
+            does not.
+        drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
+        clip_off_policy: whether replayed tokens are clipped at all.
+        regularize_replayed: which regularizers count replayed tokens: ``entropy``, ``both`` (KL too) or ``none``. In
+            verl always ``both``, since its own terms count every token.
+        pool_path: folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read.
+        pool_save_freq: steps between two ``step_N``; ``None`` = none is written.
+
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
     enable: bool = False
-    """Whether anything is replayed. Without it no pool is opened, and every call of the hook hands back what it got."""
     replay_start_ratio: float = 0.35
-    """Training progress in [0, 1] before which nothing is replayed; the pool fills all the same."""
     exp_ratio: float | tuple[tuple[float, float], ...] = 0.5
-    """Share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points joined by straight lines."""
     offpolicy_trajectories_per_task: int = 1
-    """Histories per experience task at the most: k, below ``n_rollout``."""
     off_cliprange_high: float = _DEFAULT_OFF_CLIPRANGE
-    """Upper clip range of off-policy tokens."""
     exp_is_correct: bool = True
-    """Whether recorded log-probabilities stand for the current policy's on replayed tokens."""
     group_offpolicy: GroupOffPolicy = "shared"
-    """Whether replayed rows are in the group of their task, or each in a group of its own."""
     max_policy_age: int | None = None
-    """Training steps after which a trajectory is no longer replayed; ``None`` = any age."""
     task_sampling: TaskSampling = "by_task"
-    """How experience tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``, ``linear``,
-    ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch."""
     store: Mapping[str, Any] | None = None
-    """``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in memory."""
     max_trajectories_per_task: int = 10
-    """Trajectories that the pool keeps of a task; ``exp_select_mode`` says which."""
     success_threshold: float = 1.0
-    """Outcome from which on a rollout is a success."""
     experience_lbound: int | None = 0
-    """A task enters the pool if more than this of ``n_rollout`` rollouts succeeded,"""
     experience_rbound: int | None = 8
-    """and fewer than this. (ExGRPO's upper bound is inclusive.)"""
     exp_select_mode: SelectMode = "argmin"
-    """Which of a task's trajectories are the best: those of the lowest entropy (``argmin``), of the highest
-    (``argmax``), of the highest outcome (``reward``), or none (``random``)."""
     policy_versions: PolicyVersions = "any"
-    """``spread``: a batch's histories are of as many policy versions as there are."""
     sampler: Mapping[str, Any] | None = None
-    """Which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``; ``None`` = least
-    used first, then by ``exp_select_mode``."""
     use_current_policy_entropy: bool = True
-    """Whether ``exp_select_mode`` goes by the entropy under the current policy, which the trainer must give
-    (``current_entropy`` of the hook); else by the recorded one."""
     prepare_in_background: bool = False
-    """Whether a thread reads, scores and chooses the histories while the rollouts are made; the same ones come."""
     replay_difficulty: int | None = None
-    """The one number of successes whose tasks are replayed; ``None`` = all."""
     save_filter: SaveFilter = "success"
-    """``success``: every success enters the pool; ``best``: only the best by entropy; ``positive``: every rollout with
-    an outcome above 0, failures with partial rewards among them."""
     min_reward: float | None = None
-    """Outcome that a trajectory must have at the least to be replayed."""
     reward_fingerprint: str | None = None
-    """Name and version of the reward function, kept with each trajectory: where it differs there is a warning."""
     seed: int = 1234
-    """Of the generator that draws tasks and histories."""
     off_policy_shaping: float | None = None
-    """gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``) does not."""
     drop_negative_off_policy: bool = False
-    """Whether replayed tokens with a negative advantage have no loss."""
     clip_off_policy: bool = True
-    """Whether replayed tokens are clipped at all."""
     regularize_replayed: RegularizeReplayed = "entropy"
-    """Which regularizers count replayed tokens: ``entropy``, ``both`` (KL too) or ``none``."""
     pool_path: str | None = None
-    """Folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read."""
     pool_save_freq: int | None = None
-    """Steps between two of them; ``None`` = none is written."""
 
     def __post_init__(self) -> None:
         _raise_if(_problems(vars(self)))

@@ -67,58 +67,61 @@ _RATIOS = ("rollout_expratio", "train_sample_keepratio")
 class GuidanceConfig:
     """The keys of ``experience_maker`` and of ``exp_manager``, and their defaults: nothing is guided.
 
+    Attributes:
+        base_url: of a ReMe service; ``None`` = the embedded maker, which needs none.
+        dialect: of the service: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or found out by a probe.
+        workspace_id: under which name a ReMe service keeps the experiences.
+        enable_summarizer: whether rollouts become experience.
+        enable_context_generator: whether experience is put into prompts.
+        retrieve_top_k: experiences that go into a prompt, at the most.
+        updated_freq: steps from one update of the pool to the next; 0 = none.
+        val_summarizer_save: whether validation rollouts become experience too.
+        summary_batch_size: rollouts in a call of the maker; those of a task stay together.
+        retrieve_timeout: seconds that asking the maker for experience may take.
+        summary_timeout: seconds that a call of the maker that makes experience may take.
+        store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences and of what they were
+            worth; ``None`` = in memory.
+        val_rollout_expmode: which rollouts of a validation are guided, by the names of ``train_rollout_expmode``.
+        train_rollout_expmode: which rollouts are guided: ``all``, none (``woexp``), or a share of each task's
+            (``mixed``).
+        rollout_expratio: share of a task's rollouts that are guided, with ``mixed``.
+        train_sample_expmode: whether guided rollouts are trained on with the experience in their prompt: no
+            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``).
+        train_sample_keepratio: share of the tasks that keep experience in training, with ``hybrid``.
+        experience_template: the text in a prompt, with ``{}`` for the experiences.
+        init_experience_before_training: whether the pool is filled before the first step.
+        init_experience_only: whether the run ends once the pool is filled.
+        retire_below: gain below which an experience is retired; ``None`` = never.
+        retire_least_count: rollouts with it, and without it, that must say so.
+        seed: of the generator that draws which rollouts and tasks are guided.
+
     Raises:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
     base_url: str | None = None
-    """Of a ReMe service; ``None`` = the embedded maker, which needs none."""
     dialect: Dialect = "auto"
-    """Of the service: ``0.2`` (reme-ai up to 0.3.1), ``0.4``, or found out by a probe."""
     workspace_id: str = "default"
-    """Under which name a ReMe service keeps the experiences."""
     enable_summarizer: bool = False
-    """Whether rollouts become experience."""
     enable_context_generator: bool = False
-    """Whether experience is put into prompts."""
     retrieve_top_k: int = 3
-    """Experiences that go into a prompt, at the most."""
     updated_freq: int = 0
-    """Steps from one update of the pool to the next; 0 = none."""
     val_summarizer_save: bool = False
-    """Whether validation rollouts become experience too."""
     summary_batch_size: int = 8
-    """Rollouts in a call of the maker; those of a task stay together."""
     retrieve_timeout: float = 10.0
-    """Seconds."""
     summary_timeout: float = 120.0
-    """Seconds."""
     store: Mapping[str, Any] | None = None
-    """``path``, and optionally ``format`` and ``capacity``, of the store of experiences and of what they were worth;
-    ``None`` = in memory."""
     val_rollout_expmode: RolloutExpMode = "woexp"
-    """Which rollouts of a validation are guided, by the same names."""
     train_rollout_expmode: RolloutExpMode = "mixed"
-    """Which rollouts are guided: ``all``, none (``woexp``), or a share of each task's (``mixed``)."""
     rollout_expratio: float = 0.0
-    """Share of a task's rollouts that are guided, with ``mixed``."""
     train_sample_expmode: SampleExpMode = "alldiscard"
-    """Whether guided rollouts are trained on with the experience in their prompt: no (``alldiscard``), yes
-    (``allkeep``), or those of a share of the tasks (``hybrid``)."""
     train_sample_keepratio: float = 1.0
-    """Share of the tasks that keep experience in training, with ``hybrid``."""
     experience_template: str = EXPERIENCE_TEMPLATE
-    """The text in a prompt, with ``{}`` for the experiences."""
     init_experience_before_training: bool = False
-    """Whether the pool is filled before the first step."""
     init_experience_only: bool = False
-    """Whether the run ends after that."""
     retire_below: float | None = None
-    """Gain below which an experience is retired; ``None`` = never."""
     retire_least_count: int = 16
-    """Rollouts with it, and without it, that must say so."""
     seed: int = 1234
-    """Of the generator that draws which rollouts and tasks are guided."""
 
     def __post_init__(self) -> None:
         problems = _problems(vars(self))

@@ -22,24 +22,32 @@ Task = TypeVar("Task")
 @checked
 @dataclass(frozen=True, slots=True)
 class MixedTasks(Generic[Task]):
-    """The tasks of one step: those that bring history, and the rest."""
+    """The tasks of one step: those that bring history, and the rest.
+
+    Attributes:
+        experience: tasks of which histories are replayed.
+        on_policy: tasks of which all rollouts are made.
+    """
 
     experience: tuple[Task, ...]
-    """Tasks of which histories are replayed."""
     on_policy: tuple[Task, ...]
-    """Tasks of which all rollouts are made."""
 
 
 @checked
 @dataclass(frozen=True, slots=True)
 class PlannedTask(Generic[Task]):
-    """One task of a step, its histories, and how many rollouts are to be made of it."""
+    """One task of a step, its histories, and how many rollouts are to be made of it.
+
+    Attributes:
+        task: as the trainer gave it.
+        fresh_rollouts: how many rollouts of the task are to be made.
+        histories: what is replayed of it. With ``prepare_in_background`` their number is known at once, and looking at
+            one waits for all.
+    """
 
     task: Task
     fresh_rollouts: int
-    """How many rollouts of the task are to be made."""
     histories: Sequence[AgentTrajectory]
-    """With ``prepare_in_background`` their number is known at once, and looking at one waits for all."""
 
     def __post_init__(self) -> None:
         task_id_of(self.task)

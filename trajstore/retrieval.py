@@ -33,11 +33,15 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A text that is related to a query."""
+    """A text that is related to a query.
+
+    Attributes:
+        key: of the text.
+        score: above 0; higher is more related.
+    """
 
     key: int
     score: float
-    """Above 0; higher is more related."""
 
 
 def words_of(text: str) -> list[str]:

@@ -37,21 +37,25 @@ _BELOW_ONE = 1.0 - 2.0**-23
 class RecordingConfig:
     """``exp_manager.recording``: where every rollout that the trainer samples is kept.
 
+    Attributes:
+        enable: whether rollouts are recorded. The pool, which has copies of its own, does not need it.
+        path: directory or URL; ``None`` = ``<trainer.default_local_dir>/trajstore/rollouts``.
+        format: of new shards.
+        capacity: trajectories to keep, the oldest go first; ``None`` = all.
+        text: whether the response's turns are also recorded as text, in ``messages``. Tokens always are.
+        on_error: what a write that fails does to the run, here and in the pool. With ``warn`` it goes on, the metrics
+            count what was lost, and what waits is written when there is space again.
+
     Raises:
         ConfigurationError: a value is out of range; the message names the key.
     """
 
     enable: bool = True
     path: str | None = None
-    """Directory or URL; ``None`` = ``<trainer.default_local_dir>/trajstore/rollouts``."""
     format: str = "pt"
     capacity: int | None = None
-    """Trajectories to keep, the oldest go first; ``None`` = all."""
     text: bool = True
-    """Whether the response's turns are also recorded as text, in ``messages``. Tokens always are."""
     on_error: OnError = "raise"
-    """What a write that fails does to the run, here and in the pool. With ``warn`` it goes on, the metrics count what
-    was lost, and what waits is written when there is space again."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -76,15 +80,17 @@ class RecordingConfig:
 class OutcomeRule:
     """``exp_manager.outcome``: what a success is, in terms of verl's rewards.
 
+    Attributes:
+        key: figure of the reward function's result (``acc``, say) that decides; ``None`` = the score itself.
+        success: from this value on a rollout is a success: its outcome is 1. Below, the outcome is value / success. A
+            score given in float32 is compared as such: ``0.7`` of a reward function reaches ``success: 0.7``.
+
     Raises:
         ConfigurationError: a value is out of range; the message names the key.
     """
 
     key: str | None = None
-    """Figure of the reward function's result (``acc``, say) that decides; ``None`` = the score itself."""
     success: float = 1.0
-    """From this value on a rollout is a success: its outcome is 1. Below, the outcome is value / success. A score given
-    in float32 is compared as such: ``0.7`` of a reward function reaches ``success: 0.7``."""
 
     def __post_init__(self) -> None:
         if self.key is not None and (not isinstance(self.key, str) or not self.key):

@@ -39,14 +39,17 @@ Message = Mapping[str, Any]
 @checked
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """What makes tokens of messages."""
+    """What makes tokens of messages.
+
+    Attributes:
+        render: text of messages; with True, and of the header that asks for the model's next turn.
+        encode: token ids of a text, in which special tokens stand as text; none are added.
+        special_ids: ids of the special tokens, of which one ends each turn of the model.
+    """
 
     render: Callable[[Sequence[Message], bool], str]
-    """Text of messages; with True, and of the header that asks for the model's next turn."""
     encode: Callable[[str], Sequence[int]]
-    """Token ids of a text, in which special tokens stand as text; none are added."""
     special_ids: Collection[int]
-    """Ids of the special tokens, of which one ends each turn of the model."""
 
     @classmethod
     def of(cls, tokenizer: Any, **options: Any) -> ChatTemplate:
@@ -84,13 +87,17 @@ class ChatTemplate:
 @checked
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Tokens of one row."""
+    """Tokens of one row.
+
+    Attributes:
+        input_ids: of prompt and response.
+        loss_mask: 1 on what the model wrote and is trained on.
+        response_start: where the header of the first turn that is trained on begins.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
-    """1 on what the model wrote and is trained on."""
     response_start: int
-    """Where the header of the first turn that is trained on begins."""
 
     def __post_init__(self) -> None:
         whole("response_start", self.response_start, 0)

@@ -29,43 +29,50 @@ LOG_PROB_ROUNDING = 1e-3
 
 
 class Refusal(StrEnum):
-    """Why a trajectory did not enter the pool."""
+    """Why a trajectory did not enter the pool.
+
+    Attributes:
+        NO_LLM_TOKEN: not one token was written by the model.
+        NO_RESPONSE_MASK: neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the
+            model wrote, so recorded log-probabilities have no place: a pool saved with filtered ones, say.
+        LOG_PROBS_MISMATCH: recorded log-probabilities are absent (of what is no demonstration), of another length than
+            the response, or not finite where they count.
+        NO_TOKENS: a demonstration without token ids: there is nothing of which the policy could give log-probabilities.
+        LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding: it is none.
+        NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
+        OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.
+        NO_ENTROPY: no position has a (finite) entropy, so that there is no mean.
+        NOT_WORTH_KEEPING: a demonstration whose outcome does not let it enter: no success, by ``save_filter``.
+        DUPLICATE: the task has a trajectory with the same tokens already.
+        NOT_BETTER: the task has its full number of trajectories, and this one's entropy is no improvement.
+    """
 
     NO_LLM_TOKEN = "no_llm_token"
-    """Not one token was written by the model."""
     NO_RESPONSE_MASK = "no_response_mask"
-    """Neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the model wrote, so
-    recorded log-probabilities have no place: a pool saved with filtered ones, say."""
     LOG_PROBS_MISMATCH = "log_probs_mismatch"
-    """Recorded log-probabilities are absent (of what is no demonstration), of another length than the response, or not
-    finite where they count."""
     NO_TOKENS = "no_tokens"
-    """A demonstration without token ids: there is nothing of which the policy could give log-probabilities."""
     LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
-    """A recorded log-probability that counts is above 0 by more than rounding: it is none."""
     NO_OUTCOME = "no_outcome"
-    """The rollout has no outcome, so it is neither a success nor a failure."""
     OUTCOME_NOT_FINITE = "outcome_not_finite"
-    """The rollout's outcome is NaN or infinite."""
     NO_ENTROPY = "no_entropy"
-    """No position has a (finite) entropy, so that there is no mean."""
     NOT_WORTH_KEEPING = "not_worth_keeping"
-    """A demonstration whose outcome does not let it enter: no success, by ``save_filter``."""
     DUPLICATE = "duplicate"
-    """The task has a trajectory with the same tokens already."""
     NOT_BETTER = "not_better"
-    """The task has its full number of trajectories, and this one's entropy is no improvement."""
 
 
 class Departure(StrEnum):
-    """Why a trajectory that had entered the pool left it."""
+    """Why a trajectory that had entered the pool left it.
+
+    Attributes:
+        TASK_SOLVED: every rollout of a later step succeeded: the task needs no history any more.
+        REPLACED: its task had its full number, and a better one took its place; or it was a demonstration of the same
+            tokens.
+        UNAVAILABLE: the store evicted it, or it cannot be read.
+    """
 
     TASK_SOLVED = "task_solved"
-    """Every rollout of a later step succeeded: the task needs no history any more."""
     REPLACED = "replaced"
-    """Its task had its full number, and a better one took its place; or it was a demonstration of the same tokens."""
     UNAVAILABLE = "unavailable"
-    """The store evicted it, or it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

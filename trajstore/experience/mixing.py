@@ -31,12 +31,14 @@ Task = TypeVar("Task")
 class RatioSchedule:
     """A ratio over training progress: straight lines between points, constant before the first and after the last.
 
+    Attributes:
+        points: ``(training progress, ratio)``, both in [0, 1]; progress rises.
+
     Raises:
         ConfigurationError: no points, progress that does not rise, or a number outside [0, 1].
     """
 
     points: tuple[tuple[float, float], ...]
-    """``(training progress, ratio)``, both in [0, 1]; progress rises."""
 
     def __post_init__(self) -> None:
         steps = [progress for progress, _ in self.points]

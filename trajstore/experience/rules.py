@@ -32,48 +32,56 @@ SAVE_FILTERS: tuple[SaveFilter, ...] = get_args(SaveFilter)
 class PoolRules:
     """The rules of a pool. ``None`` switches a bound off.
 
+    Attributes:
+        n_rollout: rows that each task has in a batch.
+        success_threshold: outcome from which on a rollout is a success; see
+            :func:`~trajstore.experience.outcomes.is_success`.
+        experience_lbound: a task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this.
+        experience_rbound: they enter if its difficulty is below this. (ExGRPO's upper bound is inclusive: its 7 is 8
+            here.)
+        save_filter: ``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every
+            rollout with an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they
+            are replayed.
+        exp_select_mode: what is best, both when entering a full task and among equally often used ones when coming out:
+            the lowest entropy (``argmin``), the highest (``argmax``), the highest outcome (``reward``), or nothing
+            (``random``).
+        policy_versions: ``spread``: histories of several policy versions on purpose. Each is of the version of which
+            the batch has fewest so far; the sampler decides among those of one version. An unknown version counts as
+            one of its own.
+        sampler: which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it:
+            ``weighted`` (with ``unit: trajectory``), ``freshest`` or ``least_used`` (``best`` as ``exp_select_mode``
+            says, if it is left out). ``None``: least used first, among equally often used ones the best by
+            ``exp_select_mode``; all alike with ``random``. Priorities are outcomes; ages count from this step.
+        max_trajectories_per_task: trajectories that are kept of a task; ``exp_select_mode`` says which.
+        max_policy_age: training steps after which a trajectory no longer comes out. One whose version is unknown, or
+            newer than the step that is going on, has no known age and does not come out either.
+        min_reward: outcome that a trajectory must have at the least to come out.
+        use_current_policy_entropy: whether ``exp_select_mode`` goes by the entropy under the current policy, if the
+            trainer gives it.
+        replay_difficulty: the one bucket from which tasks are drawn.
+        task_sampling: how tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``,
+            ``linear``, ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch.
+        seed: of the generator that draws tasks and trajectories.
+
     Raises:
         ConfigurationError: values out of range; the message lists all of them.
     """
 
     n_rollout: int
-    """Rows that each task has in a batch."""
     success_threshold: float = 1.0
-    """Outcome from which on a rollout is a success; see :func:`~trajstore.experience.outcomes.is_success`."""
     experience_lbound: int | None = 0
-    """A task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this,"""
     experience_rbound: int | None = 8
-    """and below this. (ExGRPO's upper bound is inclusive: its 7 is 8 here.)"""
     save_filter: SaveFilter = "success"
-    """``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every rollout with
-    an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they are replayed."""
     exp_select_mode: SelectMode = "argmin"
-    """What is best, both when entering a full task and among equally often used ones when coming out: the lowest
-    entropy (``argmin``), the highest (``argmax``), the highest outcome (``reward``), or nothing (``random``)."""
     policy_versions: PolicyVersions = "any"
-    """``spread``: histories of several policy versions on purpose. Each is of the version of which the batch has fewest
-    so far; the sampler decides among those of one version. An unknown version counts as one of its own."""
     sampler: Mapping[str, Any] | None = None
-    """Which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it: ``weighted`` (with
-    ``unit: trajectory``), ``freshest`` or ``least_used`` (``best`` as ``exp_select_mode`` says, if it is left out).
-    ``None``: least used first, among equally often used ones the best by ``exp_select_mode``; all alike with
-    ``random``. Priorities are outcomes; ages count from this step."""
     max_trajectories_per_task: int = 10
-    """Trajectories that are kept of a task; ``exp_select_mode`` says which."""
     max_policy_age: int | None = None
-    """Training steps after which a trajectory no longer comes out. One whose version is unknown, or newer than the
-    step that is going on, has no known age and does not come out either."""
     min_reward: float | None = None
-    """Outcome that a trajectory must have at the least to come out."""
     use_current_policy_entropy: bool = True
-    """Whether ``exp_select_mode`` goes by the entropy under the current policy, if the trainer gives it."""
     replay_difficulty: int | None = None
-    """The one bucket from which tasks are drawn."""
     task_sampling: TaskSampling = "by_task"
-    """How tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``, ``normal``, ``linear``, ``sqrt``,
-    ``linear_clip``), or ``similar`` to the tasks of the batch."""
     seed: int = 1234
-    """Of the generator that draws tasks and trajectories."""
 
     def __post_init__(self) -> None:
         problems = rule_problems(vars(self))

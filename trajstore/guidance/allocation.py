@@ -24,10 +24,14 @@ SAMPLE_EXP_MODES: tuple[SampleExpMode, ...] = get_args(SampleExpMode)
 @checked
 @dataclass(frozen=True, slots=True)
 class TaskExpConfig:
-    """What guidance has decided for one task of a step."""
+    """What guidance has decided for one task of a step.
+
+    Attributes:
+        add_exp: for each rollout that the task makes, whether it is to be guided.
+        train_mode: whether training keeps what is put into their prompts.
+    """
 
     add_exp: tuple[bool, ...]
-    """For each rollout that the task makes, whether it is to be guided."""
     train_mode: TrainMode
 
 

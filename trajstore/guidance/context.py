@@ -24,10 +24,14 @@ Content = TypeVar("Content", str, list[Any])
 @checked
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """A text that was put in front of a message's content."""
+    """A text that was put in front of a message's content.
+
+    Attributes:
+        message: index of the message.
+        text: what was put in.
+    """
 
     message: int
-    """Index of the message."""
     text: str
 
     def __post_init__(self) -> None:
@@ -37,7 +41,12 @@ class Insertion:
 @checked
 @dataclass(frozen=True, slots=True)
 class ExperienceTemplate:
-    """The text around an experience. Only the one ``{}`` is special: other braces are what they are."""
+    """The text around an experience. Only the one ``{}`` is special: other braces are what they are.
+
+    Attributes:
+        before: text in front of the experience.
+        after: text behind it.
+    """
 
     before: str
     after: str

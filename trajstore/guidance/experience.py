@@ -18,19 +18,23 @@ EXPERIENCE = "experience"
 @checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What past rollouts of a task teach, in text."""
+    """What past rollouts of a task teach, in text.
+
+    Attributes:
+        when_to_use: the situation it is for; retrieval compares queries with it.
+        content: what is put into the prompt.
+        query: what the task's first messages say.
+        task_id: task whose rollouts it was made of.
+        score: outcome of the rollout it was made of; ``None`` = unknown.
+        sources: ids of the rollouts it was made of.
+    """
 
     when_to_use: str
-    """The situation it is for; retrieval compares queries with it."""
     content: str
-    """What is put into the prompt."""
     query: str = ""
-    """What the task's first messages say."""
     task_id: str = ""
     score: float | None = None
-    """Outcome of the rollout it was made of; ``None`` = unknown."""
     sources: tuple[str, ...] = field(default=(), compare=False)
-    """Ids of the rollouts it was made of."""
 
     def __post_init__(self) -> None:
         if self.score is not None:

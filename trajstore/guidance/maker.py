@@ -14,12 +14,15 @@ from trajstore.trajectory import AgentTrajectory
 @checked
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """What a maker found for a query."""
+    """What a maker found for a query.
+
+    Attributes:
+        text: what goes into the template; empty = nothing was found.
+        names: of the experiences in it, best first, as the maker names them.
+    """
 
     text: str
-    """What goes into the template; empty = nothing was found."""
     names: tuple[str, ...] = ()
-    """Of the experiences in it, best first, as the maker names them."""
 
 
 NOTHING = Retrieved("")

@@ -30,6 +30,15 @@ RolloutMode = Literal["sample", "validate"]
 class AllocationRules:
     """What is guided and what is kept; see :mod:`trajstore.guidance.allocation`.
 
+    Attributes:
+        train_rollout_expmode: which rollouts are guided: ``all``, none (``woexp``), or a share of each task's
+            (``mixed``).
+        val_rollout_expmode: which rollouts of a validation are guided, by the same names.
+        rollout_expratio: share of a task's rollouts that are guided, with ``mixed``.
+        train_sample_expmode: whether guided rollouts are trained on with the experience in their prompt: no
+            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``).
+        train_sample_keepratio: share of the tasks that keep experience in training, with ``hybrid``.
+
     Raises:
         ConfigurationError: no such mode, or a ratio outside [0, 1].
     """

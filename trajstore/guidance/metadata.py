@@ -20,16 +20,19 @@ GUIDANCE = "guidance"
 @checked
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """What a rollout was shown. A rollout into which nothing was put has none."""
+    """What a rollout was shown. A rollout into which nothing was put has none.
+
+    Attributes:
+        train_mode: whether training keeps what was put in.
+        experiences: names of the experiences shown, as the maker names them.
+        insertions: what was put into the messages, in order.
+        taken_out: whether ``messages`` and tokens are those without the insertions.
+    """
 
     train_mode: TrainMode
-    """Whether training keeps what was put in."""
     experiences: tuple[str, ...]
-    """Names of the experiences shown, as the maker names them."""
     insertions: tuple[Insertion, ...]
-    """What was put into the messages, in order."""
     taken_out: bool = False
-    """Whether ``messages`` and tokens are those without the insertions."""
 
     @property
     def is_discarded(self) -> bool:

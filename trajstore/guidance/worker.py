@@ -26,16 +26,22 @@ logger = logging.getLogger(__name__)
 @checked
 @dataclass(kw_only=True)
 class TrajExpConfig:
-    """What guidance has decided for one rollout, and what it did to its messages so far."""
+    """What guidance has decided for one rollout, and what it did to its messages so far.
+
+    Attributes:
+        add_exp: whether the rollout is to be guided.
+        train_mode: whether training keeps what is put in.
+        task_id: of the rollout.
+        experience_list: texts that were put in, without the template.
+        names: names of the experiences in them.
+        insertions: what was put into the messages, in order.
+    """
 
     add_exp: bool = False
-    """Whether the rollout is to be guided."""
     train_mode: TrainMode = "discard"
     task_id: str = ""
     experience_list: list[str] = field(default_factory=list)
-    """Texts that were put in, without the template."""
     names: list[str] = field(default_factory=list)
-    """Names of the experiences in them."""
     insertions: list[Insertion] = field(default_factory=list)
 
     def guidance(self, *, taken_out: bool = False) -> Guidance | None:

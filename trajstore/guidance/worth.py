@@ -27,11 +27,17 @@ COMPACT_AFTER = 64
 @checked
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Rollouts that were shown an experience, and rollouts of the same task and step that were not."""
+    """Rollouts that were shown an experience, and rollouts of the same task and step that were not.
+
+    Attributes:
+        shown: rollouts that were shown it.
+        shown_reward: sum of their outcomes.
+        other: rollouts that were not.
+        other_reward: sum of their outcomes.
+    """
 
     shown: int = 0
     shown_reward: float = 0.0
-    """Sum of their outcomes."""
     other: int = 0
     other_reward: float = 0.0
 
@@ -62,14 +68,16 @@ class Worth:
 class RetirementRule:
     """When an experience is no longer shown.
 
+    Attributes:
+        below: an experience whose gain is below this is retired.
+        least_count: so many rollouts on each side must say so.
+
     Raises:
         ConfigurationError: a value is out of range.
     """
 
     below: float
-    """An experience whose gain is below this is retired,"""
     least_count: int = 16
-    """once so many rollouts on each side say so."""
 
     def __post_init__(self) -> None:
         number = isinstance(self.below, int | float) and not isinstance(self.below, bool)
