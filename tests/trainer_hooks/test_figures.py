@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import logging
+import re
+from pathlib import Path
 
 import orjson
 import pytest
+import torch
 
-from tests.reference.test_hook import TASKS, do_step, hook, roll_out
+from tests.reference.test_hook import TASKS, N, do_step, hook, log_probs_of, roll_out
+from trainer_hooks.batch import build_batch
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.figures import STARVING_STEPS
+from trainer_hooks.hook import ReplayHook
+from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.metrics import PREFIX
 from trainer_hooks.plan import PlannedTask
+from trajstore.experience import Refusal
+
+LOSS = "experience_replay/loss/"
+"""Begins what verl's micro-batches report for the figures to be made of."""
 
 
 def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(caplog: pytest.LogCaptureFixture) -> None:
@@ -56,3 +70,65 @@ def test_demonstrations_are_not_rows_of_unknown_age() -> None:
     *_, metrics = do_step(replay, 1)
     assert metrics["experience_replay/demonstration_rows"] == metrics["experience_replay/replayed_rows"] == 2.0
     assert metrics["experience_replay/age_unknown_rows"] == 0.0
+
+
+# ---- docs/howto/replay_figures.md has them all ----
+
+
+def names_of_a_run() -> set[str]:
+    """Return the names of every figure of a run with demonstrations, losses, and histories drawn in the background."""
+    config = ExperienceReplayConfig(
+        enable=True, replay_start_ratio=0.0, task_sampling="similar", prepare_in_background=True
+    )
+    names: set[str] = set()
+    with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
+        assert replay.manager is not None
+        made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)
+        replay.manager.seed([dataclasses.replace(one, metadata={"demonstration": True}) for one in made])
+        for step in range(1, STARVING_STEPS + 2):
+            plan = replay.before_rollout(replay.tasks_chosen(TASKS, step / 100, step))
+            fresh = roll_out(plan, step)
+            batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+            current = log_probs_of(batch, step)
+            old = replay.log_probs_computed(batch, current)
+            masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"])
+            advantages = torch.ones(masks[0].shape)
+            loss = het_compute_token_on_off_policy_loss(
+                old, current, advantages, *masks, cliprange=0.2, **replay.loss_options
+            )
+            replay.loss_computed(batch, range(len(old)), loss, advantages, 0.2)
+            names |= replay.step_done(batch, fresh, current, torch.full_like(current, 0.5)).keys()
+    return names
+
+
+def names_in_the_code(root: Path) -> set[str]:
+    """Return the names that stand in the source in full, ``<n>`` for the end that a program puts in."""
+    names = set()
+    for folder in ("trainer_hooks", "trainer_hooks/verl", "trajstore/experience"):
+        for path in (root / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+                texts = [
+                    part.value
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                    else PREFIX
+                    if isinstance(part, ast.FormattedValue) and ast.unparse(part.value) in ("PREFIX", "metrics.PREFIX")
+                    else "<n>"
+                    for part in parts
+                ]
+                name = re.fullmatch(r"(experience_replay|recording)/[a-z_]+(/([a-z_]+|<n>))?", "".join(texts))
+                if name is not None:
+                    names.add(name[0])
+    return {name for name in names if not name.startswith(LOSS)}
+
+
+def test_the_page_of_figures_has_every_figure(project_root: Path) -> None:
+    page = (project_root / "docs" / "howto" / "replay_figures.md").read_text()
+    said = set(re.findall(r"`([^`\s]+)`", page.partition("\n## Every figure\n")[2]))
+    found = names_of_a_run() | names_in_the_code(project_root)
+    assert {"experience_replay/similar_tasks", "recording/lost", "experience_replay/tasks_at_difficulty/<n>"} <= found
+    short = {re.sub(r"/\d+$", "/<n>", name.removeprefix(PREFIX)) for name in found}
+    reasons = {name for name in short if name.startswith("refused/")}
+    assert short - reasons - said == set()
+    assert {one.value for one in Refusal} - {name.removeprefix("refused/") for name in said} == set()
+    assert not {name for name in said if name.endswith("_mean")} - short, "figures that do not exist"
