@@ -95,7 +95,9 @@ BY_ANOTHER = {"trajstore.trajectory.ChunkStepResult", "trajstore.rlinf.trajector
 )
 def test_help_says_what_every_field_is_and_says_it_once(name: str) -> None:
     value = shown_classes()[name]
-    text = inspect.getdoc(value) or ""
+    text = "\n".join(
+        inspect.getdoc(one) or "" for one in value.__mro__ if dataclasses.is_dataclass(one) or one is value
+    )
     silent = [field for field in declared(value) if not re.search(rf"^    {field}: |``[^`]*\b{field}\b", text, re.M)]
     assert silent == [], "help() shows the class's docstring only: name the field there"
     (body,) = (item.body for item in ast.parse(inspect.getsource(value)).body if isinstance(item, ast.ClassDef))

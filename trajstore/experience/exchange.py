@@ -26,29 +26,32 @@ from trajstore.trajectory import AgentTrajectory
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What an export or import did."""
+    """What an export or import did.
+
+    Attributes:
+        source: where it was read from: of several ``step_N`` the one that was taken.
+        trajectories: trajectories in the pool afterwards.
+        tasks: tasks with trajectories.
+        refused: how many were not taken, by reason (see ``Refusal``).
+        read: what was looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are together.
+        before: trajectories that were in the pool before; 0 where files have replaced them.
+        entered: what entered the pool: ``trajectories`` are those ``before`` and those that entered, without those that
+            ``left``.
+        left: how many left the pool in the course of it, by reason (see ``Departure``).
+        left_out: a sentence on each kind of rollout of a store that was never to enter, with their number.
+        unreadable: trajectories of the store that was read which are damaged, and left out.
+    """
 
     source: str
-    """Where it was read from: of several ``step_N`` the one that was taken."""
     trajectories: int
-    """Trajectories in the pool afterwards."""
     tasks: int
-    """Tasks with trajectories."""
     refused: Counter[str]
-    """How many were not taken, by reason (see ``Refusal``)."""
     read: int = 0
-    """What was looked at: as many as ``entered``, ``refused``, ``left_out`` and ``unreadable`` are together."""
     before: int = 0
-    """Trajectories that were in the pool before; 0 where files have replaced them."""
     entered: int = 0
-    """What entered the pool: ``trajectories`` are those ``before`` and those that entered, without those that
-    ``left``."""
     left: Counter[str] = field(default_factory=Counter)
-    """How many left the pool in the course of it, by reason (see ``Departure``)."""
     left_out: tuple[str, ...] = ()
-    """A sentence on each kind of rollout of a store that was never to enter, with their number."""
     unreadable: int = 0
-    """Trajectories of the store that was read which are damaged, and left out."""
 
 
 @checked

@@ -69,10 +69,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no conversation for the pool."""
+    """A line that is no conversation for the pool.
+
+    Attributes:
+        line: counted from 1.
+        reason: what is wrong with it, in words.
+    """
 
     line: int
-    """Counted from 1."""
     reason: str
 
 
@@ -81,19 +85,22 @@ class BadLine:
 class TranscriptReader:
     """Makes demonstrations of lines.
 
+    Attributes:
+        tokenizer: of Hugging Face, with the chat template of the run that will replay them.
+        context: ``linear``, a conversation is one row; or ``linear_think``, a row for each turn of the model.
+        think_hint: ``linear_think``: see :func:`~trajstore.experience.conversation.rows_of_messages`.
+        outcome: of lines that say neither ``reward`` nor ``success``; ``None`` = such a line is bad.
+        success_threshold: outcome from which on a line's conversation is a success.
+
     Raises:
         ConfigurationError: no such context, or an option that has no effect in it.
     """
 
     tokenizer: Any
-    """Of Hugging Face, with the chat template of the run that will replay them."""
     context: Context = "linear"
     think_hint: str = ""
-    """``linear_think``: see :func:`~trajstore.experience.conversation.rows_of_messages`."""
     outcome: float | None = None
-    """Of lines that say neither ``reward`` nor ``success``; ``None`` = such a line is bad."""
     success_threshold: float = 1.0
-    """Outcome from which on a line's conversation is a success."""
 
     def __post_init__(self) -> None:
         if not hasattr(self.tokenizer, "get_vocab"):
@@ -232,12 +239,15 @@ class TranscriptReader:
 
 @dataclass(frozen=True)
 class Imported(Exchanged):
-    """What an import of transcripts did: ``read`` are lines, empty ones left out, ``entered`` new demonstrations."""
+    """What an import of transcripts did: ``read`` are lines, empty ones left out, ``entered`` new demonstrations.
+
+    Attributes:
+        bad: lines that are no conversation for the pool: read, and neither ``entered`` nor ``refused``.
+        highest_failure: highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none.
+    """
 
     bad: list[BadLine] = field(default_factory=list)
-    """Lines that are no conversation for the pool: read, and neither ``entered`` nor ``refused``."""
     highest_failure: float | None = None
-    """Highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none."""
 
 
 @checked
