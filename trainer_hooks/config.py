@@ -50,7 +50,8 @@ class ExperienceReplayConfig:
         offpolicy_trajectories_per_task: histories per experience task at the most: k, below ``n_rollout``.
         off_cliprange_high: upper clip range of off-policy tokens: their ratio is clipped above 1 + this.
         exp_is_correct: whether recorded log-probabilities stand for the current policy's on replayed tokens.
-        group_offpolicy: whether replayed rows are in the group of their task, or each in a group of its own.
+        group_offpolicy: whether replayed rows are in the group of their task (``shared``), or each in one of its own
+            (``separate``).
         max_policy_age: training steps after which a trajectory is no longer replayed; ``None`` = any age.
         task_sampling: how experience tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``,
             ``normal``, ``linear``, ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch.
