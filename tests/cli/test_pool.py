@@ -219,6 +219,18 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     assert "not taken: 1 have no outcome: neither success nor failure (no_outcome)" in out
 
 
+def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        made = [build("a", number, 1.0, policy_version=number, entropy=1 - number / 10) for number in range(6)]
+        failed = [build("a", 10 + number, 0.0, policy_version=number) for number in range(6)]
+        buffer.add_trajectories([*made, *failed])
+    words = ("--max-trajectories-per-task", 2)
+    code, out, _ = run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
+    assert "2 trajectories of 1 tasks" in out
+    code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "files")
+    assert (code, out) == (0, f"{tmp_path / 'files'}: 2 trajectories of 1 tasks, from {tmp_path / 'pool'}\n")
+
+
 def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")

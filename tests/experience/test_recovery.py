@@ -330,3 +330,38 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_not_the_journa
             assert view(again)["entries"] == view(manager)["entries"]
     manager.compact()
     assert 100 < len(manager) <= LEAST_CAPACITY
+
+
+def test_what_gave_up_its_place_stays_away_whatever_the_rules_are(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)  # two of a task
+    for number in range(6):
+        manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
+    several = [make("a", 10 + number, entropy=1.0 - number / 10) for number in range(3)]
+    manager.save_trajectories_to_memory(several)  # the first of these gives way to the third
+    manager.save_trajectories_to_memory([make("b", number, entropy=2.0 - number / 10) for number in range(3)])
+    assert len(store.ids()) > len(manager), "those that left are not deleted yet"
+    there = view(manager)["entries"]
+    assert {task: len(held) for task, held in there.items()} == {"a": 2, "b": 2}
+    for most in (1, 2, 10):
+        other = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=most), store=store)
+        assert view(other)["entries"] == there
+
+
+def test_records_of_earlier_versions_say_what_left_by_the_rules(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(6):
+        manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
+    for number in store.ids():
+        store.get(number).metadata["experience_pool"].pop("replaces", None)
+    assert view(ExperienceManager(RULES, store=store))["entries"] == view(manager)["entries"]
+
+
+def test_a_task_does_not_outgrow_its_number_where_a_record_is_lost(make: Make) -> None:
+    store = LoggedStore()
+    manager = ExperienceManager(RULES, store=store)
+    for number in range(5):
+        manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
+    MemoryStore.evict(store, [store.ids()[2]])  # the last took its place, and must take another's
+    assert len(ExperienceManager(RULES, store=store)) == 2

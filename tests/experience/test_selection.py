@@ -150,8 +150,8 @@ def test_a_full_task_keeps_what_the_plain_reference_keeps(
     assert places == expected
     accepted_later = {cut - 1 - number for number in second.accepted}
     stored_before = {-1 - number for number in first.accepted}
-    assert set(places) == (stored_before - set(second.replaced)) | accepted_later
-    dropped_unseen = len(arrivals) - len(places) - len(second.replaced)
+    assert set(places) == (stored_before - set(second.replaces.values())) | accepted_later
+    dropped_unseen = len(arrivals) - len(places) - len(second.replaces)
     assert first.refused.total() + second.refused.total() <= dropped_unseen
 
 

@@ -54,8 +54,8 @@ def _configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
     for name, default, text in (
-        ("--n-rollout", 8, "rollouts per task (default: %(default)s)"),
-        ("--max-trajectories-per-task", 10, "as in the run's configuration (default: %(default)s)"),
+        ("--n-rollout", 8, "import: rollouts per task (default: %(default)s)"),
+        ("--max-trajectories-per-task", 10, "import: as in the run's configuration (default: %(default)s)"),
     ):
         parser.add_argument(name, default=default, type=int, metavar="N", help=text)
     parser.add_argument(
@@ -63,7 +63,7 @@ def _configure(parser: ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="outcome from which on a rollout is a success (default: %(default)s)",
+        help="import: outcome from which on a rollout is a success (default: %(default)s)",
     )
     transcripts = parser.add_argument_group("transcripts", "how a file of conversations becomes demonstrations")
     transcripts.add_argument("--tokenizer", metavar="PATH", help="tokenizer of the run: folder, or name in a model hub")

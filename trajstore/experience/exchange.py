@@ -61,7 +61,7 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
     Args:
         store: directory or URL of the pool's store; only read.
         folder: to be written, such as ``experience_pool/step_120``; one that exists is replaced.
-        rules: of the run that made the pool, as far as they say what a task keeps.
+        rules: matter to records of earlier versions only, which do not say what left the pool for them.
 
     Raises:
         StoreNotFoundError: there is no store.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from trajstore.experience.compact import with_small_columns, with_usual_columns
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of
 from trajstore.experience.outcomes import REPLAY_MARK
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.selection import admit, eligible
+from trajstore.experience.selection import eligible
 from trajstore.experience.store import PoolStore
 from trajstore.trajectory import AgentTrajectory
 
@@ -39,6 +39,9 @@ GeneratorState = dict[str, str | int]
 
 Uses = dict[tuple[str, bytes], int]
 """Task and digest of the tokens -> how often they were drawn."""
+
+MakeEntry = Callable[[AgentTrajectory, int], PoolEntry | Refusal]
+"""Makes an entry of a record and its id, or says why it cannot be replayed."""
 
 
 def uses_to_json(uses: Mapping[tuple[str, bytes], int]) -> list[list[Any]]:
@@ -119,7 +122,7 @@ class PoolState:
         else:
             self.entries.pop(task, None)
 
-    def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]]) -> str:
+    def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]], make_entry: MakeEntry = entry_of) -> str:
         """Take over stored trajectories by id, and return their tokenizer. Those no longer kept are left out."""
         fingerprint = ""
         lost = 0
@@ -134,7 +137,7 @@ class PoolState:
                 except StoreError as error:
                     warn_of_unreadable(number, error, task)
                     continue
-                entry = entry_of(record, number)
+                entry = make_entry(record, number)
                 if isinstance(entry, PoolEntry):
                     entries.append(entry)
                     fingerprint = fingerprint or record.tokenizer_fingerprint
@@ -185,34 +188,24 @@ class PoolState:
             yield from entries
 
 
-@dataclass
-class Recovered:
-    """What a store's records amount to."""
-
-    state: PoolState
-    generator: GeneratorState | None
-    """State of the random generator at the newest task record; ``None`` if there was no such record."""
-    global_steps: int
-    sequence: int
-    """Number of the next task record or snapshot."""
-    records: list[int]
-    """Ids of the task records and snapshots."""
-    garbage: list[int]
-    """Ids of the pool's records that no longer matter."""
-    fingerprint: str
-    added: int
-    """Entries since the newest snapshot."""
-
-
 def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> None:
     """Warn that one record of the store cannot be read, and what of the pool is left out with it."""
     what = f"a trajectory of task {task!r} is left out" if task else "what it says of the pool is left out"
     logger.warning("experience pool: record %d cannot be read, %s: %s", trajectory_id, what, error)
 
 
-def entry_record(trajectory: AgentTrajectory, global_steps: int, *, staged: bool = False) -> AgentTrajectory:
-    """Return the record of a replayable trajectory, its ids and masks in few bytes."""
-    head = {"kind": "staged" if staged else "entry", "step": global_steps}
+def entry_record(trajectory: AgentTrajectory, global_steps: int, *, replaces: int | None) -> AgentTrajectory:
+    """Return the record of a replayable trajectory that takes the place of another, or of none."""
+    return _with_head(trajectory, {"kind": "entry", "step": global_steps, "replaces": replaces})
+
+
+def staged_record(trajectory: AgentTrajectory, global_steps: int) -> AgentTrajectory:
+    """Return the record of a replayable trajectory that counts once a snapshot names it."""
+    return _with_head(trajectory, {"kind": "staged", "step": global_steps})
+
+
+def _with_head(trajectory: AgentTrajectory, head: dict[str, Any]) -> AgentTrajectory:
+    """Return a trajectory as a record, its ids and masks in few bytes."""
     metadata = {**trajectory.metadata, JOURNAL_KEY: head}
     return dataclasses.replace(with_small_columns(trajectory), metadata=metadata)
 
@@ -293,105 +286,3 @@ def set_generator_state(generator: np.random.Generator, state: GeneratorState) -
         }
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"experience pool: not the state of a random generator: {error}") from error
-
-
-def recover(store: PoolStore, rules: PoolRules) -> Recovered:
-    """Return the state that a store's records describe: the newest snapshot, and all records after it.
-
-    Records that are not the pool's are left alone. Reads from the newest record backwards to that snapshot.
-
-    Raises:
-        CorruptStoreError: a record of the pool cannot be understood.
-    """
-    tail: list[tuple[int, AgentTrajectory, dict[str, Any]]] = []
-    snapshot: tuple[int, dict[str, Any]] | None = None
-    ids = store.ids()
-    below: list[int] = []
-    for position in range(len(ids) - 1, -1, -1):
-        try:
-            record = store.get(ids[position])
-        except StoreError as error:
-            warn_of_unreadable(ids[position], error)
-            continue
-        head = record.metadata.get(JOURNAL_KEY)
-        if not isinstance(head, dict):
-            continue
-        if head.get("kind") == "snapshot":
-            snapshot = (ids[position], head)
-            below = ids[:position]
-            break
-        tail.append((ids[position], record, head))
-    tail.reverse()
-    if ids and snapshot is None and not tail:
-        logger.warning(
-            "experience pool: its store holds %d trajectories that are none of a pool's; they are left alone, and the"
-            " pool is begun among them. Give the pool a directory of its own if that is not what you want",
-            len(ids),
-        )
-
-    result = Recovered(PoolState(), None, 0, 0, [], [], "", 0)
-    try:
-        if snapshot is not None:
-            _from_snapshot(store, *snapshot, below, result)
-        for record_id, record, head in tail:
-            _replay(record_id, record, head, rules, result)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(
-            f"experience pool: a record of its journal is not what this version writes ({error!r});"
-            " load a saved pool (experience_pool/step_N) into an empty store"
-        ) from error
-    return result
-
-
-def _from_snapshot(store: PoolStore, record_id: int, head: dict[str, Any], below: list[int], result: Recovered) -> None:
-    result.state.buckets = DifficultyBuckets({int(difficulty): tasks for difficulty, tasks in head["buckets"]})
-    result.state.skip = dict.fromkeys(head["skip"])
-    result.state.uses = uses_from_json(head.get("uses", ()))  # absent in pools of earlier versions
-    result.fingerprint = result.state.adopt(store, dict(head["entries"]))
-    live = {entry.trajectory_id for entry in result.state.all_entries()}
-    for other in below:
-        try:
-            if other not in live and JOURNAL_KEY in store.get(other).metadata:
-                result.garbage.append(other)
-        except StoreError as error:
-            warn_of_unreadable(other, error)
-    _note_head(record_id, head, result)
-
-
-def _replay(record_id: int, record: AgentTrajectory, head: dict[str, Any], rules: PoolRules, result: Recovered) -> None:
-    if head["kind"] == "entry":
-        result.added += 1
-        entry = entry_of(record, record_id)
-        held = result.state.entries.get(record.task_id, ())
-        outcome = entry if isinstance(entry, Refusal) else admit(held, entry, rules)
-        if isinstance(outcome, Refusal):
-            result.garbage.append(record_id)
-            return
-        entries, replaced = outcome
-        result.state.set_entries(record.task_id, entries)
-        if replaced is not None:
-            result.garbage.append(replaced.trajectory_id)
-        result.fingerprint = result.fingerprint or record.tokenizer_fingerprint
-        return
-    if head["kind"] == "staged":  # the snapshot that would have named it was not written
-        result.garbage.append(record_id)
-        return
-    if head["kind"] != "tasks":
-        raise ValueError(f"kind {head['kind']!r}")
-    if head["sequence"] != result.sequence:
-        logger.warning(
-            "experience pool: the store lacks %d records of the pool's journal (evicted by its capacity?);"
-            " buckets and skipped tasks may be out of date",
-            head["sequence"] - result.sequence,
-        )
-    changes = {task: TaskChange(difficulty, skip, forget) for task, difficulty, skip, forget in head["tasks"]}
-    result.state.uses.update(uses_from_json(head.get("uses", ())))  # of before the changes, as when it was written
-    result.garbage.extend(result.state.apply(changes))
-    _note_head(record_id, head, result)
-
-
-def _note_head(record_id: int, head: dict[str, Any], result: Recovered) -> None:
-    result.records.append(record_id)
-    result.generator = head["generator"]
-    result.global_steps = int(head["step"])
-    result.sequence = int(head["sequence"]) + 1

@@ -18,6 +18,7 @@ from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
 from trajstore.experience.entry import Departure, PoolEntry
 from trajstore.experience.journal import PoolState, TaskChange
+from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import AdmissionPlan
 from trajstore.experience.store import PoolStore
@@ -44,7 +45,7 @@ class PoolLedger:
     """
 
     def __init__(self, store: PoolStore, rules: PoolRules, generator: np.random.Generator) -> None:
-        found = journal.recover(store, rules)
+        found = recover(store, rules)
         if found.generator is not None:
             journal.set_generator_state(generator, found.generator)
         self.state = found.state
@@ -120,11 +121,14 @@ class PoolLedger:
 
     def add(self, plan: AdmissionPlan) -> None:
         """Store the trajectories of a plan, and carry the plan out."""
-        records = [journal.entry_record(one, self.global_steps) for one in plan.accepted.values()]
+        records = [
+            journal.entry_record(one, self.global_steps, replaces=plan.replaces.get(number))
+            for number, one in plan.accepted.items()
+        ]
         for task, entries in plan.with_ids(self._store.add_trajectories(records) if records else []).items():
             self.state.set_entries(task, entries)
         self._count(Departure.REPLACED, plan.displaced)
-        self._garbage.extend(plan.replaced)
+        self._garbage.extend(plan.replaces.values())
         self._added += len(records)
         self._compact_if_due()
 
@@ -137,7 +141,7 @@ class PoolLedger:
 
         The generator takes over the other one's state.
         """
-        records = [journal.entry_record(one, global_steps, staged=True) for one in plan.accepted.values()]
+        records = [journal.staged_record(one, global_steps) for one in plan.accepted.values()]
         fresh.entries.update(plan.with_ids(self._store.add_trajectories(records) if records else []))
         fresh.uses = fresh.live_uses()
         before = {entry.trajectory_id for entry in self.state.all_entries()}

@@ -184,11 +184,11 @@ class AdmissionPlan:
     entries: dict[str, tuple[PoolEntry, ...]]
     """The entries of each task that changes."""
     accepted: dict[int, AgentTrajectory]
-    replaced: tuple[int, ...]
-    """Ids of stored trajectories that leave the pool."""
+    replaces: dict[int, int]
+    """Placeholder id of an accepted one -> id of the stored trajectory that leaves the pool for it."""
     refused: Counter[str]
     displaced: int
-    """How many gave up their place: the replaced ones, and those of the same call that are not stored."""
+    """How many gave up their place: the stored ones, and those of the same call that are not stored."""
 
     def with_ids(self, ids: Sequence[int]) -> dict[str, tuple[PoolEntry, ...]]:
         """Return ``entries`` under the ids that the store gave the ``accepted``."""
@@ -205,7 +205,7 @@ def plan_admissions(
     """Return what taking ``trajectories``, in this order, into a pool that holds ``held`` will do."""
     entries: dict[str, tuple[PoolEntry, ...]] = {}
     accepted: dict[int, AgentTrajectory] = {}
-    replaced: list[int] = []
+    replaces: dict[int, int] = {}
     refused: Counter[str] = Counter()
     left = 0
     for number, trajectory in enumerate(trajectories):
@@ -220,7 +220,11 @@ def plan_admissions(
             continue
         entries[task], displaced = outcome
         accepted[entry.trajectory_id] = trajectory
-        left += displaced is not None
-        if displaced is not None and accepted.pop(displaced.trajectory_id, None) is None:
-            replaced.append(displaced.trajectory_id)
-    return AdmissionPlan(entries, accepted, tuple(replaced), refused, left)
+        if displaced is None:
+            continue
+        left += 1
+        if accepted.pop(displaced.trajectory_id, None) is None:
+            replaces[entry.trajectory_id] = displaced.trajectory_id
+        elif displaced.trajectory_id in replaces:  # it is not stored, so what it took the place of leaves for this one
+            replaces[entry.trajectory_id] = replaces.pop(displaced.trajectory_id)
+    return AdmissionPlan(entries, accepted, replaces, refused, left)
