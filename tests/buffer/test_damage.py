@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.inspection.copying import repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.reading import sources
@@ -192,9 +193,46 @@ def test_one_damaged_record_costs_what_it_committed(
     _with_record(crashed, lambda lines: [b"?" + line[1:] if at == place else line for at, line in enumerate(lines)])
     with pytest.raises(errors.CorruptStoreError, match=r"\.log"):
         load(crashed)
-    buffer, _ = load(crashed, strict=False)
+    buffer, left_out = load(crashed, strict=False)
     assert keys_of(buffer) == left
-    assert "1 records are damaged" in caplog.text
+    assert left_out == 4 - len(left)
+    assert "1 record is damaged" in caplog.text
+    lost = [
+        number for problem in verify(crashed).problems for low, high in problem.lost for number in range(low, high + 1)
+    ]
+    assert sorted([*lost, *buffer.trajectory_ids.tolist()]) == [0, 1, 2, 3]
+    repaired = repair_store(crashed, crashed.with_name("repaired"))
+    assert (repaired.lost, repaired.is_whole, repaired.trajectories) == (sorted(lost), False, len(left))
+
+
+def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.flush()
+        buffer.evict([1])
+        buffer.add_trajectories([witness(3)])
+        buffer.flush()
+        copy_live(tmp_path / "live", tmp_path / "crashed")
+    _with_record(tmp_path / "crashed", lambda lines: [lines[0], b"?" + lines[1][1:], *lines[2:]])
+    repaired = repair_store(tmp_path / "crashed", tmp_path / "repaired")
+    assert repaired.is_whole
+    assert repaired.trajectories == 4
+    assert "no trajectory is lost by it" in str(repaired.problems)
+
+
+def test_an_index_worked_out_again_has_what_was_evicted_and_pinned(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.pin("early")
+        buffer.evict([1])
+        copy_live(tmp_path / "live", tmp_path / "crashed")
+    (tmp_path / "crashed" / "trajectory_index.json").unlink()
+    (problem,) = verify(tmp_path / "crashed").problems
+    assert problem.file == "trajectory_index.json"
+    assert "Errno" not in problem.message
+    assert (problem.lost, problem.uncounted) == ((), False)
+    buffer, left_out = load(tmp_path / "crashed", strict=False, pin="early")
+    assert (left_out, keys_of(buffer)) == (0, [0, 1, 2])
 
 
 @pytest.mark.parametrize(("line", "place"), [(0, 2), (1, 3), (2, 3), (0, 1)])

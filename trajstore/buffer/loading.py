@@ -194,16 +194,18 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
         catalog = Catalog.open(directory)
         index, state = _state_of(catalog, pin)
         return _Opened(StoreSource(catalog), index, state)  # only what a rank takes needs to be there
-    catalog, warnings = open_leniently(directory)
+    catalog, damage = open_leniently(directory)
+    warnings = [str(one) for one in damage]
+    left_out = len(catalog.left_out) + sum(one.count for one in damage)
     index, state = _state_of(catalog, pin)
     source = StoreSource(catalog)
     lost = source.lost(index)
     if lost is None:
-        return _Opened(source, index, state, len(catalog.left_out), tuple(warnings))
+        return _Opened(source, index, state, left_out, tuple(warnings))
     first = index.first
     index = index.slice(0, len(index))
     index.drop(lost.positions - first)
-    skipped = len(lost.ids) + len(catalog.left_out)
+    skipped = len(lost.ids) + left_out
     return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; they are left out"))
 
 

@@ -45,16 +45,14 @@ def _write(copied: Copied, options: Namespace, out: Output) -> int:
 
 
 def _write_one(copied: Copied, out: Output) -> None:
-    from trajstore.inspection.copying import lost_in_words
-
     for part in copied.parts:
         _write_one(part, out)
     for problem in copied.problems[:_SHOWN]:
         out.line(f"{copied.source}: {problem}")
     if len(copied.problems) > _SHOWN:
         out.line(f"{copied.source}: and {len(copied.problems) - _SHOWN:,} more; --json lists all")
-    if copied.lost:
-        out.line(f"{copied.source}: lost: {lost_in_words(copied)}")
+    if lost := copied.lost_in_words:
+        out.line(f"{copied.source}: lost: {lost}")
     size = format_bytes(copied.nbytes)
     out.line(f"{copied.target}: {copied.trajectories:,} trajectories, {size}, verified")
 
@@ -76,7 +74,7 @@ REPAIR = Command(
     description=(
         "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
         "is lost. Nothing of the damaged store is changed or deleted. Exit code 0: all trajectories are in the new "
-        "store; 1: some are lost."
+        "store; 1: some are lost, or may be."
     ),
     configure=_configure,
     run=_repair,

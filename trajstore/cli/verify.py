@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
-from trajstore.errors import listed
 
 if TYPE_CHECKING:
-    from trajstore.inspection.verification import Problem, Verification
+    from trajstore.inspection.verification import Verification
 
 _SHOWN = 50  # problems written one by one
 
@@ -34,6 +33,8 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _write(result: Verification, out: Output) -> None:
+    from trajstore.store.lost_records import lost_in_words
+
     for part in result.parts:
         _write(part, out)
     of_parts = sum(len(part.problems) for part in result.parts)
@@ -41,7 +42,8 @@ def _write(result: Verification, out: Output) -> None:
     for problem in problems[:_SHOWN]:
         named = result.path in problem.message
         text = problem.message if named else f"{'/'.join(filter(None, (result.path, problem.file)))}: {problem.message}"
-        out.line(text + (f"; lost: {_trajectories(problem)}" if problem.lost else ""))
+        lost = lost_in_words(problem.lost, problem.uncounted)
+        out.line(f"{text}; lost: {lost}" if lost else text)
     if len(problems) > _SHOWN:
         out.line(f"{result.path}: and {len(problems) - _SHOWN:,} more; --json lists all")
     for note in result.notes:
@@ -49,12 +51,6 @@ def _write(result: Verification, out: Output) -> None:
     verdict = "sound" if result.sound else "DAMAGED"
     checked = f"{result.trajectories:,} trajectories, {result.files:,} files, {format_bytes(result.nbytes)} checked"
     out.line(f"{result.path}: {verdict}: {checked}")
-
-
-def _trajectories(problem: Problem) -> str:
-    count = sum(high - low + 1 for low, high in problem.lost)
-    ids = listed(str(low) if low == high else f"{low} to {high}" for low, high in problem.lost)
-    return f"trajectory {ids}" if count == 1 else f"{count:,} trajectories, ids {ids}"
 
 
 COMMAND = Command(

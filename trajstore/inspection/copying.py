@@ -12,7 +12,8 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.files.opening import nested, open_directory
 from trajstore.inspection.verify import verify
 from trajstore.reading.places import Place, find_place
-from trajstore.store.log_records import ids_in_words
+from trajstore.store.log_records import ranges_of
+from trajstore.store.lost_records import lost_in_words
 from trajstore.store.saved_points import PINS_FOLDER
 
 Progress = Callable[[int, int], None]
@@ -32,6 +33,7 @@ class Copied:
         problems: a sentence on each piece of damage of the source.
         parts: of a run, one each.
         left_out: trajectories, and stores of a run, that were passed over because they cannot be read.
+        uncounted: whether more may be lost than ``lost`` says.
     """
 
     source: str
@@ -42,15 +44,23 @@ class Copied:
     problems: list[str] = field(default_factory=list)
     parts: list[Copied] = field(default_factory=list)
     left_out: int = 0
+    uncounted: bool = False
+
+    @property
+    def lost_in_words(self) -> str:
+        """What was lost, in words; empty if nothing was."""
+        return lost_in_words(ranges_of(self.lost), self.uncounted)
 
     @property
     def is_whole(self) -> bool:
         """Whether every trajectory of the source is in the copy, as far as can be known."""
-        return not self.lost and not self.left_out and all(part.is_whole for part in self.parts)
+        here = not self.lost and not self.left_out and not self.uncounted
+        return here and all(part.is_whole for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        values = {name: getattr(self, name) for name in ("source", "target", "trajectories", "problems", "lost")}
+        told = ("source", "target", "trajectories", "problems", "lost", "uncounted")
+        values = {name: getattr(self, name) for name in told}
         parts = {"parts": [part.to_json() for part in self.parts]} if self.parts else {}
         return {**values, "bytes": self.nbytes, **parts}
 
@@ -100,6 +110,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         )
         copied = _copy(place.url, to, lost, progress, strict=False)
         copied.problems = [f"{problem.file}: {problem.message}" for problem in found.problems]
+        copied.uncounted = any(problem.uncounted for problem in found.problems)
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
             copied.problems.append(
@@ -159,8 +170,3 @@ def _copy(source: str, target: str, lost: list[int], progress: Progress | None, 
         copied.problems.append(f"{before:,} trajectories were left out")
         copied.left_out = before
     return copied
-
-
-def lost_in_words(copied: Copied) -> str:
-    """Return what was lost, in words; empty if nothing was."""
-    return f"{len(copied.lost):,} trajectories, ids {ids_in_words(copied.lost)}" if copied.lost else ""

@@ -36,6 +36,7 @@ from trajstore.inspection.statistics import (
 from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
+from trajstore.store.lost_records import Damage
 from trajstore.store.salvage import open_leniently
 
 Report = dict[str, Any]
@@ -176,7 +177,7 @@ def _sizes(directory: Directory) -> dict[str, int]:
 
 def _report(
     catalog: Catalog,
-    damage: Sequence[str],
+    damage: Sequence[Damage],
     readers: Sequence[Reader] | None,
     sizes: dict[str, int],
     response_lengths: npt.NDArray[np.int64],
@@ -192,7 +193,7 @@ def _report(
     # What has no column along the response tells its length all the same, where it was read.
     responses = np.concatenate([index["extra"][with_response], response_lengths])
     integrity = _integrity(catalog, sizes)
-    integrity["problems"][:0] = [text.removeprefix(f"{directory.url}/") for text in damage]
+    integrity["problems"][:0] = [str(one).removeprefix(f"{directory.url}/") for one in damage]
     return {
         "kind": "store",
         "path": directory.url,

@@ -22,6 +22,7 @@ from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_lines, ranges_of
+from trajstore.store.lost_records import Damage
 from trajstore.store.salvage import SalvagedCatalog
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
@@ -68,10 +69,10 @@ def _open(directory: Directory, result: Verification) -> Catalog:
             catalog = SalvagedCatalog.open(directory)
         except StoreError:
             raise error from None  # what cannot be read at all is best said by the first error
-        said = [text.removeprefix(f"{directory.url}/") for text in catalog.warnings] or [str(error)]
-        for text in said:
+        for damage in catalog.damage or [Damage(str(error))]:
+            text = damage.message.removeprefix(f"{directory.url}/")
             file = text.split(":")[0].split()[0]
-            result.problems.append(Problem(file, text.removeprefix(f"{file}: ")))
+            result.problems.append(Problem(file, text.removeprefix(f"{file}: "), damage.lost, damage.uncounted))
         return catalog
 
 
@@ -90,7 +91,9 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
     named = states_now(directory) or set()
     shards = [name for name in shards if name not in needed]
     states = [name for name in states if name not in named]
-    if directory.is_written():
+    if isinstance(catalog, SalvagedCatalog):
+        saving = adding = " that can be read; they may hold what is lost, and stay while no writer can open the store"
+    elif directory.is_written():
         saving = " now: its writer is saving one, or the next one removes them"
         adding = " now: its writer adds them or keeps them for readers, or the next one removes them"
     else:
@@ -114,10 +117,10 @@ def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
         return  # a live writer was in the middle of it
     if b"\n" in data:
         message = f"the record at byte {catalog.segment_end} is damaged; what it committed is not there"
-        result.problems.append(Problem(catalog.segment, message))
+        result.problems.append(Problem(catalog.segment, message, uncounted=True))
     elif not _is_cut_short(data, catalog.segment_end):
         message = f"what lies from byte {catalog.segment_end} on is no part of a log; what it committed is not there"
-        result.problems.append(Problem(catalog.segment, message))
+        result.problems.append(Problem(catalog.segment, message, uncounted=True))
     else:
         result.notes.append(f"{catalog.segment}: {catalog.segment_torn:,} bytes of an interrupted commit at its end")
 

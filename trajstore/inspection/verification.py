@@ -14,16 +14,20 @@ class Problem:
         file: the file or directory; within a run, below the run directory.
         message: what is wrong with it.
         lost: ids of the trajectories that cannot be read any more because of it, as inclusive ranges. Empty
-            where none is lost, or nobody can tell which.
+            where none is lost, or nobody can tell which. Of a damaged log, those between two records that can be read;
+            some of these may never have been given.
+        uncounted: whether more may be lost by it than ``lost`` says.
     """
 
     file: str
     message: str
     lost: tuple[tuple[int, int], ...] = ()
+    uncounted: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the problem as JSON values."""
-        return {"file": self.file, "message": self.message, "lost": [list(pair) for pair in self.lost]}
+        lost = [list(pair) for pair in self.lost]
+        return {"file": self.file, "message": self.message, "lost": lost, "uncounted": self.uncounted}
 
 
 @dataclass

@@ -148,9 +148,10 @@ class Catalog(Committed):
             if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
                 present, _ = self.directory.listing()
                 absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
+                only = " if the log still has every commit," if INDEX_NAME in absent else ""
                 raise CorruptStoreError(
                     f"{self.directory.url}: without {' and '.join(absent)}, but there are shards; restore from a copy, "
-                    "load what is whole with strict=False, or let `trajstore repair` make a new store of it"
+                    f"or,{only} load what is whole with strict=False, or let `trajstore repair` make a new store of it"
                 ) from error
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
         except NotADirectoryError as error:

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from trajstore.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
@@ -22,7 +24,9 @@ from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_each, natural
+from trajstore.store.lost_records import Damage, LostRecords
 from trajstore.store.sealed import (
+    FROM_A_COPY,
     INDEX_NAME,
     LAYOUT,
     LAYOUT_VERSION,
@@ -43,13 +47,24 @@ class SalvagedCatalog(Catalog):
     """The committed state of a damaged directory, as far as it can be told. For reading only.
 
     Attributes:
-        warnings: a sentence on each file that is damaged, and on what was left out or worked out again.
+        damage: each file that is damaged, and what was left out or worked out again.
     """
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(directory)
         self._gate = EntryGate(lenient=True)
-        self.warnings: list[str] = []
+        self.damage: list[Damage] = []
+        self._lost = LostRecords()
+
+    @property
+    def warnings(self) -> list[str]:
+        """A sentence on each damage."""
+        return [str(damage) for damage in self.damage]
+
+    @property
+    def lost(self) -> int:
+        """Number of the trajectories that damaged records had committed, as far as it can be told."""
+        return sum(damage.count for damage in self.damage)
 
     @classmethod
     def open(cls, directory: Directory) -> SalvagedCatalog:
@@ -63,23 +78,37 @@ class SalvagedCatalog(Catalog):
         catalog = cls(directory)
         catalog.metadata()  # first: a newer layout is not to be guessed at
         catalog._load_snapshot()
+        catalog._lost.begins(catalog.next_id)
+        catalog.load_pins()  # first: what is evicted stays where a pin names it
         catalog._read_whole_log()
         catalog.load_pins()
         if catalog.left_out:
             found = listed(f"trajectory {number} ({what})" for number, what in catalog.left_out.items())
             catalog._warn(f"{directory.url}: entries that cannot be served are left out: {found}")
+        metadata = catalog.metadata()
+        newest = metadata["generation"] - catalog.generation
+        if newest > 0:
+            catalog._lost.missing(catalog._warn(f"{directory.url}: the newest {newest:,} commits are missing"))
         try:
             catalog.check_pins()
         except CorruptStoreError as error:
-            catalog._warn(f"{directory.url}/{error}")
-        told = catalog.metadata()["generation"]
-        if told > catalog.generation:
-            catalog._warn(f"{directory.url}: the newest {told - catalog.generation:,} commits are missing")
+            catalog._lost.missing(catalog._warn(f"{directory.url}/{error}"))
+        catalog._settle(metadata)
         return catalog
 
-    def _warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
+    def _settle(self, metadata: Mapping[str, Any]) -> None:
+        """Find out what is lost, also of the end of the log: by how far the metadata and the pins say that ids went."""
+        present = [index["trajectory_id"] for index in (self.index, self.pinned)]
+        counter = metadata.get("trajectory_counter")
+        named = [int(head.ids.max()) + 1 for head in self.pins.heads.values() if len(head.ids)]
+        self._lost.settle(np.concatenate(present), max([counter if isinstance(counter, int) else 0, *named]))
+
+    def _warn(self, text: str) -> Damage:
+        for damage in self.damage:
+            if damage.message == text:
+                return damage
+        self.damage.append(Damage(text))
+        return self.damage[-1]
 
     def metadata(self) -> dict[str, Any]:
         """Return ``metadata.json``; where it is damaged, what the index and the shards tell."""
@@ -116,16 +145,19 @@ class SalvagedCatalog(Catalog):
             segments = log_segments(self.directory)
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names(SHARDS_FOLDER):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
+            what = str(error).removeprefix(f"{source}: ").removesuffix(FROM_A_COPY)
+            reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {what}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()
-                reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {error}"
                 raise CorruptStoreError(
-                    f"{reason.replace(f'{source}: {source}', source)}; the log cannot replace it, it does not begin "
-                    "with the first commit; restore it from a copy"
+                    f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
+                    f"Without one, nothing says which rows in {SHARDS_FOLDER}/ are of which trajectory"
                 ) from error
-            self.__dict__.update(Catalog(self.directory).__dict__ | {"_gate": self._gate})
+            fresh = SalvagedCatalog(self.directory)
+            fresh.damage = self.damage
+            self.__dict__.update(fresh.__dict__)
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
-            self._warn(f"{error}: worked out again from the log, which has every commit")
+            self._warn(f"{reason}: worked out again from the log, which has every commit")
         self._schemas = list(self.shards.schemas)
 
     def _has_first_commits(self, segments: Sequence[tuple[int, str]]) -> bool:
@@ -167,31 +199,36 @@ class SalvagedCatalog(Catalog):
             except FileNotFoundError:  # a writer took a snapshot meanwhile, and needs it no longer
                 continue
             except CorruptStoreError as error:
-                self._warn(f"{error}; what it committed is left out")
+                self._lost.missing(self._warn(str(error)))
                 continue
-            bad = 0
+            bad = last = 0
             self.segment, self.segment_end, self.segment_torn = name, 0, 0
             for record, end in decode_each(data):
                 if record is not None:
                     self._apply_if_whole(record, source)
                     self.segment_end = end
+                    last = bad
                 elif end < len(data) or data.endswith(b"\n") or place < len(segments) - 1:
                     bad += 1
                 else:
                     self.segment_torn = len(data) - self.segment_end  # as a crash leaves it
             if bad:
-                self._warn(f"{source}: {bad:,} records are damaged; what they committed is left out")
+                damaged = "1 record is" if bad == 1 else f"{bad:,} records are"
+                damage = self._warn(f"{source}: {damaged} damaged")
+                if bad > last and place == len(segments) - 1:  # no later record tells what these were
+                    self._lost.missing(damage)
 
     def _apply_if_whole(self, record: Mapping[str, Any], source: str) -> None:
+        adds: tuple[tuple[int, int], ...] = ()
         try:
             generation = natural(record.get("generation"))
             if generation <= self.generation:
                 return
             if generation > self.generation + 1:
-                self._warn(
-                    f"{source}: the records of generations {self.generation + 1} to {generation - 1} are missing; "
-                    "what they committed is left out"
-                )
+                first, last = self.generation + 1, generation - 1
+                missing = f"record of generation {first} is" if first == last else f"records {first} to {last} are"
+                self._lost.missing(self._warn(f"{source}: the {missing} missing"))
+            adds = self._lost.read(record)
             if record["operation"] == "add" and record["schemas"]:
                 # The schemas that a record tells are those of its own shards, and have the highest numbers of these.
                 last = max(natural(one["shard"]["schema"]) for one in added_in(record))
@@ -200,7 +237,8 @@ class SalvagedCatalog(Catalog):
                 del self._schemas[number:]
             self.apply([record])
         except (*_BAD_VALUES, UnsafeContentError) as error:
-            self._warn(f"{source}: generation {record.get('generation')}: {error}; what it committed is left out")
+            damage = self._warn(f"{source}: generation {record.get('generation')}: {error}")
+            self._lost.refused(damage, record, adds)
             if isinstance(record.get("generation"), int):
                 self.generation = max(self.generation, record["generation"])
 
@@ -208,7 +246,7 @@ class SalvagedCatalog(Catalog):
 _WORKED_OUT = "worked out again from the index; seed and generator state are lost"
 
 
-def open_leniently(directory: Directory) -> tuple[Catalog, list[str]]:
+def open_leniently(directory: Directory) -> tuple[Catalog, list[Damage]]:
     """Return the catalog of a directory, and what is damaged of it; an undamaged one is opened as always.
 
     Raises:
@@ -220,4 +258,4 @@ def open_leniently(directory: Directory) -> tuple[Catalog, list[str]]:
         return Catalog.open(directory), []
     except (CorruptStoreError, StoreNotFoundError):
         catalog = SalvagedCatalog.open(directory)
-        return catalog, catalog.warnings
+        return catalog, catalog.damage

@@ -19,6 +19,9 @@ _OF_METADATA = (
 )
 """What is lost with a ``metadata.json``, and what to do."""
 
+FROM_A_COPY = "; restore it from a copy"
+"""How sentences on damaged files end."""
+
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 4
 """2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several."""
@@ -61,7 +64,7 @@ def unseal(name: str, data: bytes, source: str) -> Any:
         raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
     body = memoryview(data)[head:-1]
     if data[10:18] != b"%08x" % zlib.crc32(body):
-        raise CorruptStoreError(f"{source}: the checksum does not fit the content; restore it from a copy")
+        raise CorruptStoreError(f"{source}: the checksum does not fit the content{FROM_A_COPY}")
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
