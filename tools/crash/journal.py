@@ -39,7 +39,7 @@ class Promises:
         evicted: ids whose eviction was begun; they may be there or not.
         surely_evicted: of these, the ids whose eviction has returned; they never come back.
         pins: ids and keys that each pin holds; None while it is uncertain whether the pin is there.
-        unpinned: names of pins that were let go of; they never come back.
+        unpinned: names of pins that were let go of and not taken again.
         checkpoint: ids and keys of the last checkpoint of which ``save_checkpoint`` returned; None before the first.
         saving: ids and keys of checkpoints of which saving was begun since.
         pool: number of the pool that was saved last; None before the first.
@@ -68,6 +68,7 @@ class Promises:
             self.pins[values["name"]] = _keys(values)
         elif event in ("pinning", "unpinning"):
             self.pins[values["name"]] = None
+            self.unpinned.discard(values["name"])  # a name may be taken again, when nothing was added between
         elif event == "unpinned":
             del self.pins[values["name"]]
             self.unpinned.add(values["name"])
