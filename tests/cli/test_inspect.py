@@ -398,6 +398,50 @@ def test_episodes_are_joined_over_trajectories(tmp_path: Path, stream: int) -> N
     assert newest["ended"] > newest["begun_before"] or newest["length"] is None
 
 
+@pytest.mark.parametrize("evicted", [1, 2, 3, 7])
+def test_episodes_whose_beginning_was_evicted_are_in_no_length(run: Run, tmp_path: Path, evicted: int) -> None:
+    """Two workers in turn, each of two environments with episodes of 5 steps, or 6, in blocks of 4."""
+    generator = torch.Generator().manual_seed(3)
+    blocks: list[Trajectory] = []
+    states = [torch.rand(41, 2, 4, generator=generator) for _ in range(2)]
+    ends = torch.zeros(40, 2, 1, dtype=torch.bool)
+    ends[4::5, 0] = ends[5::6, 1] = True
+    for start in range(0, 40, 4):
+        for worker in range(2):
+            rows, after = slice(start, start + 4), slice(start + 1, start + 5)
+            observed = {"states": states[worker][rows]}, {"states": states[worker][after]}
+            blocks.append(
+                Trajectory(rewards=torch.ones(4, 2, 1), dones=ends[rows], curr_obs=observed[0], next_obs=observed[1])
+            )
+    path = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
+        buffer.add_trajectories(blocks)
+        buffer.flush()
+        whole = inspect(path)["episodes"]
+        buffer.evict(list(range(evicted)))
+    assert (whole["length"]["min"], whole["length"]["max"], whole["begun_before"]) == (5, 6, 0)
+    episodes = inspect(path)["episodes"]
+    assert (episodes["length"]["min"], episodes["length"]["max"]) == (5, 6)
+    assert (episodes["return"]["min"], episodes["return"]["max"]) == (5, 6)
+    assert episodes["begun_before"] == 4, "of both workers, who could have begun in what is gone"
+    assert "4 of them begun before what was read, not counted below" in run("inspect", path)[1]
+
+
+def test_whole_episodes_are_counted_whatever_was_evicted_before(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+    dones = torch.zeros(5, 2, 1, dtype=torch.bool)
+    dones[-1] = True
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
+        for _ in range(6):
+            before, after = torch.rand(2, 5, 2, 4, generator=generator)
+            buffer.add_trajectories(
+                [Trajectory(rewards=torch.ones(5, 2, 1), dones=dones, curr_obs={"x": before}, next_obs={"x": after})]
+            )
+        buffer.evict([0, 1])
+    episodes = inspect(tmp_path)["episodes"]
+    assert (episodes["ended"], episodes["begun_before"], episodes["length"]["min"]) == (8, 0, 5)
+
+
 def test_what_nothing_joins_is_said(run: Run, store: Path) -> None:
     assert "length within one trajectory" in run("inspect", store)[1]
 

@@ -62,7 +62,11 @@ def test_a_dry_run_says_what_the_rollback_then_does(path: Path, capsys: pytest.C
     assert (done["leaving"], done["returning"], done["later_steps"]) == (2, 1, [760])
     assert loaded(path) == {number: number for number in range(4)}
     assert len(loaded(path, done["aside"])) == 2
-    assert report(capsys, "rollback", path, "--take-back", done["aside"])["trajectories"] == 2
+    planned = report(capsys, "rollback", path, "--take-back", done["aside"], "--dry-run")
+    assert loaded(path) == {number: number for number in range(4)}
+    taken = report(capsys, "rollback", path, "--take-back", done["aside"])
+    assert planned == {**taken, "dry_run": True}
+    assert taken["trajectories"] == 2
     assert loaded(path) == {number: number for number in range(6)}
 
 
@@ -91,7 +95,8 @@ def test_what_cannot_be_is_one_sentence(path: Path, tmp_path: Path, capsys: pyte
     for words, said in (
         (["--step", "7"], "no saved point of step 7; there are: 750, 760"),
         (["--take-back", "aside-99"], "nothing was set aside as 'aside-99'"),
-        (["--take-back", "aside-99", "--dry-run"], "goes with neither"),
+        (["--take-back", "aside-99", "--dry-run"], "nothing was set aside as 'aside-99'"),
+        (["--take-back", "aside-99", "--delete"], "--delete goes with --step"),
     ):
         assert main(["rollback", str(path), *words]) == 2
         error = capsys.readouterr().err

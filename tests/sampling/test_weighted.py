@@ -158,6 +158,16 @@ def test_staleness_without_a_floor_says_why_nothing_is_left() -> None:
         sampler.draw(1, torch.Generator())
 
 
+def test_of_a_window_that_is_used_up_the_error_counts_the_window() -> None:
+    sampler, generator = WeightedSampler([UseLimit(max_uses=1)], unit="trajectory"), torch.Generator()
+    sampler.added(told(dict.fromkeys(range(20), 1)))
+    sampler.evicted([3, 17])
+    sampler.draw(5, generator, 15)
+    said = r"none of 4 trajectories is left to draw from after uses; 14 older ones are not in the window"
+    with pytest.raises(EmptyBufferError, match=said):
+        sampler.draw(1, generator, 15)
+
+
 def test_use_limit_and_cooldown() -> None:
     sampler, generator = WeightedSampler([UseLimit(max_uses=2, cooldown=1)], unit="trajectory"), torch.Generator()
     sampler.added(told(dict.fromkeys(range(4), 1)))

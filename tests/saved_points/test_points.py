@@ -79,7 +79,7 @@ def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> N
         assert buffer._view.contents is contents
 
 
-def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path) -> None:
+def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(3))
         buffer.save_point(1)
@@ -92,7 +92,11 @@ def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path) -> N
             names = sorted(path.name for path in (tmp_path / "pins").glob("*.json"))
             assert len(names) == (3 if aside else 1), names
             assert state_files(tmp_path) == int(aside)
-        buffer.unpin(next(name for name in names if name.startswith("aside") and "step" not in name)[:-5])
+        name = next(name for name in names if name.startswith("aside") and "step" not in name)[:-5]
+        deleted, kept = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
+        assert "3 trajectories (288 bytes) added since were deleted, 0 evicted are back" in deleted
+        assert f"were set aside as {name}, whose disk space unpin gives back" in kept
+        buffer.unpin(name)
         assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.json"]
         assert buffer.get_stats()["shard_bytes"] == sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
         assert keys_of(buffer) == {0: 0, 1: 1, 2: 2}

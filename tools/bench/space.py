@@ -15,7 +15,7 @@ from tools.bench.report import Figure, Options
 from trajstore import Trajectory, TrajectoryReplayBuffer
 
 TARGET = 2.5
-"""Twice the live bytes and 1 MB, of which there are 3.4 MB, and the headers of the files."""
+"""Twice the live bytes and 1 MiB, of which there are 3.4 MB, and the headers of the files."""
 
 COMPACT_TARGET = 1.1
 _SECONDS = 60.0

@@ -306,9 +306,9 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     def compact(self) -> None:
         """Give back the disk space that evicted trajectories have in shards of live ones, and unite small shards.
 
-        The writer does this by itself, in the background, for shards of which half or more is dead, as soon as more is
-        dead than live. This goes on until no shard has a dead row and no two small ones are left. It copies what it
-        keeps; others may add and sample meanwhile. Nothing to do in memory only.
+        The writer does this by itself, in the background, for shards of which half or more is dead, as soon as the dead
+        bytes exceed the live ones by more than 1 MiB. This goes on until no shard has a dead row and no two small ones
+        are left. It copies what it keeps; others may add and sample meanwhile. Nothing to do in memory only.
 
         Raises:
             StoreWriteError: it could not be written; the store is as it was.

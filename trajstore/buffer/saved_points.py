@@ -18,6 +18,7 @@ from trajstore.files.opening import check_options, open_directory
 from trajstore.interrupts import uninterrupted
 from trajstore.sampling.draws import Draws
 from trajstore.store.catalog import Catalog
+from trajstore.store.rollback import RollbackPlan
 from trajstore.store.saved_points import SavedPoint
 from trajstore.store.states import asked
 from trajstore.writing.writer import StoreWriter
@@ -84,16 +85,14 @@ class PointsOfBuffer:
         writer = self._own("rollback")
 
         def change() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-            plan, state, said = writer.points.roll_back(step, aside=aside)
+            plan, name, state, said = writer.points.roll_back(step, aside=aside)
             if not plan.is_empty:
                 self.view.show_own_again()
                 logger.warning(
-                    "%s: rolled back to step %d: %d trajectories (%d bytes) added since were %s, %d evicted are back",
+                    "%s: rolled back to step %d: %s, %d evicted are back",
                     writer.directory.url,
                     step,
-                    len(plan.leaving),
-                    plan.nbytes,
-                    "set aside" if aside else "deleted",
+                    _left(plan, name),
                     len(plan.returning),
                 )
             return state, said
@@ -162,3 +161,11 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
     check_options(path, storage_options)
     directory = open_directory(path_or_url("path", path), **storage_options)
     return Catalog.open(directory).read_state(whole("step", step, 0))
+
+
+def _left(plan: RollbackPlan, aside: str | None) -> str:
+    """Return what a rollback took away, and where it is now, in words."""
+    fate = "deleted" if aside is None else f"set aside as {aside}, whose disk space unpin gives back"
+    if len(plan.leaving):
+        return f"{len(plan.leaving)} trajectories ({plan.nbytes} bytes) added since were {fate}"
+    return f"saved points of later steps were {fate}" if plan.void else "nothing was added since"

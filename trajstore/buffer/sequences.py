@@ -93,7 +93,7 @@ def sample_n_step(
 
     Args:
         buffer: where from.
-        count: how many transitions.
+        count: how many transitions; without a sampler at most as many as the window has, with a warning once.
         n: steps of each at most.
         gamma: discount of a step, in ``[0, 1]``.
         sampler: chooses the first steps instead of a uniform draw.
@@ -153,7 +153,7 @@ def sample_hindsight(
 
     Args:
         buffer: where from.
-        count: how many transitions.
+        count: how many transitions; without a sampler at most as many as the window has, with a warning once.
         goal: dotted name of the column of goals below ``curr_obs``; the one of the same name below ``next_obs`` is
             relabelled too, where there is one.
         achieved: dotted name of the column of what each step achieved, usually below ``next_obs``.

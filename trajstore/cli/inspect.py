@@ -275,7 +275,9 @@ def _episodes(episodes: dict[str, Any] | None, note: str) -> list[tuple[str, str
     if episodes is None:
         return []
     before = episodes["begun_before"]
-    ended = f"{episodes['ended']:,}{note}" + (f", {before:,} of them begun before what was read" if before else "")
+    ended = f"{episodes['ended']:,}{note}" + (
+        f", {before:,} of them begun before what was read, not counted below" if before else ""
+    )
     joined = episodes["spanning"]
     # Without observations, one that began in an earlier trajectory counts from the start of this one.
     where = " within one trajectory" if joined is None else ""

@@ -17,7 +17,9 @@ def _configure(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="go back to the saved point of this step")
     what.add_argument("--take-back", metavar="NAME", help="show again what a rollback set aside (aside-...)")
-    parser.add_argument("--delete", action="store_true", help="delete what was added since instead of setting it aside")
+    parser.add_argument(
+        "--delete", action="store_true", help="with --step: delete what was added since, do not set it aside"
+    )
     parser.add_argument("--dry-run", action="store_true", help="change nothing, say what would be changed")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
@@ -27,13 +29,15 @@ def _run(options: Namespace, out: Output) -> int:
     from trajstore.inspection.points import roll_back, take_back
 
     if options.take_back is not None:
-        if options.dry_run or options.delete:
-            raise ConfigurationError("--take-back: goes with neither --dry-run nor --delete")
-        count = take_back(options.path, options.take_back)
+        if options.delete:
+            raise ConfigurationError("--delete goes with --step: --take-back deletes nothing")
+        count = take_back(options.path, options.take_back, dry_run=options.dry_run)
         if options.json:
-            out.json({"path": options.path, "taken_back": options.take_back, "trajectories": count})
+            said = {"path": options.path, "taken_back": options.take_back, "trajectories": count}
+            out.json({**said, "dry_run": options.dry_run})
         else:
-            out.line(f"{options.path}: {count:,} trajectories of {options.take_back} are shown again")
+            would = "would be" if options.dry_run else "are"
+            out.line(f"{options.path}: {count:,} trajectories of {options.take_back} {would} shown again")
         return 0
     done = roll_back(options.path, options.step, aside=not options.delete, dry_run=options.dry_run)
     if options.json:

@@ -58,7 +58,7 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
 
 def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -> Report:
     """Read trajectories whole: RLinf's files have no columns to pick from."""
-    rewards = RewardStatistics()
+    rewards = RewardStatistics(whole=rows.start == 0)
     lows: list[int] = []
     highs: list[int] = []
     columns: dict[tuple[str, str, tuple[int, ...]], int] = {}
@@ -70,7 +70,7 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -
             columns[key] = columns.get(key, 0) + tensor.nbytes
         if "rewards" in tensors:
             blocks = {name: _block(tensors[name], flat) for name in ("rewards", "dones") if name in tensors}
-            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(flat, tensors, rows.start == 0))
+            rewards.add(blocks["rewards"], blocks.get("dones"), _seam(flat, tensors, found.entries[row].trajectory_id))
         if flat.versions is not None:
             lows.append(flat.versions[0])
             highs.append(flat.versions[1])
@@ -93,7 +93,7 @@ def _block(rows: torch.Tensor, flat: FlatTrajectory) -> torch.Tensor:
     return rows.reshape(rows.shape[0] // flat.extent.batch, flat.extent.batch, -1)
 
 
-def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], whole: bool) -> Seam | None:
+def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], number: int) -> Seam | None:
     names = seam_names(flat.schema)
     if not names:
         return None
@@ -102,7 +102,7 @@ def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], whole: bool) -
         [tensors[f"{field}.{name}"].reshape(shape)[at] for name in names]
         for field, at in (("curr_obs", 0), ("next_obs", -1))
     )
-    return Seam(row_keys([*firsts]), row_keys([*lasts]), whole)
+    return Seam(row_keys([*firsts]), row_keys([*lasts]), number)
 
 
 def inspect_pool(directory: Directory) -> Report:

@@ -75,8 +75,7 @@ class _Measurement:
     """What is read of trajectories of either kind."""
 
     def __init__(self, *, whole: bool) -> None:
-        self._rewards = RewardStatistics()
-        self._whole = whole
+        self._rewards = RewardStatistics(whole=whole)
         self._outcomes: list[float] = []
         self._tasks: set[str] = set()
         self._turns: list[int] = []
@@ -111,7 +110,7 @@ class _Measurement:
         last = (extent.steps - 1) * extent.batch
         firsts = [access.rows(index, position, f"curr_obs.{name}", 0, extent.batch) for name in names]
         lasts = [access.rows(index, position, f"next_obs.{name}", last, last + extent.batch) for name in names]
-        return Seam(row_keys(firsts), row_keys(lasts), self._whole)
+        return Seam(row_keys(firsts), row_keys(lasts), int(index.at("trajectory_id", position)))
 
     def _add_agent(self, access: ShardAccess, index: TrajectoryIndex, position: int, schema: Schema) -> None:
         trajectory = access.trajectory(index, position, (DOCUMENT, "response_mask"))

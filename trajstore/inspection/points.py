@@ -12,7 +12,7 @@ from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
 from trajstore.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.pin_names import aside_name
-from trajstore.store.rollback import plan_rollback
+from trajstore.store.rollback import plan_rollback, set_aside
 from trajstore.store.saved_points import SavedPoint
 from trajstore.writing.unattended import held_points
 
@@ -84,12 +84,13 @@ def roll_back(path: str | Path, step: int, *, aside: bool = True, dry_run: bool 
     return RolledBack(place.url, step, parts=plans, **totals)
 
 
-def take_back(path: str | Path, name: str) -> int:
+def take_back(path: str | Path, name: str, *, dry_run: bool = False) -> int:
     """Make live again what a rollback set aside; return how many trajectories.
 
     Args:
         path: path or URL of a store.
         name: ``"aside-..."``.
+        dry_run: change nothing.
 
     Raises:
         StoreNotFoundError: there is no store, or nothing was set aside under this name.
@@ -100,6 +101,9 @@ def take_back(path: str | Path, name: str) -> int:
     place = find_place(path)
     if place.kind != "store":
         raise ConfigurationError(f"{place.url}: is no store of trajstore; name one store")
+    if dry_run:
+        catalog = Catalog.open(place.directory)
+        return len(catalog.pinned.positions_in(set_aside(catalog, name).ids))
     with held_points(place.directory) as points:
         return points.take_back(name)
 

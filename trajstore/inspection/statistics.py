@@ -40,8 +40,15 @@ class RewardStatistics:
     An episode is counted where it ends. Whether it began in an earlier trajectory is told by observations: an
     environment whose first one is what another step, at the end of a trajectory, led to, goes on with that episode.
     Without observations an episode is counted from the start of the trajectory in which it ends.
+
+    Where no earlier trajectory leads to the first observation, the episode began there, or in one that was evicted or
+    not read. Trajectories that go on in others tell how many ids lie between the two at most: if all of so many before
+    were read, the episode began there; else nobody knows its beginning.
     """
 
+    whole: bool = True
+    """Whether every trajectory that is there is read. If none goes on in another, this says whether episodes at the
+    start of one began there."""
     count: int = 0
     total: float = 0.0
     total_of_squares: float = 0.0
@@ -51,13 +58,16 @@ class RewardStatistics:
     """Steps of each ended episode."""
     returns: list[float] = field(default_factory=list)
     """Sum of the rewards of each ended episode, all C of a chunk step."""
-    begun_before: int = 0
-    """Episodes that ended, but began before the first trajectory that was read; they are in neither list."""
     spanning: int = 0
-    """Ended episodes that were put together out of several trajectories."""
+    """Ended episodes of known beginning that were put together out of several trajectories."""
     followed: bool = True
     """Whether observations told of all trajectories which episodes go on in them."""
-    _open: dict[bytes, tuple[int, float, bool]] = field(default_factory=dict)
+    _open: dict[bytes, _Begun] = field(default_factory=dict)
+    _reach: int = 0
+    """Most ids from a trajectory to one that goes on with it."""
+    _read: list[int] = field(default_factory=list)
+    _uncertain: list[_Begun] = field(default_factory=list)
+    """Ended episodes for which no earlier trajectory was found, and which may have begun in one."""
 
     def add(self, rewards: torch.Tensor, dones: torch.Tensor | None, seam: Seam | None = None) -> None:
         """Take a trajectory: rewards ``[T, B, C]``, dones ``[T or T + E, B, C]``, and what joins it to others."""
@@ -89,27 +99,43 @@ class RewardStatistics:
             self.lengths += lengths.tolist()
             self.returns += returns.tolist()
             return
-        begun = [self._open.pop(key, (0, 0.0, seam.whole)) for key in seam.first]
+        self._read.append(seam.number)
+        begun = [self._open.pop(key, _Begun(seam.number, seam.number)) for key in seam.first]
+        self._reach = max([self._reach, *(seam.number - one.newest for one in begun)])
         first = dict(zip(column[::-1].tolist(), range(len(ends) - 1, -1, -1), strict=True))  # of each environment
-        unknown = []
+        uncertain = []
         for environment, at in first.items():
-            length, total, known = begun[environment]
-            lengths[at] += length
-            returns[at] += total
-            self.spanning += bool(length) and known
-            if not known:
-                unknown.append(at)
-        self.begun_before += len(unknown)
-        self.lengths += np.delete(lengths, unknown).tolist()
-        self.returns += np.delete(returns, unknown).tolist()
+            one = begun[environment]
+            lengths[at] += one.steps
+            returns[at] += one.total
+            if one.start is None:
+                self.spanning += bool(one.steps)
+            else:
+                uncertain.append(at)
+                self._uncertain.append(
+                    _Begun(one.start, seam.number, int(lengths[at]), float(returns[at]), bool(one.steps))
+                )
+        self.lengths += np.delete(lengths, uncertain).tolist()
+        self.returns += np.delete(returns, uncertain).tolist()
         last = dict(zip(column.tolist(), ends.tolist(), strict=True))
         clear = Counter(seam.last)
         for environment, key in enumerate(seam.last):
             begin, end = last.get(environment, environment * steps), (environment + 1) * steps
             if begin == end or clear[key] > 1:  # of two that look alike, nobody knows which goes on where
                 continue
-            length, total, known = (0, 0.0, True) if environment in last else begun[environment]
-            self._open[key] = (length + end - begin, total + float(sums[end] - sums[begin]), known)
+            one = _Begun(None, seam.number) if environment in last else begun[environment]
+            total = one.total + float(sums[end] - sums[begin])
+            self._open[key] = _Begun(one.start, seam.number, one.steps + end - begin, total)
+
+    def _began_there(self) -> npt.NDArray[np.bool_]:
+        """Return, for each uncertain episode, whether it began in the trajectory where it is first seen."""
+        starts = np.array([one.start for one in self._uncertain], np.int64)
+        if not self._reach:
+            return np.full(len(starts), self.whole)
+        read = np.unique(np.array(self._read, np.int64))
+        lows = np.maximum(starts - self._reach, 0)
+        there: npt.NDArray[np.bool_] = np.searchsorted(read, starts) - np.searchsorted(read, lows) == starts - lows
+        return there
 
     def rewards_report(self) -> dict[str, Any] | None:
         """Return ``{"min", "mean", "max", "std", "count"}`` of single rewards; None without rewards."""
@@ -129,16 +155,40 @@ class RewardStatistics:
         """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if none ended.
 
         ``spanning``, the number of episodes that went over several trajectories, is None where nothing tells.
+        ``begun_before`` of those that ended may have begun in trajectories that were evicted or not read; the ranges of
+        lengths and returns, and ``spanning``, are without them.
         """
-        if not self.lengths and not self.begun_before:
+        known = [one for one, there in zip(self._uncertain, self._began_there().tolist(), strict=True) if there]
+        lengths = [*self.lengths, *(one.steps for one in known)]
+        begun_before = len(self._uncertain) - len(known)
+        if not lengths and not begun_before:
             return None
         return {
-            "ended": len(self.lengths) + self.begun_before,
-            "length": range_of(self.lengths),
-            "return": range_of(self.returns),
-            "spanning": self.spanning if self.followed else None,
-            "begun_before": self.begun_before,
+            "ended": len(lengths) + begun_before,
+            "length": range_of(lengths),
+            "return": range_of([*self.returns, *(one.total for one in known)]),
+            "spanning": self.spanning + sum(one.spans for one in known) if self.followed else None,
+            "begun_before": begun_before,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """An episode so far.
+
+    Attributes:
+        start: id of the trajectory at whose start it was first seen; None if it is known to have begun in one.
+        newest: id of the last trajectory that it was seen in.
+        steps: seen.
+        total: sum of the rewards seen.
+        spans: whether it went over several trajectories; told of ended ones.
+    """
+
+    start: int | None
+    newest: int
+    steps: int = 0
+    total: float = 0.0
+    spans: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,12 +198,12 @@ class Seam:
     Attributes:
         first: of each environment, the bytes of its first observation.
         last: of each environment, the bytes of the observation that its last step led to.
-        whole: whether every earlier trajectory was taken: what goes on from none of them has begun here.
+        number: id of the trajectory.
     """
 
     first: Sequence[bytes]
     last: Sequence[bytes]
-    whole: bool
+    number: int
 
 
 def sampled_rows(values: torch.Tensor, steps: int, name: str) -> torch.Tensor:

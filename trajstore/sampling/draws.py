@@ -104,7 +104,7 @@ class Draws:
             raise _empty(window)
         if count > total and not self._clamp_told:
             self._clamp_told = True
-            logger.warning("sample(%d): the window has %d samples only, so that many are drawn", count, total)
+            logger.warning("%d samples asked for: the window has %d only, so that many are drawn", count, total)
         drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self._generator).numpy()
         if window.skipped:
             drawn[drawn >= window.before] += window.skipped

@@ -229,8 +229,11 @@ class WeightedSampler(Sampler):
         if not self._roster.live:
             return EmptyBufferError("cannot sample from an empty buffer")
         names = ", ".join(factor.name for factor in self.factors) or "the window"
+        inside = self._roster.alive if not low else self._roster.alive[self._roster.entry_of(np.array([low]))[0] :]
+        count, older = np.count_nonzero(inside), self._roster.live - np.count_nonzero(inside)
+        outside = f"; {older} older ones are not in the window (sample_window_size)" if older else ""
         return EmptyBufferError(
-            f"cannot sample: none of {self._roster.live} trajectories is left to draw from after {names}"
+            f"cannot sample: none of {count} trajectories is left to draw from after {names}{outside}"
         )
 
     # -- priorities -------------------------------------------------------------------------------

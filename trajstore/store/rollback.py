@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.saved_points import PinHead
@@ -62,6 +62,19 @@ def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
         tuple(later),
         int(catalog.index["nbytes"][leaves].sum()),
     )
+
+
+def set_aside(catalog: Catalog, name: str) -> PinHead:
+    """Return what a rollback set aside under a name.
+
+    Raises:
+        StoreNotFoundError: there is nothing of this name; names what there is.
+    """
+    asides = {head.name: head for head in catalog.asides()}
+    if name not in asides:
+        there = ", ".join(asides) or "none"
+        raise StoreNotFoundError(f"{catalog.directory.url}: nothing was set aside as {name!r}; there are: {there}")
+    return asides[name]
 
 
 def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[TrajectoryIndex, TrajectoryIndex]:

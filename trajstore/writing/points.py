@@ -24,7 +24,7 @@ from trajstore.errors import (
 )
 from trajstore.files.base import EncodedFile
 from trajstore.store.pin_names import aside_name, check_pin_name, point_name
-from trajstore.store.rollback import RollbackPlan, plan_rollback, with_live
+from trajstore.store.rollback import RollbackPlan, plan_rollback, set_aside, with_live
 from trajstore.store.saved_points import (
     PinHead,
     SavedPoint,
@@ -197,7 +197,9 @@ class Points:
 
     # -- going back -------------------------------------------------------------------------------
 
-    def roll_back(self, step: int, *, aside: bool) -> tuple[RollbackPlan, Mapping[str, Any], Mapping[str, Any]]:
+    def roll_back(
+        self, step: int, *, aside: bool
+    ) -> tuple[RollbackPlan, str | None, Mapping[str, Any], Mapping[str, Any]]:
         """Make the trajectories of a saved point the live ones.
 
         Args:
@@ -205,7 +207,8 @@ class Points:
             aside: keep what leaves readable; False deletes it.
 
         Returns:
-            What changed; the state that was saved with the point; what the pin's file says besides.
+            What changed; the name under which what left stays, None if nothing left or it was deleted; the state that
+            was saved with the point; what the pin's file says besides.
 
         Raises:
             StoreNotFoundError: there is no such point; names those that there are.
@@ -218,9 +221,10 @@ class Points:
             plan = plan_rollback(catalog, step)
             state, said = catalog.pins.state_of(plan.point), catalog.pins.state(plan.point.name)
             if plan.is_empty:
-                return plan, state, said
+                return plan, None, state, said
             name = aside_name(catalog.generation + 1)
-            if len(plan.leaving) or plan.void:
+            leaves = bool(len(plan.leaving) or plan.void)
+            if leaves:
                 self._publish(pin_file(name, plan.leaving, catalog.generation + 1, back_to=step), "was rolled back")
                 catalog.load_pins()
             self._log.replace(*with_live(catalog, plan.point.ids))
@@ -228,7 +232,7 @@ class Points:
             aside = aside or not renamed
             if not aside:
                 self._release([head for head in catalog.pins.heads.values() if name in (head.name, head.aside)])
-        return plan, state, said
+        return plan, name if leaves and aside else None, state, said
 
     def take_back(self, name: str) -> int:
         """Make live again what a rollback set aside; return how many trajectories.
@@ -240,13 +244,7 @@ class Points:
         """
         catalog = self._log.catalog
         with self._one, self._changing():
-            asides = {head.name: head for head in catalog.asides()}
-            if name not in asides:
-                there = ", ".join(asides) or "none"
-                raise StoreNotFoundError(
-                    f"{self._directory.url}: nothing was set aside as {name!r}; there are: {there}"
-                )
-            head = asides[name]
+            head = set_aside(catalog, name)
             before = len(catalog.index)
             live = id_ranges(catalog.index["trajectory_id"])
             self._log.replace(*with_live(catalog, np.concatenate([live, head.ids])))

@@ -62,7 +62,7 @@ class Usage:
 
     @property
     def is_due(self) -> bool:
-        """Whether more is dead than live."""
+        """Whether the dead bytes exceed the live ones by more than the slack."""
         return int(self.total.sum()) > 2 * int(self.live.sum()) + SLACK_BYTES
 
 
