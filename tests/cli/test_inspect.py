@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
+from tests.experience.conftest import build
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
 from trajstore.cli.output import format_bytes
 from trajstore.errors import SchemaMismatchError
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.persistence import PoolContents, write_pool
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.statistics import RewardStatistics
@@ -171,6 +173,7 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
         "rollouts": 4,
         "tasks": 4,
         "outcomes": {"min": 0.0, "mean": 0.5, "max": 1.0},
+        "without_outcome": 0,
         "turns": {"min": 1, "mean": 1.0, "max": 1},
         "with_messages": 4,
     }
@@ -295,6 +298,76 @@ def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
     assert report["tokens"] == {"min": 5, "mean": 7.0, "max": 11}
     assert report["response_tokens"] == {"min": 3, "mean": 5.0, "max": 9}
     json.dumps(report)
+
+
+def figures(out: str) -> dict[str, str]:
+    pairs = [re.split(r"  +", line.strip(), maxsplit=1) for line in out.splitlines()]
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+
+
+def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_path: Path) -> None:
+    outcomes = [1.0, None, 0.0, None, 1.0, None]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "store")) as buffer:
+        buffer.add_trajectories(
+            [
+                AgentTrajectory(
+                    messages=[{"role": "assistant", "content": "4"}],
+                    input_ids=torch.arange(5),
+                    response_start=3,
+                    reward=None if outcome is None else Reward(outcome=outcome),
+                    task_id=f"task_{number}",
+                )
+                for number, outcome in enumerate(outcomes)
+            ]
+        )
+    told = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
+    assert told["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
+    for name in ("turns of the model", "tasks", "with messages"):
+        assert told[name].endswith(" (4 of 6 read)"), name
+    assert told["of its response"] == "2 (of 4 rollouts)"
+    assert not told["tokens of a rollout"].endswith("read)"), "the index tells it of all"
+    told = figures(run("inspect", tmp_path / "store")[1])
+    assert told["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
+    assert told["of its response"] == "2"
+
+
+def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
+    store = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2), store=store)
+    for number in range(4):
+        made = [build(task, number, 1.0, entropy=1 - number / 10, policy_version=number) for task in "ab"]
+        manager.admit([*made, build("a", 10, 0.0), build("b", 10, 0.0), build("c", 1, 1.0), build("c", 2, 1.0)])
+    store.close()
+    report = inspect(tmp_path / "pool")
+    assert (report["kind"], report["trajectories"]) == ("store", 10)
+    assert report["pool"] == {
+        "trajectories": 4,
+        "tasks": 2,
+        "demonstrations": 0,
+        "difficulties": {"2": 2},
+        "skipped_tasks": 1,
+        "journal_records": 2,
+        "left_records": 4,
+    }
+    assert report["tokens"]["min"] > 0, "records of the journal have no tokens, and are no rollouts"
+    assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 4)
+    assert report["policy"]["versions"] == {"min": 2, "max": 3}
+    code, out, _ = run("inspect", tmp_path / "pool")
+    told = figures(out)
+    assert code == 0
+    assert f"{tmp_path / 'pool'}: experience pool" in out
+    assert told["trajectories"] == "4 of 2 tasks"
+    assert told["records besides"] == "2 of its journal, 4 of what left it and is not deleted yet"
+    assert told["tasks by successes"] == "2: 2"
+    assert told["solved tasks left out"] == "1"
+    told = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
+    assert told["outcomes"] == "1 (1 of 4 read)"
+
+
+def test_files_of_a_pool_have_no_single_trajectory(run: Run, shared_fixtures: Path) -> None:
+    code, _, err = run("inspect", shared_fixtures / "experience_pool" / "step_120", "--trajectory", 0)
+    assert code == FAILED
+    assert "this is the files of a pool" in err
 
 
 def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:

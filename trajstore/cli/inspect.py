@@ -83,7 +83,7 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
         out: where to.
         each: whether the parts of a run are written in full, not one line each.
     """
-    out.heading(f"{report['path']}: {KINDS[report['kind']]}")
+    out.heading(f"{report['path']}: {KINDS['experience_pool' if report.get('pool') else report['kind']]}")
     out.pairs([*_totals(report), *_content(report)])
     columns = report.get("columns")
     if columns:
@@ -169,15 +169,34 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     files = f"{format_bytes(report['size_on_disk'])} in {report['files']:,} files"
     if report.get("shards") is not None:
         files += f", {report['shards']:,} of them shards" if report["shards"] != 1 else ", one of them a shard"
-    agents = report.get("tokens") is not None and report.get("steps") is None
+    agents = report.get("pool") or (report.get("tokens") is not None and report.get("steps") is None)
+    what = "rollouts" if agents else "trajectories"
     return [
         ("format", report.get("format") or ""),
-        ("ranks", _STORES.get((report["kind"], report.get("stores") or ""), "")),
-        ("rollouts" if agents else "trajectories", f"{report['trajectories']:,}"),
+        ("ranks", "" if report.get("pool") else _STORES.get((report["kind"], report.get("stores") or ""), "")),
+        *(_pool(report["pool"]) if report.get("pool") else [(what, f"{report['trajectories']:,}")]),
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
         ("  live in shards", _live(report)),
     ]
+
+
+def _pool(pool: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the pool of a store holds, and the records that lie there besides."""
+    shown = f", {pool['demonstrations']:,} of them demonstrations" if pool["demonstrations"] else ""
+    besides = [f"{pool['journal_records']:,} of its journal"]
+    if pool["left_records"]:
+        besides.append(f"{pool['left_records']:,} of what left it and is not deleted yet")
+    return [
+        ("trajectories", f"{pool['trajectories']:,} of {pool['tasks']:,} tasks{shown}"),
+        ("  records besides", ", ".join(besides)),
+        *_difficulties(pool),
+    ]
+
+
+def _difficulties(pool: dict[str, Any]) -> list[tuple[str, str]]:
+    sizes = ", ".join(f"{key}: {count:,}" for key, count in pool["difficulties"].items())
+    return [("tasks by successes", sizes), ("solved tasks left out", f"{pool['skipped_tasks']:,}")]
 
 
 def _live(report: dict[str, Any]) -> str:
@@ -209,7 +228,8 @@ def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
     measured = report.get("measured")
-    note = "" if measured is None or measured == report["trajectories"] else f" ({measured:,} trajectories read)"
+    held = (report.get("pool") or report)["trajectories"]
+    note = "" if measured is None or measured == held else f" ({measured:,} of {held:,} read)"
     rows = [
         ("generation", format_number(report["generation"]) if "generation" in report else ""),
         ("steps T", format_range(report.get("steps"))),
@@ -231,9 +251,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("policy versions", format_range(policy["versions"])))
         rows.append(("  age", format_range(policy["ages"])))
     if "difficulties" in report:
-        sizes = ", ".join(f"{key}: {count:,}" for key, count in report["difficulties"].items())
-        rows.append(("tasks by successes", sizes))
-        rows.append(("solved tasks left out", f"{report['skipped_tasks']:,}"))
+        rows += _difficulties(report)
     return rows
 
 
@@ -241,18 +259,29 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
     agents = report.get("agents")
     rows = [
         ("tokens of a rollout", format_range(report.get("tokens"))),
-        ("  of its response", format_range(report.get("response_tokens"))),
+        ("  of its response", _responses(report)),
     ]
     if agents is None:
         return rows
     if "replayable" in report:
         refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(report["refused"].items()))
         rows.insert(0, ("replayable", f"{report['replayable']:,}" + (f" (not: {refused})" if refused else "")))
-    rows.append(("  turns of the model", format_range(agents["turns"])))
-    rows.append(("tasks", "" if agents["tasks"] is None else f"{agents['tasks']:,}{note}"))
-    rows.append(("outcomes", format_range(agents["outcomes"])))
-    rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}"))
+    if agents["turns"] is not None:
+        rows.append(("  turns of the model", format_range(agents["turns"]) + note))
+    if agents["tasks"] is not None and not report.get("pool"):
+        rows.append(("tasks", f"{agents['tasks']:,}{note}"))
+    unknown = agents["without_outcome"]
+    said = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
+    rows.append(("outcomes", "; ".join(part for part in said if part) + note))
+    rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}{note}"))
     return rows
+
+
+def _responses(report: dict[str, Any]) -> str:
+    """Return the lengths of responses, and of how many rollouts where it is not all."""
+    known, held = report.get("response_tokens_known"), (report.get("pool") or report)["trajectories"]
+    text = format_range(report.get("response_tokens"))
+    return text + (f" (of {known:,} rollouts)" if text and known is not None and known < held else "")
 
 
 def _experiences(held: dict[str, Any] | None, note: str) -> list[tuple[str, str]]:

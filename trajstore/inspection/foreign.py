@@ -138,6 +138,7 @@ def inspect_pool(directory: Directory) -> Report:
             "rollouts": len(trajectories),
             "tasks": len(contents.task2trajectories),
             "outcomes": range_of(outcomes),
+            "without_outcome": len(trajectories) - int(np.isfinite(np.array(outcomes, np.float64)).sum()),
             "turns": range_of([turns for item in trajectories if (turns := turns_of(item)) is not None]),
             "with_messages": sum(bool(item.messages) for item in trajectories),
         },

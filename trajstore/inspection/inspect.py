@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.errors import StoreError
+from trajstore.errors import CorruptStoreError, StoreError
 from trajstore.files.base import Directory, Reader
 from trajstore.files.leases import READERS_FOLDER
 from trajstore.formats.base import SHARDS_FOLDER
@@ -23,6 +23,7 @@ from trajstore.inspection.live import announced, needed_now
 from trajstore.inspection.measure import measure as measure_trajectories
 from trajstore.inspection.mirrors import mirror_report
 from trajstore.inspection.points import points_report, run_points_report
+from trajstore.inspection.pools import pool_report
 from trajstore.inspection.statistics import (
     id_gaps,
     merge_agents,
@@ -64,10 +65,11 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``saved_points``, ``aside`` (what rollbacks set aside), ``pins`` (names), ``stores`` (``"shared"``: one store,
         from which all ranks draw; ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``,
         ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
-        of agent trajectories, ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not
-        known is None or absent, never 0. A folder has ``parts``, a report each, what they add up to, and
-        ``run_points`` (saved points by step, with the ranks that lack each); a part of the kind ``"unreadable"`` has
-        only its files counted.
+        of agent trajectories, ``response_tokens_known`` (of how many R is known), ``pool`` (of an experience pool's
+        store; then the figures are of its trajectories), ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``,
+        ``integrity``. What is not known is None or absent, never 0. A folder has ``parts``, a report each, what they
+        add up to, and ``run_points`` (saved points by step, with the ranks that lack each); a part of the kind
+        ``"unreadable"`` has only its files counted.
 
     Raises:
         StoreNotFoundError: nothing there.
@@ -148,9 +150,23 @@ def _inspect_store(directory: Directory, measure: int, progress: Progress | None
         catalog, damage = open_leniently(directory)
         lease.settle(catalog.generation)
         sizes = _sizes(directory)
-        measured = measure_trajectories(catalog, measure, progress)
+        pool, counted = _pool(catalog, damage)
+        measured = measure_trajectories(catalog, measure, progress, counted)
         lengths = measured.pop("response_lengths")
-        return _report(catalog, damage, readers, sizes, lengths) | measured
+        return _report(catalog, damage, readers, sizes, lengths, counted) | {"pool": pool} | measured
+
+
+def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.NDArray[np.bool_]]:
+    """Return what the pool of a store holds, and which entries of the index the figures are of.
+
+    Of a pool's store these are its trajectories. Damage to its journal is added to ``damage``.
+    """
+    try:
+        found = pool_report(catalog)
+    except CorruptStoreError as error:
+        damage.append(Damage(str(error)))
+        found = None
+    return (None, np.ones(len(catalog.index), np.bool_)) if found is None else found
 
 
 def _readers(directory: Directory) -> list[Reader] | None:
@@ -181,13 +197,14 @@ def _report(
     readers: Sequence[Reader] | None,
     sizes: dict[str, int],
     response_lengths: npt.NDArray[np.int64],
+    counted: npt.NDArray[np.bool_],
 ) -> Report:
     """Return what the index and the sizes of the files tell."""
     directory, index = catalog.directory, catalog.index
     metadata = catalog.metadata()
     of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
     with_tokens, with_response = (
-        ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
+        counted & ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
         for axis in (Axis.SAMPLES, Axis.RESPONSE)
     )
     # What has no column along the response tells its length all the same, where it was read.
@@ -220,9 +237,10 @@ def _report(
         "batch": range_of(index["batch"][of_steps]),
         "tokens": range_of(index["steps"][with_tokens]),
         "response_tokens": range_of(responses),
+        "response_tokens_known": len(responses),
         "max_episode_length": range_of(index["max_episode_length"][index["max_episode_length"] > 0]),
         "ids": _ids(index["trajectory_id"]),
-        "policy": _policy(index),
+        "policy": _policy(index, counted),
         "integrity": integrity,
     }
 
@@ -269,11 +287,11 @@ def _ids(ids: npt.NDArray[np.int64]) -> Report | None:
     }
 
 
-def _policy(index: TrajectoryIndex) -> Report:
-    known = index["version_low"] != UNKNOWN_VERSION
+def _policy(index: TrajectoryIndex, counted: npt.NDArray[np.bool_]) -> Report:
+    known = counted & (index["version_low"] != UNKNOWN_VERSION)
     lows, highs = index["version_low"][known], index["version_high"][known]
     weights = [index.weights[number] for number in np.unique(index["weights"]).tolist()]
-    return policy_report(lows, highs, weights, unknown=int((~known).sum()))
+    return policy_report(lows, highs, weights, unknown=int((counted & ~known).sum()))
 
 
 def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.columns.fields import Axis
@@ -26,23 +27,33 @@ _SEAM_BYTES = 64 << 10
 """Of an observation, at most this much is compared."""
 
 
-def measure(catalog: Catalog, count: int, progress: Progress | None) -> Report:
+def measure(
+    catalog: Catalog, count: int, progress: Progress | None, counted: npt.NDArray[np.bool_] | None = None
+) -> Report:
     """Read rewards, episodes and outcomes of the newest trajectories.
 
     Args:
         catalog: of the store.
         count: how many; 0 = all.
         progress: told how many of them have been read.
+        counted: which entries of the index count; None = all.
 
     Returns:
         What a report has of them, and ``response_lengths``: R of each rollout that has no column along its response.
     """
     index = catalog.index
-    count = len(index) if count == 0 else min(count, len(index))
+    some = counted is not None and not counted.all()
+    places = np.flatnonzero(counted) if counted is not None and some else np.arange(len(index))
+    places = places[-count:] if count else places
+    count = len(places)
     access = ShardAccess(catalog)
     result = _Measurement(whole=count == len(index))
     unreadable = done = 0
-    for position, number in _alike(catalog, index.end - count, index.end):
+    wanted = set(places.tolist()) if some else None
+    first = index.first + int(places[0]) if count else index.end
+    for position, number in _alike(catalog, first, index.end):
+        if wanted is not None and position - index.first not in wanted:
+            continue  # only agent trajectories, which come singly, are left out
         try:
             result.add(access, index, position, number)
         except CorruptStoreError:
@@ -136,6 +147,7 @@ class _Measurement:
                 "rollouts": self._agents,
                 "tasks": len(self._tasks),
                 "outcomes": range_of(self._outcomes),
+                "without_outcome": self._agents - int(np.isfinite(np.array(self._outcomes, np.float64)).sum()),
                 "turns": range_of(self._turns),
                 "with_messages": self._messages,
             }

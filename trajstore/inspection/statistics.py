@@ -311,7 +311,8 @@ def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
     return {
         "rollouts": sum(part["rollouts"] for part in known),
         "tasks": None,
-        "outcomes": merge_ranges([(part["outcomes"], part["rollouts"]) for part in known]),
+        "outcomes": merge_ranges([(part["outcomes"], part["rollouts"] - part["without_outcome"]) for part in known]),
+        "without_outcome": sum(part["without_outcome"] for part in known),
         "turns": merge_ranges([(part["turns"], part["rollouts"]) for part in known]),
         "with_messages": sum(part["with_messages"] for part in known),
     }

@@ -53,7 +53,9 @@ def inspect_trajectory(
     """
     place = find_place(path)
     if place.kind != "store":
-        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is a {place.kind}")
+        what = {"run": "a run directory", "rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
+        found = what.get(place.kind, place.kind)
+        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
     catalog, position, trajectory, columns = _read(place.directory, trajectory_id)
     entry = catalog.index.entry(position)
     shard = catalog.index.at("shard", position)

@@ -1,0 +1,109 @@
+"""The store of an experience pool: what of its records the pool is, read from their documents alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.schema import DOCUMENT
+from trajstore.errors import CorruptStoreError, StoreError
+from trajstore.experience.entry import PoolEntry, Refusal, is_demonstration
+from trajstore.experience.journal import JOURNAL_KEY
+from trajstore.experience.recovery import recover
+from trajstore.experience.rules import PoolRules
+from trajstore.reading.shard_access import ShardAccess
+from trajstore.store.catalog import Catalog
+from trajstore.trajectory import AgentTrajectory
+
+Report = dict[str, Any]
+
+
+def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
+    """Return what the pool of a store holds, and which of the index's entries are its trajectories.
+
+    Returns:
+        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
+        the records besides: ``journal_records``, and ``left_records`` of what left the pool and is not deleted yet; and
+        a mask over the index. None where the store is no pool's.
+
+    Raises:
+        CorruptStoreError: the pool's journal cannot be understood.
+    """
+    access = ShardAccess(catalog)
+    try:
+        documents = _Documents(catalog, access)
+        if not documents.are_of_a_pool():
+            return None
+        found = recover(documents, PoolRules(n_rollout=1), _entry)
+    finally:
+        access.close()
+    live = [entry.trajectory_id for entry in found.state.all_entries()]
+    report = {
+        "trajectories": len(live),
+        "tasks": len(found.state.entries),
+        "demonstrations": found.state.demonstrations(),
+        "difficulties": {str(key): count for key, count in sorted(found.state.buckets.sizes().items())},
+        "skipped_tasks": len(found.state.skip),
+        "journal_records": len(found.records),
+        "left_records": len(set(found.garbage)),
+    }
+    return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
+
+
+def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a record whose tokens were not read: nothing of it is compared."""
+    return PoolEntry(
+        trajectory_id=trajectory_id,
+        task_id=record.task_id,
+        entropy=record.entropy,
+        outcome=None,
+        policy_version=record.policy_version,
+        digest=trajectory_id.to_bytes(8, "big"),
+        is_demonstration=is_demonstration(record),
+    )
+
+
+class _Documents:
+    """The records of a store without their tensors, as a pool's store that is only read."""
+
+    durable = True
+    store_id = ""
+
+    def __init__(self, catalog: Catalog, access: ShardAccess) -> None:
+        self._index = catalog.index
+        self._access = access
+
+    def are_of_a_pool(self) -> bool:
+        """Return whether the newest record that can be read is a pool's, as in a pool's store."""
+        for position in range(self._index.end - 1, self._index.first - 1, -1):
+            if self._access.schema(self._index, position).kind != "agent":
+                return False
+            try:
+                return JOURNAL_KEY in self._read(position).metadata
+            except CorruptStoreError:
+                continue
+        return False
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        return self._read(self._index.position_of(trajectory_id))
+
+    def ids(self) -> list[int]:
+        return [int(number) for number in self._index["trajectory_id"]]
+
+    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+        raise StoreError("a store that is looked into is only read")
+
+    def evict(self, ids: Sequence[int], /) -> None:
+        raise StoreError("a store that is looked into is only read")
+
+    def flush(self) -> None:
+        """Do nothing: nothing is written."""
+
+    def _read(self, position: int) -> AgentTrajectory:
+        record = self._access.trajectory(self._index, position, (DOCUMENT,))
+        if not isinstance(record, AgentTrajectory):
+            raise StoreError(f"position {position}: a step trajectory, which is no record of a pool")
+        return record
