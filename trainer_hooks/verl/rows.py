@@ -25,7 +25,7 @@ from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.compact import with_usual_columns
-from trajstore.experience.entry import is_demonstration
+from trajstore.experience.entry import EARLIER_RUN, is_demonstration
 from trajstore.experience.rows import pack_rows, row_count
 from trajstore.guidance.metadata import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -295,7 +295,8 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
     session = FIRST_REPLAYED_SESSION + number
     uid = str(template.columns["uid"])
     oldest, newest = _versions(trajectory)
-    if demonstration:  # no weights of this run sampled it; verl's figures of lag shall not speak of it
+    if demonstration or EARLIER_RUN in trajectory.metadata:
+        # No weights of this run sampled it: verl's figures of lag shall not speak of it.
         oldest, newest = (int(template.tag[name]) for name in ("min_global_steps", "max_global_steps"))
     columns: dict[str, Any] = {
         **template.columns,

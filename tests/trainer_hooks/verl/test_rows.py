@@ -33,7 +33,7 @@ from trainer_hooks.verl.rows import (
 from trainer_hooks.verl.tasks import task_name
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience.entry import DEMONSTRATION
+from trajstore.experience.entry import DEMONSTRATION, of_earlier_run
 from trajstore.experience.rows import row_count, rows_of
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
@@ -299,6 +299,18 @@ def test_a_history_without_its_tokens_is_refused(name: str) -> None:
     setattr(history, name, None)
     with pytest.raises(InvalidTrajectoryError, match="'old_0_0'"):
         replayed_row(fresh_row("new"), history, 0, own_group=False)
+
+
+def test_versions_of_an_earlier_run_are_no_tags_of_this_one(tmp_path: Path) -> None:
+    row = rated(fresh_row("old"))
+    tag = {**row.tag, "min_global_steps": 300, "max_global_steps": 301}
+    (held,) = through_a_store([recorded(Row(row.key, tag, row.columns))], tmp_path)
+    template = fresh_row("new")
+    names = ("min_global_steps", "max_global_steps")
+    for one, expected in ((held, (300, 301)), (of_earlier_run(held), tuple(template.tag[name] for name in names))):
+        back = replayed_row(template, one, 0, own_group=False)
+        assert tuple(back.tag[name] for name in names) == expected
+        assert tuple(back.columns["extra_fields"][name] for name in names) == expected
 
 
 def demonstration(**metadata: Any) -> AgentTrajectory:
