@@ -52,7 +52,9 @@ def _configure(parser: ArgumentParser) -> None:
         help="import: the run that will use the pool goes on from the checkpoint of what is imported, so that policy"
         " versions count on; else an earlier run made it, and its age is unknown",
     )
-    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="write the result as JSON; the guide to agents explains its names (part 6)"
+    )
     for name, default, text in (
         ("--n-rollout", 8, "import: rollouts per task (default: %(default)s)"),
         ("--max-trajectories-per-task", 10, "import: as in the run's configuration (default: %(default)s)"),
