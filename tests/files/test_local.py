@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
@@ -106,6 +107,26 @@ def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
     assert not (tmp_path / "readers" / "dead.pin").exists()
     first.release()
     assert directory.readers() == []
+
+
+def test_a_reader_keeps_no_other_user_from_announcing_itself(tmp_path: Path) -> None:
+    """As where somebody whose umask is strict, or root, is the first to read another user's store."""
+    path = tmp_path / "store"
+    directory = LocalDirectory(path)
+    directory.lock_writer().release()
+    path.chmod(0o775)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 1235)
+    before = os.umask(0o077)
+    try:
+        lease = directory.announce_reader()
+    finally:
+        os.umask(before)
+    made, (file,) = (path / "readers").stat(), (path / "readers").iterdir()
+    assert stat.S_IMODE(made.st_mode) == 0o775
+    assert (made.st_uid, made.st_gid) == (path.stat().st_uid, path.stat().st_gid)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    lease.release()
 
 
 def test_a_directory_that_was_not_created_is_not_made_by_writing(tmp_path: Path) -> None:

@@ -231,8 +231,13 @@ class HeldFolder:
         with self.naming(name):
             return os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
 
-    def make_folder(self, name: str) -> None:
-        """Make a folder in it, if absent; its name is not durable before :meth:`sync` of the one above."""
+    def make_folder(self, name: str, *, shared: bool = False) -> None:
+        """Make a folder in it, if absent; its name is not durable before :meth:`sync` of the one above.
+
+        Args:
+            name: of the folder.
+            shared: a new one belongs to whom this one belongs, and may be used by whoever may use this one.
+        """
         root = self.number
         with self.naming(name):
             try:
@@ -240,6 +245,13 @@ class HeldFolder:
             except FileExistsError:
                 if not self.has_folder(name):
                     raise
+                return
+            if shared:
+                mine = os.fstat(root)
+                with contextlib.suppress(OSError):  # only root gives away, and not every file system has owners
+                    os.chown(name, mine.st_uid, mine.st_gid, dir_fd=root, follow_symlinks=False)
+                with contextlib.suppress(OSError):
+                    os.chmod(name, stat.S_IMODE(mine.st_mode), dir_fd=root)
 
     def rename(self, name: str, new: str) -> None:
         """Give a file or folder another name."""

@@ -145,11 +145,13 @@ class LocalReaderLease(ReaderLease):
     def __init__(self, root: HeldFolder, generation: int) -> None:
         self._root = root
         self._told = False
-        root.make_folder(READERS_FOLDER)
+        root.make_folder(READERS_FOLDER, shared=True)  # the first reader may be another user than the writer
         while True:
             self._name = f"{READERS_FOLDER}/{uuid.uuid4()}.pin"
             self._file = Descriptor(root.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL), of_process=True)
             fcntl.flock(self._file.number, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                os.fchmod(self._file.number, 0o644)  # whatever the umask: the writer looks whether it is locked
             try:
                 root.stat(self._name)
             except FileNotFoundError:  # the writer took it for a dead reader's before it was locked
