@@ -15,6 +15,7 @@ import pytest
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.inspection.copying import repair_store
 from trajstore.inspection.inspect import inspect
+from trajstore.inspection.points import roll_back
 from trajstore.inspection.verify import verify
 from trajstore.reading import sources
 from trajstore.store.log_records import encode_line
@@ -101,6 +102,29 @@ def test_a_rank_that_is_not_there_is_told(run: Path, caplog: pytest.LogCaptureFi
     assert not result.sound
     assert "rank_2" in result.problems[0].message
     assert "rank_2" in inspect(run)["integrity"]["problems"][0]
+
+
+@pytest.mark.parametrize("how", ["emptied", "gone", "index"])
+def test_a_run_that_was_repaired_can_be_opened(run: Path, tmp_path: Path, how: str) -> None:
+    if how == "index":
+        cut(run / "rank_2" / "trajectory_index.json")
+    else:
+        shutil.rmtree(run / "rank_2")
+        (run / "rank_2").mkdir() if how == "emptied" else None
+    repaired = repair_store(run, tmp_path / "new")
+    assert (repaired.is_whole, repaired.left_out) == (False, 1)
+    assert "an empty store takes its place" in str(repaired.problems)
+    assert verify(tmp_path / "new").sound
+    buffer, left_out = load(tmp_path / "new")
+    assert (keys_of(buffer), left_out) == ([0, 1, 2, 3, 4, 5, 9, 10, 11], 0)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "new" / "rank_2") as rank:
+        assert rank.add_trajectories([witness(7)]) == [0]
+
+
+def test_a_rollback_names_the_rank_that_is_lacking(run: Path) -> None:
+    shutil.rmtree(run / "rank_2")
+    with pytest.raises(errors.ConfigurationError, match="rank_2 is absent"):
+        roll_back(run, 1)
 
 
 # -- one damaged rank --------------------------------------------------------------------------------
@@ -425,3 +449,21 @@ def test_what_is_lost_is_named_with_its_ids(run: Path) -> None:
     assert 0 < len(lost) <= 3
     assert result.to_json()["problems"][0]["lost"] == [list(pair) for pair in problem.lost]
     assert not result.sound
+
+
+def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        buffer.pin("one")
+        buffer.pin("two")
+        buffer.evict([1])
+    flip(tmp_path / "store" / "pins" / "one.json")
+    with pytest.raises(errors.CorruptStoreError, match=r"one\.json"):
+        load(tmp_path / "store")
+    buffer, left_out = load(tmp_path / "store", strict=False, pin="two")
+    assert (keys_of(buffer), left_out) == ([0, 1, 2], 0)
+    (problem,) = verify(tmp_path / "store").problems
+    assert problem.file == "pins/one.json"
+    (tmp_path / "store" / "pins" / "one.json").unlink()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
+        assert keys_of(buffer) == [0, 2]

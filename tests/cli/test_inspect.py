@@ -24,6 +24,7 @@ from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.persistence import PoolContents, write_pool
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.statistics import RewardStatistics
+from trajstore.inspection.verify import verify
 from trajstore.trajectory import Reward
 
 FORMATS = ["pt", "pkl", "zarr"]
@@ -194,10 +195,22 @@ def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
         assert report["policy"]["weights"] == 6
         assert report["integrity"]["problems"] == []
     code, out, _ = run("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")
-    assert code == DAMAGED
-    assert "2 problems" in out
+    assert code == 0
+    assert "0 to 6, none absent; 2 of them have no file" in out
     report = inspect(shared_fixtures / "rlinf" / "per_rank")
     assert report["trajectories"] == 12
+
+
+def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> None:
+    for name in ("rank_0", "rank_1", "step_5/rank_0"):
+        write_store(tmp_path / "run" / name, range(2))
+    code, out, _ = run("inspect", tmp_path / "run")
+    assert code == 0
+    out = " ".join(out.split())
+    assert "ranks 2, a store for each" in out
+    assert "opened as one 4 trajectories of rank_*; the others lie in step_5" in out
+    (note,) = verify(tmp_path / "run").notes
+    assert "step_5" in note
 
 
 def test_experience_pool(run: Run, shared_fixtures: Path) -> None:

@@ -24,6 +24,7 @@ from trajstore.mirroring import mirror as mirror_module
 from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.mirroring.restoring import IDS_LEFT_OUT, restore
 from trajstore.testing.waiting import wait_until
+from trajstore.testing.witness import witness
 
 
 class Watched(LocalDirectory):
@@ -350,3 +351,33 @@ def test_every_format_in_an_object_store(tmp_path: Path, fmt: str) -> None:
         assert keys_of(buffer) == expected
         level(buffer)
     is_sound(url)
+
+
+def test_waiting_for_everything_waits_for_saved_points_and_rollbacks(tmp_path: Path) -> None:
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", interval=30.0)) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.save_point(1, {"note": "one"})
+        assert buffer.wait_mirrored(timeout=60)
+        assert [point.step for point in saved_points(tmp_path / "mirror")] == [1]
+        buffer.add_trajectories([witness(1)])
+        assert buffer.wait_mirrored(timeout=60)
+        assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1}
+        buffer.rollback(1)
+        assert buffer.wait_mirrored(timeout=60)
+        assert keys_at(tmp_path / "mirror") == {0: 0}
+        buffer.evict([0])
+        assert buffer.wait_mirrored(timeout=60)
+        assert keys_at(tmp_path / "mirror") == {}
+
+
+def test_a_mirror_that_cannot_be_opened_is_not_said_to_have_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path / "other", Mirror(tmp_path / "mirror")) as buffer:
+        add(buffer, range(2))
+    with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.2)) as buffer:
+        add(buffer, range(3))
+        wait_until(lambda: buffer.mirror_state is not None and buffer.mirror_state.failures > 0)
+        assert not buffer.wait_mirrored(timeout=0.1)
+    assert "what is there is not known" in caplog.text
+    assert "up to id -1" not in caplog.text

@@ -9,9 +9,11 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer
+from trajstore.inspection.copying import copy_store
+from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
-from trajstore.testing.witness import witness
+from trajstore.testing.witness import check_trajectory, witness
 
 
 def rlinf(path: Path, form: str = "pt") -> Path:
@@ -66,3 +68,36 @@ def test_verify_reports_names_that_leave_the_directory_of_rlinf(tmp_path: Path) 
     index.write_bytes(orjson.dumps(value))
     (problem,) = verify(path).problems
     assert "leaves the directory" in problem.message
+
+
+def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path) -> None:
+    path = rlinf(tmp_path / "rlinf")
+    next(path.glob("trajectory_0_*")).unlink()
+    found = verify(path)
+    assert found.sound
+    assert "1 trajectories, the oldest of the index, have no file (ids 0)" in found.notes[0]
+    report = inspect(path)
+    assert (report["ids"]["without_file"], report["integrity"]["problems"]) == (1, [])
+    copied = copy_store(path, tmp_path / "store")
+    assert (copied.trajectories, copied.is_whole) == (2, True)
+    assert "never written" in copied.problems[0]
+    next(path.glob("trajectory_2_*")).unlink()
+    (problem,) = verify(path).problems
+    assert problem.lost == ((2, 2),)
+    assert len(inspect(path)["integrity"]["problems"]) == 1
+    assert not copy_store(path, tmp_path / "less").is_whole
+    next(path.glob("trajectory_1_*")).unlink()
+    assert len(verify(path).problems) == 3, "there must have been something"
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_copy_of_a_directory_of_rlinf_is_a_store(tmp_path: Path, ranks: int | None) -> None:
+    for rank in range(ranks or 1):
+        rlinf(tmp_path / "rlinf" / (f"rank_{rank}" if ranks else ""))
+    copied = copy_store(tmp_path / "rlinf", tmp_path / "copy")
+    assert (copied.is_whole, copied.trajectories) == (True, 3 * (ranks or 1))
+    store = tmp_path / "copy" / ("rank_1" if ranks else "")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as buffer:
+        assert [check_trajectory(buffer.get(one)) for one in buffer.trajectory_ids.tolist()] == [0, 1, 2]
+        buffer.save_point(1)
+        assert buffer.add_trajectories([witness(5)]) == [3]

@@ -273,16 +273,24 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         mirror = self._backing.mirror
         return None if mirror is None else mirror.state
 
-    def wait_mirrored(self, ids: Sequence[int], timeout: float | None = None) -> bool:
+    def wait_mirrored(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
         """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
+
+        Args:
+            ids: of trajectories; None: everything, what was added before and waits to be written, evictions, saved
+                points and rollbacks too.
+            timeout: in seconds; None = no limit.
 
         Raises:
             StoreError: this buffer has no mirror.
+            StoreWriteError: with ``ids=None``, a write failed; names the file.
         """
-        wanted, timeout = whole_numbers("ids", ids), seconds_or_none("timeout", timeout)
-        mirror = self._backing.mirror
+        wanted = None if ids is None else whole_numbers("ids", ids)
+        timeout, mirror = seconds_or_none("timeout", timeout), self._backing.mirror
         if mirror is None:
             raise StoreError("wait_mirrored: this buffer has no mirror; give one with mirror=...")
+        if wanted is None:
+            return mirror.wait_for_all(self._backing.flush, timeout)
         return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True
 
     def evict(self, ids: Sequence[int]) -> None:

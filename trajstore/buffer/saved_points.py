@@ -57,8 +57,8 @@ class PointsOfBuffer:
         if request is not None:
             raise StoreError(
                 f"{call}: this buffer shows what was loaded from {request.directory.url}, and a saved point names "
-                f"trajectories of its own store {self.backing.writer.directory.url} alone; open that without "
-                "load_checkpoint, or use save_checkpoint, which saves both"
+                f"trajectories of its own store {self.backing.writer.directory.url} alone; to have both in one store, "
+                "save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
             )
         return self.backing.writer
 

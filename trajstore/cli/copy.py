@@ -62,7 +62,8 @@ COPY = Command(
     summary="copy a store as it is at this moment, also while it is being written",
     description=(
         "Copy every committed trajectory of a store, a checkpoint, or each store of a run directory, and verify the "
-        "copy. A writer may go on meanwhile. Files are hard links where the file system can. Pins are not copied."
+        "copy. A writer may go on meanwhile. Files are hard links where the file system can. Pins are not copied. "
+        "A directory of RLinf becomes a store."
     ),
     configure=_configure,
     run=_copy,
@@ -73,8 +74,8 @@ REPAIR = Command(
     summary="copy what is whole of a damaged store to a new one",
     description=(
         "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
-        "is lost. Nothing of the damaged store is changed or deleted. Exit code 0: all trajectories are in the new "
-        "store; 1: some are lost, or may be."
+        "is lost. An empty store takes the place of a rank that is lost. Nothing of the damaged store is changed or "
+        "deleted. Exit code 0: all trajectories are in the new store; 1: some are lost, or may be."
     ),
     configure=_configure,
     run=_repair,

@@ -173,11 +173,12 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     what = "rollouts" if agents else "trajectories"
     return [
         ("format", report.get("format") or ""),
-        ("ranks", "" if report.get("pool") else _STORES.get((report["kind"], report.get("stores") or ""), "")),
+        ("ranks", "" if report.get("pool") else _ranks(report)),
         *(_pool(report["pool"]) if report.get("pool") else [(what, f"{report['trajectories']:,}")]),
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("on disk", files),
         ("  live in shards", _live(report)),
+        ("opened as one", _opened(report)),
     ]
 
 
@@ -197,6 +198,18 @@ def _pool(pool: dict[str, Any]) -> list[tuple[str, str]]:
 def _difficulties(pool: dict[str, Any]) -> list[tuple[str, str]]:
     sizes = ", ".join(f"{key}: {count:,}" for key, count in pool["difficulties"].items())
     return [("tasks by successes", sizes), ("solved tasks left out", f"{pool['skipped_tasks']:,}")]
+
+
+def _ranks(report: dict[str, Any]) -> str:
+    text = _STORES.get((report["kind"], report.get("stores") or ""), "")
+    return f"{report['ranks']:,}, {text}" if report.get("ranks") else text
+
+
+def _opened(report: dict[str, Any]) -> str:
+    """Return what of a run is shown that has stores in other folders too, which are counted all the same."""
+    if not report.get("beside"):
+        return ""
+    return f"{report['opened']:,} trajectories of rank_*; the others lie in {', '.join(report['beside'])}"
 
 
 def _live(report: dict[str, Any]) -> str:
@@ -322,7 +335,8 @@ def _ids(ids: dict[str, Any] | None) -> str:
     if ids is None:
         return ""
     text = f"{ids['first']:,} to {ids['last']:,}"
-    return text + (f", {ids['absent']:,} absent" if ids["absent"] else ", none absent")
+    without = f"; {ids['without_file']:,} of them have no file" if ids.get("without_file") else ""
+    return text + (f", {ids['absent']:,} absent" if ids["absent"] else ", none absent") + without
 
 
 def _problems(count: int) -> str:
@@ -350,6 +364,8 @@ COMMAND = Command(
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
+        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown; the rest is evicted "
+        "or pinned. Of a folder, all stores below it are counted. "
         "Reads RLinf's directories and experience pools too. A writer may go on. Writes nothing but a reader's lease "
         "while a writer has the store open. Exit code 1: it lists problems."
     ),

@@ -57,7 +57,8 @@ COMMAND = Command(
     name="verify",
     summary="check every checksum and every name",
     description=(
-        "Read every byte and compare it with its checksum; check that every name is there. A writer may go on: "
+        "Read every byte and compare it with its checksum; check that every name is there. The files it counts are "
+        "those of shards and of states of saved points. A writer may go on: "
         "what it evicts meanwhile is no damage. Writes nothing but a reader's lease while a writer has the store open. "
         "Exit code 0 = sound, 1 = damaged, 2 = no store there."
     ),

@@ -11,7 +11,8 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.files.opening import nested, open_directory
 from trajstore.inspection.verify import verify
-from trajstore.reading.places import Place, find_place
+from trajstore.reading.places import Place, find_place, is_of_rank
+from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.store.log_records import ranges_of
 from trajstore.store.lost_records import lost_in_words
 from trajstore.store.saved_points import PINS_FOLDER
@@ -70,6 +71,7 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
 
     The copy is a checkpoint: it holds every committed trajectory with its id and UUID, without the pins. Files are
     hard-linked where both sides are on one file system that can, else copied. It is verified before this returns.
+    A directory of RLinf becomes a store.
 
     Args:
         source: path or URL.
@@ -82,7 +84,19 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
         CorruptStoreError: the source, or the copy, is damaged. ``repair_store`` copies what is whole.
         StoreWriteError: it could not be written.
     """
-    return _each(find_place(source), str(target), lambda place, to: _copy(place.url, to, [], progress), lenient=False)
+
+    def copy(place: Place, to: str) -> Copied:
+        if place.kind == "store":
+            return _copy(place.url, to, [], progress)
+        unwritten = len(RLinfSource.open(place.directory, strict=False).unwritten)
+        copied = _copy(place.url, to, [], progress, strict=None)
+        if unwritten:  # no loss: RLinf lists them, but draws none either
+            copied.left_out -= unwritten
+            copied.problems = [f"{unwritten:,} trajectories are in its index, but were never written; not in the store"]
+            copied.problems += [f"{copied.left_out:,} trajectories were left out"] if copied.left_out else []
+        return copied
+
+    return _each(find_place(source), str(target), copy, lenient=False)
 
 
 def repair_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:
@@ -90,6 +104,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 
     Every checksum is compared. What lies in a damaged shard is left out, for nothing tells which of its rows are
     right; damaged metadata and indexes are worked out again where they can be. The rest keeps its ids and UUIDs.
+    In place of a rank of which nothing can be read there is an empty store, so that the run can be opened.
 
     Args:
         source: path or URL.
@@ -123,21 +138,23 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:
     """Copy a store, or every store of a run into a folder of the same name; ``lenient`` passes over what it cannot."""
-    if place.kind not in ("store", "run"):
-        way = (
-            "move the files that `trajstore verify` names away, load the rest with strict=False and save a checkpoint"
-            if lenient
-            else "copy its files with any tool"
+    if place.kind == "experience_pool":
+        raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
+    if place.kind == "rlinf" and lenient:
+        raise ConfigurationError(
+            f"{place.url}: is no store of trajstore; move the files that `trajstore verify` names away, load the rest "
+            "with strict=False and save a checkpoint"
         )
-        raise ConfigurationError(f"{place.url}: is no store of trajstore; {way}")
     directory = open_directory(target)
     if directory.exists() and directory.names():
         raise ConfigurationError(f"{target}: is not empty; give the copy a directory of its own")
     if nested(open_directory(place.url), directory):
         raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
-    if place.kind == "store":
+    if place.kind != "run":
         return copy(place, target)
-    result = Copied(place.url, target, problems=list(place.lacking), left_out=len(place.lacking))
+    result = Copied(place.url, target, left_out=len(place.lacking))
+    for text in place.lacking:
+        _put_empty(text.split()[0], text, result)
     for part in place.parts:
         to = f"{target}/{'own' if part.url == place.url else part.name}"
         try:
@@ -145,8 +162,11 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         except StoreError as error:
             if not lenient:
                 raise
-            result.problems.append(f"{part.name}: is left out: {error}")
             result.left_out += 1
+            if part.kind == "store" and is_of_rank(part.name):
+                _put_empty(part.name, f"{part.name}: is left out: {error}", result)
+            else:
+                result.problems.append(f"{part.name}: is left out: {error}")
             continue
         result.parts.append(copied)
         result.trajectories += copied.trajectories
@@ -154,18 +174,27 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     return result
 
 
-def _copy(source: str, target: str, lost: list[int], progress: Progress | None, *, strict: bool = True) -> Copied:
+def _put_empty(rank: str, why: str, result: Copied) -> None:
+    """Put an empty store in place of a rank of which nothing is left: readers refuse a run that has a gap."""
+    seed = int(rank.removeprefix("rank_"))  # no two empty ones draw alike
+    with TrajectoryReplayBuffer(seed=seed) as nothing:
+        nothing.save_checkpoint(f"{result.target}/{rank}")
+    result.problems.append(f"{why}; an empty store takes its place")
+
+
+def _copy(
+    source: str, target: str, lost: list[int], progress: Progress | None, *, strict: bool | None = True
+) -> Copied:
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
         before = reader.load_checkpoint(source, strict=strict)
         shown = set(reader.trajectory_ids.tolist())
         reader.evict([number for number in lost if number in shown])
         reader.save_checkpoint(target)
-        kept = len(reader)
     found = verify(target, progress)
     if not found.sound:
         told = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
         raise CorruptStoreError(f"{target}: the copy of {source} is damaged: {told}")
-    copied = Copied(source, target, kept, found.nbytes, lost)
+    copied = Copied(source, target, found.trajectories, found.nbytes, lost)
     if before and not lost:
         copied.problems.append(f"{before:,} trajectories were left out")
         copied.left_out = before

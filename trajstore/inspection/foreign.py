@@ -20,6 +20,8 @@ from trajstore.reading.rlinf_source import RLinfSource
 Report = dict[str, Any]
 Progress = Callable[[int, int], None]
 
+MISSING = "named by the index, but missing"
+
 
 def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None) -> Report:
     """Return the report of :func:`trajstore.inspection.inspect.inspect` on a directory that RLinf wrote."""
@@ -50,8 +52,9 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
             "last": int(ids.max()),
             "absent": sum(last - first + 1 for first, last in gaps),
             "gaps": gaps[:20],
+            "without_file": len(missing),
         },
-        "integrity": {"problems": [f"{e.file_name(found.suffix)}: named by the index, but missing" for e in missing]},
+        "integrity": {"problems": [f"{e.file_name(found.suffix)}: {MISSING}" for e in found.gone]},
     }
     return report | _measure_rlinf(found, range(len(readable) - count, len(readable)), progress)
 

@@ -68,8 +68,9 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         of agent trajectories, ``response_tokens_known`` (of how many R is known), ``pool`` (of an experience pool's
         store; then the figures are of its trajectories), ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``,
         ``integrity``. What is not known is None or absent, never 0. A folder has ``parts``, a report each, what they
-        add up to, and ``run_points`` (saved points by step, with the ranks that lack each); a part of the kind
-        ``"unreadable"`` has only its files counted.
+        add up to, and ``run_points`` (saved points by step, with the ranks that lack each). One with ``rank_*`` has
+        ``ranks`` (how many), ``opened`` (trajectories that opening it shows) and ``beside`` (folders with stores that
+        this does not show). A part of the kind ``"unreadable"`` has only its files counted.
 
     Raises:
         StoreNotFoundError: nothing there.
@@ -115,6 +116,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "kind": "run",
         "path": place.url,
         "stores": "per_rank" if any(is_of_rank(part.name) for part in place.parts) else None,
+        **_shown(place, parts),
         **totals,
         "format": ", ".join(sorted(formats)) or None,
         **merged,
@@ -127,6 +129,14 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "integrity": {"problems": problems},
         "parts": parts,
     }
+
+
+def _shown(place: Place, parts: Sequence[Report]) -> Report:
+    """Return how many ranks a run has, what opening it shows, and the folders that this does not show."""
+    ranks = [part["trajectories"] for part, at in zip(parts, place.parts, strict=True) if is_of_rank(at.name)]
+    if not ranks or place.mixed:
+        return {}
+    return {"ranks": len(ranks), "opened": sum(ranks), "beside": place.beside}
 
 
 def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Report:

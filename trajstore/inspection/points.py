@@ -113,7 +113,11 @@ def _stores(place: Place) -> list[Place]:
         return [place]
     stores = [part for part in place.parts if part.kind == "store"]
     if place.kind != "run" or len(stores) < len(place.parts) or place.lacking:
-        raise ConfigurationError(f"{place.url}: is neither a store of trajstore nor a whole run of such")
+        others = [f"{part.name} is no store of trajstore" for part in place.parts if part.kind != "store"]
+        why = "; ".join((*place.lacking, *others)) if place.kind == "run" else f"it is of the kind {place.kind!r}"
+        raise ConfigurationError(
+            f"{place.url}: is neither a store of trajstore nor a run whose ranks are all there: {why}"
+        )
     return stores
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import orjson
 
-from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError
+from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, listed
 from trajstore.files.base import Directory
-from trajstore.inspection.foreign import iterate_rlinf
+from trajstore.inspection.foreign import MISSING, iterate_rlinf
 from trajstore.inspection.points import incomplete_points
 from trajstore.inspection.store_damage import check_state, check_store
 from trajstore.inspection.verification import Problem, Verification
@@ -59,6 +59,10 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
             name = "" if part.url == place.url else part.name + "/"
             result.problems += [replace(problem, file=f"{name}{problem.file}") for problem in found.problems]
         result.notes += incomplete_points(place)
+        if place.beside:
+            result.notes.append(
+                f"{listed(place.beside)} are checked and counted too; opening the run shows rank_* only"
+            )
         result.trajectories, result.files, result.nbytes = (
             sum(getattr(part, name) for part in result.parts) for name in ("trajectories", "files", "nbytes")
         )
@@ -78,11 +82,11 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
     found = RLinfSource.open(directory, strict=False)
     check_state(METADATA_NAME, found.metadata, result)
     sizes = directory.sizes()
-    for entry in found.missing:
+    for entry in found.gone:
         lost = entry.trajectory_id
-        usual = "; RLinf's checkpoint of a buffer in memory lists such too" if entry in found.before else ""
-        message = f"named by the index, but missing{usual}"
-        result.problems.append(Problem(entry.file_name(found.suffix), message, ((lost, lost),)))
+        result.problems.append(Problem(entry.file_name(found.suffix), MISSING, ((lost, lost),)))
+    if found.unwritten:
+        result.notes.append(found.unwritten_in_words())
     for done, (name, found_one) in enumerate(iterate_rlinf(found)):
         if isinstance(found_one, TrajstoreError):
             lost = found.entries[done].trajectory_id

@@ -98,6 +98,31 @@ class StoreMirror:
         """Wait until every trajectory up to an id is on the mirror; return whether it is, False after ``timeout``."""
         return self._wait(lambda: self._state.newest_id >= newest_id, timeout)
 
+    def wait_for_all(self, flush: Callable[[float | None], None], timeout: float | None) -> bool:
+        """Wait until the mirror shows all that is there now, saved points and rollbacks too, as :meth:`wait`.
+
+        Args:
+            flush: the store's; commits what was added, within so many seconds.
+            timeout: in seconds; None = no limit.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            flush(timeout)
+        except TimeoutError:
+            return False
+        with self._log.standing_still() as catalog:
+            generation = catalog.generation
+            pins = {name: head.crc32 for name, head in catalog.pins.heads.items()}
+
+        def done() -> bool:
+            with self._log.standing_still() as catalog:
+                heads = catalog.pins.heads
+                asked = {name: crc for name, crc in pins.items() if name in heads and heads[name].crc32 == crc}
+                there = self._replica.pins
+                return self._state.generation >= generation and asked.items() <= there.items()
+
+        return self._wait(done, None if until is None else max(0.0, until - time.monotonic()))
+
     def _wait(self, done: Callable[[], bool], timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
         self._wake.set()
@@ -289,14 +314,13 @@ class StoreMirror:
         try:
             if self._thread.ident is not None and not self._wait(lambda: self.is_level, self._options.close_timeout):
                 state = self._state
-                logger.warning(
-                    "%s: closed with %d trajectories that are not on the mirror %s, which has all up to id %d%s",
-                    self._directory.url,
-                    self.behind,
-                    state.url,
-                    state.newest_id,
-                    f": {state.error}" if state.error else "",
-                )
+                why = f": {state.error}" if state.error else ""
+                if state.generation < 0 and state.error:  # it could not even be opened
+                    told = f"without the mirror {state.url}; what is there is not known"
+                else:
+                    told = f"with {self.behind} trajectories that are not on the mirror {state.url}"
+                    told += f", which has all up to id {state.newest_id}" if state.newest_id >= 0 else ""
+                logger.warning("%s: closed %s%s", self._directory.url, told, why)
         finally:  # also when an interrupt ends the waiting
             self._stopping.set()
             self._wake.set()

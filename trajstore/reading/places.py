@@ -59,6 +59,12 @@ class Place:
         """The last part of the path."""
         return self.url.rstrip("/").rsplit("/", 1)[-1]
 
+    @property
+    def beside(self) -> list[str]:
+        """Folders with stores beside the ranks of a run, which opening the run does not show."""
+        others = [part.name for part in self.parts if not is_of_rank(part.name) and part.url != self.url]
+        return others if len(others) < len(self.parts) else []
+
 
 @dataclass(frozen=True)
 class Ranks:

@@ -32,6 +32,7 @@ from trajstore.reading.residency import MappedShard
 from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
+from trajstore.store.log_records import ids_in_words
 from trajstore.store.rlinf_layout import (
     INDEX_NAMES,
     RLinfEntry,
@@ -77,6 +78,27 @@ class RLinfSource(Source):
         self._files: OrderedDict[int, RLinfFile] = OrderedDict()
         self._sound: set[int] = set()
         self._told: set[str] = set()
+
+    @property
+    def unwritten(self) -> list[RLinfEntry]:
+        """Return those that RLinf lists without having written them, as far as can be known: the oldest ones.
+
+        Its checkpoints of a buffer in memory list all that was ever added, and hold what the window has.
+        """
+        return self.before if self.entries else []
+
+    @property
+    def gone(self) -> list[RLinfEntry]:
+        """Return those whose files are absent, and cannot but have been there."""
+        return self.missing[len(self.unwritten) :]
+
+    def unwritten_in_words(self) -> str:
+        """Return what is said of those without a file that is no damage."""
+        ids = ids_in_words([entry.trajectory_id for entry in self.unwritten])
+        return (
+            f"{len(self.unwritten):,} trajectories, the oldest of the index, have no file (ids {ids}), as in RLinf's "
+            "checkpoints of a buffer in memory; where all had been written, they were deleted"
+        )
 
     @staticmethod
     def exists(directory: Directory) -> bool:

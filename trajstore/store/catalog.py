@@ -8,7 +8,7 @@ is guarded by ``CommitLog._lock``, that of a follower by ``View.steady``.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -273,9 +273,12 @@ class Catalog(Committed):
             self.load_pins()
         raise AssertionError("unreachable")
 
+    _damaged_pin: Callable[[CorruptStoreError], None] | None = None
+    """Told of pins that are damaged; None refuses them."""
+
     def load_pins(self) -> None:
         """Read which ids the checkpoints inside the store name; entries that none names any more are forgotten."""
-        self.pins.load()
+        self.pins.load(self._damaged_pin)
         # Also right after loading: the snapshot may be from before the last pin was let go.
         unpinned = np.flatnonzero(~self.pins.named(self.pinned["trajectory_id"]))
         if len(unpinned):

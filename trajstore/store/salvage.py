@@ -128,11 +128,8 @@ class SalvagedCatalog(Catalog):
             "trajectory_format": self.shards.manifest(len(self.shards) - 1).format if len(self.shards) else None,
         }
 
-    def load_pins(self) -> None:
-        try:
-            super().load_pins()
-        except CorruptStoreError as error:
-            self._warn(f"{error}: the checkpoints inside the store cannot be told")
+    def _damaged_pin(self, error: CorruptStoreError) -> None:
+        self._warn(f"{str(error).removesuffix(FROM_A_COPY)}; what only this pin named is left out")
 
     # -- the index --------------------------------------------------------------------------------
 
@@ -151,7 +148,7 @@ class SalvagedCatalog(Catalog):
                 self._check_not_overwritten()
                 raise CorruptStoreError(
                     f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
-                    f"Without one, nothing says which rows in {SHARDS_FOLDER}/ are of which trajectory"
+                    f"Without one, only what lies in {SHARDS_FOLDER}/ is left, without ids"
                 ) from error
             fresh = SalvagedCatalog(self.directory)
             fresh.damage = self.damage

@@ -6,7 +6,7 @@ Guarded as the catalog that they belong to.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,11 +115,14 @@ class Pins:
         self._heads: dict[str, PinHead] = {}
         self._coming: dict[str, npt.NDArray[np.int64]] = {}
 
-    def load(self) -> None:
+    def load(self, damaged: Callable[[CorruptStoreError], None] | None = None) -> None:
         """Read all pins anew.
 
+        Args:
+            damaged: told of each that is damaged, which is left out then.
+
         Raises:
-            CorruptStoreError: one is damaged.
+            CorruptStoreError: one is damaged, and nobody is to be told.
         """
         found: dict[str, PinHead] = {}
         files, folders = self._directory.listing(PINS_FOLDER)
@@ -128,9 +131,14 @@ class Pins:
                 continue
             try:
                 data = self._directory.read(file)
+                head = _head_of(self._parsed(file, data), _name_in(file), f"{self._directory.url}/{file}")
             except FileNotFoundError:
                 continue
-            head = _head_of(self._parsed(file, data), _name_in(file), f"{self._directory.url}/{file}")
+            except CorruptStoreError as error:
+                if damaged is None:
+                    raise
+                damaged(error)
+                continue
             found[head.name] = replace(head, crc32=zlib.crc32(data))
         self._heads = found
 
