@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -365,3 +366,30 @@ def test_a_task_does_not_outgrow_its_number_where_a_record_is_lost(make: Make) -
         manager.save_trajectories_to_memory([make("a", number, entropy=2.0 - number / 10)])
     MemoryStore.evict(store, [store.ids()[2]])  # the last took its place, and must take another's
     assert len(ExperienceManager(RULES, store=store)) == 2
+
+
+@pytest.mark.parametrize("mode", ["argmin", "argmax", "reward", "random"])
+def test_the_pool_of_every_step_is_found_again(mode: str) -> None:
+    """With demonstrations, failures that are kept, and several changes of one task in a step."""
+    generator = np.random.default_rng(3)
+    checked = PoolRules(n_rollout=4, max_trajectories_per_task=2, exp_select_mode=mode, save_filter="positive")
+    store = LoggedStore()
+    manager = ExperienceManager(checked, store=store)
+    ends = {}
+    for step in range(20):
+        manager.global_steps = step
+        if generator.random() < 0.3:
+            shown = {"entropy": None, "old_log_probs": None, "metadata": {"demonstration": True}}
+            manager.seed([build("a", int(generator.integers(30)), 1.0, **shown)])
+        manager.admit(
+            [
+                build(
+                    task, int(generator.integers(30)), float(generator.choice([0, 0.5, 1])), entropy=generator.random()
+                )
+                for task in TASKS
+                for _ in range(4)
+            ]
+        )
+        ends[len(store.log)] = view(manager)["entries"]
+    for end, entries in ends.items():
+        assert view(ExperienceManager(checked, store=store.first(end)))["entries"] == entries
