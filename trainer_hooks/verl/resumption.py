@@ -15,7 +15,7 @@ from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.recorder import RolloutRecorder
-from trainer_hooks.verl.rows import lost_beside, replayable
+from trainer_hooks.verl.rows import asked_for, replayable
 from trajstore.errors import StoreWriteError
 from trajstore.experience.persistence import from_plain, to_plain
 from trajstore.trajectory import AgentTrajectory
@@ -145,7 +145,7 @@ class Resumption:
             found = replayable(made)
             trained = [one for one in found if one.metadata.get("trained", True)]
             self._judge([one for one in found if not one.metadata.get("trained", True)], {})
-            self._on_disk(partial(self._hook.admit, [*trained, *lost_beside(trained)]))
+            self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
             logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)

@@ -164,21 +164,16 @@ def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
     return sorted(chosen, key=lambda one: (one.task_id, int(one.rollout_id.split("_")[1])))
 
 
-def lost_beside(found: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
-    """Return a stand-in for each rollout of a step of which others were found, but not this one: a failure.
+def asked_for(found: Sequence[AgentTrajectory]) -> dict[str, int]:
+    """Return how many rollouts each task of a step was to make, where the recorder said so.
 
     A crash may have taken a part of a group. Without its failures the rest could pass for a task that is solved.
 
     Args:
         found: what :func:`replayable` returned of that which was recorded.
     """
-    present = Counter(one.task_id for one in found)
-    made = {one.task_id: one.metadata.get("task_rollouts", 0) for one in found}
-    return [
-        AgentTrajectory(task_id=task, entropys=torch.zeros(0), response_mask=torch.zeros(0, dtype=torch.int64))
-        for task, count in made.items()
-        for _ in range(count - present[task])
-    ]
+    said = {one.task_id: one.metadata.get("task_rollouts") for one in found}
+    return {task: count for task, count in said.items() if isinstance(count, int)}
 
 
 def _trajectory_of(

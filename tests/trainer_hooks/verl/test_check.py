@@ -52,5 +52,5 @@ def test_what_is_off_is_said(override_verl: Compose, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match=r"on_resume: keep, needs exp_manager\.recording\.enable=true"):
         check.check(override_verl([*on, "+exp_manager.recording.enable=false", "+exp_manager.on_resume=keep"]))
     monkeypatch.setattr(check, "validate_config", lambda **_: None)
-    with pytest.raises(ConfigurationError, match="verl has not loaded trajstore.s plugin"):
+    with pytest.raises(ConfigurationError, match="verl has not loaded trajstore's plugin"):
         check.check(override_verl(on))

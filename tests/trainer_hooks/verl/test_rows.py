@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outco
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     Row,
-    lost_beside,
+    asked_for,
     plain,
     recorded_log_probs,
     replayable,
@@ -406,14 +407,13 @@ def test_outputs_that_were_recorded_one_by_one_are_not_replayed() -> None:
     assert replayable([one]) == []
 
 
-def test_for_what_a_crash_took_of_a_group_there_are_failures() -> None:
+def test_what_a_crash_took_of_a_group_was_asked_for_too() -> None:
     found = replayable(made_in_a_step())
-    assert lost_beside(found) == []
-    assert lost_beside([]) == []
-    found = [one for one in found if one.rollout_id not in ("a_0_0", "c_0_0")]
-    (lost,) = lost_beside(found)
-    assert (lost.task_id, lost.reward) == ("sums:1", None)
-    assert lost_beside([AgentTrajectory(task_id="sums:1")]) == [], "recorded by somebody who does not say how many"
+    whole = dict(Counter(one.task_id for one in found))
+    assert asked_for(found) == whole
+    assert asked_for([one for one in found if one.rollout_id != "a_0_0"]) == whole
+    assert asked_for([]) == {}
+    assert asked_for([AgentTrajectory(task_id="sums:1")]) == {}, "recorded by somebody who does not say how many"
 
 
 # ---- values ----

@@ -218,6 +218,7 @@ def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path
         zip(TASKS, (4, 2, 2, 2), strict=True)
     )
     assert cut.pool["skip_uid_set"] == []
+    assert not sum(cut.pool["refused"].values()), "what is lost was not refused"
     # Two of two that are known succeeded: the two that are lost count neither way, and the task is not solved.
     assert cut.pool["difficulty2task_dict"] == {"2": [*TASKS[1:]], "3": [TASKS[0]]}
 

@@ -114,6 +114,19 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
     }
 
 
+def test_successes_that_were_dropped_say_what_they_say_and_are_not_refused(make_session: MakeSession) -> None:
+    """Two of four rollouts of a dropped group succeeded: the task has its difficulty, the pool nothing of them."""
+    session = make_session()
+    session.dropped(put(rollouts("gone", N)), 1)
+    rate(joined := session.join(put(rollouts("other", N, index=1))))
+    figures = session.scored(joined, 1)
+    assert (figures["recording/dropped"], figures["recording/dropped_successes"]) == (N, 2)
+    assert figures["experience_replay/tasks_at_difficulty/2"] == 2
+    assert figures["experience_replay/pool_tasks"] == 1
+    assert figures["experience_replay/refused"] == 0
+    assert figures["recording/rollouts"] == N
+
+
 def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSession) -> None:
     session = make_session()
     sampler = sampler_of_verl()
