@@ -28,10 +28,11 @@ BASE = (
 
 def test_the_command_of_a_run_is_checked_and_leaves_nothing_behind(project_root: Path, tmp_path: Path) -> None:
     options = (f"--config-dir={project_root / 'docs' / 'howto'}", "--config-name=verl_replay", *BASE)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
     done = subprocess.run(
         [sys.executable, "-m", "trainer_hooks.verl.check", *options, f"trainer.default_local_dir={tmp_path / 'run'}"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(project_root)},
+        env={**clean, "PYTHONPATH": str(project_root), "VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"},
         capture_output=True,
         text=True,
         check=False,
