@@ -1,11 +1,14 @@
-"""The code of a page of the documentation, run by itself."""
+"""What tests read in the documentation: the code of a page, run by itself, and the names of figures."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+FIGURES = Path(__file__).parent.parent / "docs" / "howto" / "replay_figures.md"
 
 
 def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
@@ -28,3 +31,15 @@ def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def explained_figures() -> set[str]:
+    """Return the names in code on the page of figures, from its list of every figure on."""
+    return set(re.findall(r"`([^`\s]+)`", FIGURES.read_text().partition("\n## Every figure\n")[2]))
+
+
+def unexplained(names: Iterable[str]) -> set[str]:
+    """Return those of some figures of replay and recording that the page does not have."""
+    wanted = (re.sub(r"/\d+$", "/<n>", name.removeprefix("experience_replay/")) for name in names)
+    said = explained_figures()  # of several reasons in a row the page gives the first one in full
+    return {name for name in wanted if name not in said and name.removeprefix("refused/") not in said}

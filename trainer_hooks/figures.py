@@ -196,8 +196,8 @@ class ReplayWatch:
             if not reason and self._reason:  # what the last step made came too late for its own batch
                 tasks = len(self._manager.get_valid_replay_task_ids())
                 reason = (
-                    f"whenever tasks were chosen the pool had none to give; since its last step it has {tasks}, which"
-                    " the next step would replay. The run was too short"
+                    f"whenever tasks were chosen the pool had none to give; since its last step it has {tasks} that"
+                    " could be drawn next. The run was too short"
                 )
             self._tell("nothing was replayed in this run", reason)
         waiting = list(self._manager.waiting_tasks)

@@ -12,6 +12,7 @@ import orjson
 import pytest
 import torch
 
+from tests.pages import explained_figures, unexplained
 from tests.reference.test_hook import TASKS, N, do_step, hook, log_probs_of, roll_out
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
@@ -31,7 +32,7 @@ def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(capl
     do_step(replay, 1)
     with caplog.at_level(logging.WARNING):
         replay.close()
-    assert "since its last step it has 4, which the next step would replay. The run was too short" in caplog.text
+    assert "since its last step it has 4 that could be drawn next. The run was too short" in caplog.text
     assert "no success" not in caplog.text
 
 
@@ -123,12 +124,9 @@ def names_in_the_code(root: Path) -> set[str]:
 
 
 def test_the_page_of_figures_has_every_figure(project_root: Path) -> None:
-    page = (project_root / "docs" / "howto" / "replay_figures.md").read_text()
-    said = set(re.findall(r"`([^`\s]+)`", page.partition("\n## Every figure\n")[2]))
     found = names_of_a_run() | names_in_the_code(project_root)
     assert {"experience_replay/similar_tasks", "recording/lost", "experience_replay/tasks_at_difficulty/<n>"} <= found
-    short = {re.sub(r"/\d+$", "/<n>", name.removeprefix(PREFIX)) for name in found}
-    reasons = {name for name in short if name.startswith("refused/")}
-    assert short - reasons - said == set()
-    assert {one.value for one in Refusal} - {name.removeprefix("refused/") for name in said} == set()
-    assert not {name for name in said if name.endswith("_mean")} - short, "figures that do not exist"
+    assert unexplained(found - {f"{PREFIX}refused/<n>"}) == set()
+    assert unexplained(f"refused/{one.value}" for one in Refusal) == set()
+    said = {f"{PREFIX}{name}" for name in explained_figures() if name.endswith("_mean")}
+    assert said - found == set(), "figures that do not exist"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.pages import unexplained
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 
 from .witness import LossRow
@@ -137,6 +138,7 @@ def check_replay_metrics(records: Sequence[dict[str, Any]], workers: int = 1) ->
     for record in records:
         figures = {name: value for name, value in record.items() if name.startswith("experience_replay/")}
         assert figures
+        assert unexplained({*figures, *(name for name in record if name.startswith("recording/"))}) == set()
         assert all(isinstance(value, float) and math.isfinite(value) for value in figures.values())
         assert figures["experience_replay/rows"] == PROMPTS * GROUP
         assert record["recording/rollouts"] == PROMPTS * GROUP - figures["experience_replay/replayed_rows"]

@@ -42,6 +42,9 @@ def test_successes_are_replayed_beside_filtering_and_everything_is_recorded(
     assert dropped == sum(record["recording/dropped"] for record in records)
     assert dropped, "groups of equal rewards were filtered, and are on disk"
     assert len(trained) == sum(record["recording/rollouts"] for record in records)
+    lost = [one for one in rollouts if not one.metadata["trained"] and one.reward and one.reward.outcome == 1.0]
+    assert len(lost) == sum(record["recording/dropped_successes"] for record in records)
+    assert records[-1]["experience_replay/refused/no_entropy"] == 0, "what was dropped was not offered"
 
     replayed = check_loss_rows(witness.take(), trained)
     assert replayed == sum(record["experience_replay/replayed_rows"] for record in records)
