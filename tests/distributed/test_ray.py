@@ -26,7 +26,12 @@ pytestmark = pytest.mark.timeout(600)  # processes start, and start again
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from trajstore.distributed import Channel, DistributedReplayBuffer, receive  # noqa: E402
+from trajstore.buffer.intake import flatten_all  # noqa: E402
+from trajstore.distributed import Channel, DistributedReplayBuffer, receipts, receive  # noqa: E402
+from trajstore.distributed.options import HandleOptions  # noqa: E402
+from trajstore.distributed.receipts import Outbox  # noqa: E402
+from trajstore.distributed.routes import Routes  # noqa: E402
+from trajstore.distributed.server import Answer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -329,3 +334,60 @@ def test_a_channel(cluster: Cluster, tmp_path: Path) -> None:
         channel.put(4, timeout=0.01)
     with pytest.raises(StoreNotFoundError, match="absent"):
         Channel.connect("absent")
+
+
+class Silent:
+    """Three stores: one was never there, one never answers, one takes half a second for each answer."""
+
+    deadline = 60.0
+    clock = 0
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, str]] = []
+        self.back = False
+
+    def submit(self, rank: int, method: str, *given: Any) -> Any:
+        self.asked.append((rank, method))
+        if rank == 0 and not self.back:
+            raise StoreUnreachableError("rank_0 is not there")
+        seconds = {0: 0.0, 1: 1000.0, 2: 0.5}[rank]
+        return ray.remote(_answer_after).options(num_cpus=0).remote(seconds, method)
+
+    def forget(self, rank: int) -> None:
+        """Nothing is remembered."""
+
+    def note(self, next_id: int) -> None:
+        """Nobody asks."""
+
+    def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
+        return StoreUnreachableError(f"rank_{rank}: {error}")
+
+
+def _answer_after(seconds: float, method: str) -> Answer:
+    time.sleep(seconds)
+    return Answer([2], "start", 2)
+
+
+def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = ray.remote(_answer_after).options(num_cpus=0)
+    ray.get([started.remote(0.2, "add") for _ in range(4)])  # so that processes are there
+    stores = Silent()
+    routes = Routes([], [0, 1, 2], patience=3.0)
+    outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
+    begin = time.monotonic()
+    assert outbox.send(flatten_all([witness(1)])).committed(40.0) == [2]
+    assert time.monotonic() - begin >= 3.0, "the second store was waited for"
+    assert [rank for rank, _ in stores.asked][:2] == [0, 1], "the first one, which was sent nothing, was not"
+    assert {rank for rank, _ in stores.asked} == {0, 1, 2}
+    stores.asked.clear()
+    for _ in range(3):
+        outbox.send(flatten_all([witness(1)])).committed(40.0)
+    assert {rank for rank, _ in stores.asked} == {2}
+    monkeypatch.setattr(receipts, "_HOPE", 0.0)
+    stores.back = True
+    stores.asked.clear()
+    until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
+    assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
+    assert (1, "add") not in stores.asked

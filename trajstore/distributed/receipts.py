@@ -12,7 +12,7 @@ from typing import Any
 from trajstore import locks
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.memory import Arena
-from trajstore.distributed.actors import Stores, first_line, ray
+from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.parcel import split
 from trajstore.distributed.routes import Routes
@@ -113,6 +113,8 @@ class Outbox:
         self._timer: threading.Timer | None = None
         self._departed = -1e9
         self._hoped = time.monotonic()
+        self._asked: dict[int, Any] = {}
+        """What silent stores were asked, to hear whether they are back: a parcel would wait for its patience."""
 
     def send(self, flats: Sequence[FlatTrajectory]) -> Receipt:
         """Send trajectories, now or a moment later; wait while there is no room for more under way.
@@ -122,15 +124,39 @@ class Outbox:
         """
         parts = []
         with self._lock:
-            if time.monotonic() - self._hoped > _HOPE:
-                self._routes.hopeful()
-                self._hoped = time.monotonic()
+            self._ask_silent()
             for part, nbytes in split(flats, self._options.parcel_bytes):
                 self._make_room(nbytes)
                 parts.append(self._fill(part, nbytes))
             if parts:
                 self._dispatch()
         return Receipt(parts, self._lock)
+
+    def _ask_silent(self) -> None:
+        """Hear which silent stores have answered; ask the others again from time to time."""
+        if self._asked:
+            ready, _ = ray().wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)
+            for rank, answer in list(self._asked.items()):
+                if answer in ready:
+                    del self._asked[rank]
+                    self._hear(rank, answer)
+        if time.monotonic() - self._hoped < _HOPE:
+            return
+        self._hoped = time.monotonic()
+        for rank in self._routes.silent:
+            self._stores.forget(rank)  # another actor may have its name by now
+            try:
+                self._asked[rank] = self._stores.submit(rank, "describe")
+            except StoreUnreachableError as error:
+                logger.info("%s", error)
+
+    def _hear(self, rank: int, answer: Any) -> None:
+        try:
+            ray().get(answer)
+        except away() as error:
+            logger.info("store rank_%d is still away: %s", rank, first_line(error))
+        else:
+            self._routes.answered(rank)
 
     def _fill(self, flats: Sequence[FlatTrajectory], nbytes: int) -> tuple[Shipment, range]:
         """Add trajectories to the shipment that is being filled, if so many bytes fit, else to a new one."""

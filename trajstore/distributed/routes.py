@@ -47,3 +47,8 @@ class Routes:
     def hopeful(self) -> None:
         """Try the silent ones again."""
         self._silent.clear()
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks of the stores that get no parcel until they have answered something else."""
+        return sorted(self._silent)

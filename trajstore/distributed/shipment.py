@@ -70,7 +70,11 @@ class Shipment:
         self._pause = _PAUSE
         self._not_before = 0.0
         self._since = 0.0
-        """When the store last did anything for it."""
+        """When a store last did anything for it, or the first one was asked: the deadline is counted from here."""
+        self._turned = 0.0
+        """The same of the store that has it now: its patience is counted from here."""
+        self._sent = False
+        """Whether that store may have got it."""
 
     def fill(self, flats: Sequence[FlatTrajectory], arena: Arena) -> range:
         """Add trajectories, copied into memory of the arena, before it departs; return their places in it."""
@@ -87,7 +91,7 @@ class Shipment:
         self._pieces = []
         self.rank = self._routes.next()
         self.stage = "adding"
-        self._since = time.monotonic()
+        self._since = self._turned = time.monotonic()
         self._submit()
 
     @property
@@ -115,8 +119,9 @@ class Shipment:
         except away() as error:
             self._lost(error)
             return
-        self._since = time.monotonic()
+        self._since = self._turned = time.monotonic()
         self._pause = _PAUSE
+        self._routes.answered(self.rank)
         self._watermarks.hear(self.rank, answer)
         if answer.ids is None:
             logger.warning("rank_%d began anew before it committed %d trajectories; sent again", self.rank, self.count)
@@ -142,7 +147,7 @@ class Shipment:
                     time.sleep(self._not_before - now)
                 self._submit()
                 continue
-            patience = self._since + self._routes.patience
+            patience = self._turned + self._routes.patience
             ready, _ = ray().wait([self._answer], timeout=max(0.0, min(until, max(patience, now + _PAUSE)) - now))
             if ready:
                 self.take()
@@ -156,21 +161,22 @@ class Shipment:
         try:
             if self.stage == "adding":
                 self._answer = self._stores.submit(self.rank, "add", self._parcel, self.count, self._stores.clock)
+                self._sent = True
             else:
                 self._answer = self._stores.submit(self.rank, "committed", self._key, self.count, _ASK_AGAIN)
         except StoreUnreachableError as error:
             self._lost(error)
 
     def _lost(self, error: BaseException) -> None:
-        """Try again a little later; elsewhere if the store is away for long."""
+        """Try again a little later; elsewhere if the store is away for long, or is not there and was sent nothing."""
         self._answer = None
         now = time.monotonic()
         away_for = now - self._since
         self._stores.forget(self.rank)
         if away_for >= self._stores.deadline:
-            self._since = now  # the next call tries for as long again
+            self._since = self._turned = now  # the next call tries for as long again
             raise self._stores.unreachable(self.rank, away_for, error) from error
-        if away_for >= self._routes.patience:
+        if now - self._turned >= self._routes.patience or not self._sent:
             elsewhere = self._routes.instead_of(self.rank)
             if elsewhere is not None:
                 logger.warning(
@@ -181,5 +187,9 @@ class Shipment:
                     elsewhere,
                 )
                 self.rank, self.stage = elsewhere, "adding"
+                self._turned, self._sent, self._pause, self._not_before = now, False, _PAUSE, now
+                return
+            self._routes.hopeful()  # none answers: each gets its patience again, this one first
+            self._turned = now
         self._not_before = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
