@@ -209,7 +209,8 @@ class RestorableBuffer(ReadableBuffer):
             pin: name of a pin of the store.
 
         Returns:
-            The number of trajectories whose files are absent, or which were left out because they are damaged.
+            The number of trajectories whose files are absent, or which were left out because they are damaged, as far
+            as it can be told: of a rank whose folder is empty or gone nobody knows how many it had.
 
         Raises:
             StoreNotFoundError: there is nothing that can be loaded.
