@@ -467,3 +467,24 @@ def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "store" / "pins" / "one.json").unlink()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
         assert keys_of(buffer) == [0, 2]
+
+
+@pytest.mark.parametrize("gone", [[3], [2, 3]])
+def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_were(run: Path, gone: list[int]) -> None:
+    for rank in range(4):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=run / f"rank_{rank}") as buffer:
+            buffer._points.save(1, None, None, ranks=4)
+    assert len(load(run)[0]) == 12
+    for rank in gone:
+        shutil.rmtree(run / f"rank_{rank}")
+    with pytest.raises(
+        errors.IncompleteCheckpointError, match=rf"rank_{gone[0]}.*absent: the newest saved point is of 4"
+    ):
+        load(run)
+    assert len(load(run, strict=False)[0]) == 3 * (4 - len(gone))
+    assert [problem.file for problem in verify(run).problems] == [f"rank_{gone[0]}"]
+    assert len(inspect(run)["integrity"]["problems"]) == 1
+    assert not repair_store(run, run.with_name("repaired")).is_whole
+    assert len(load(run.with_name("repaired"))[0]) == 3 * (4 - len(gone))
+    with TrajectoryReplayBuffer.open(run / "rank_0") as reader:
+        assert len(reader) == 3, "a rank by itself says of nothing that it is absent"

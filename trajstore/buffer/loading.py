@@ -21,7 +21,7 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.files.base import Directory, ReaderLease
-from trajstore.reading.places import kind_of, loadable_in, mixed_sentence, nothing_at, place_in, ranks_of
+from trajstore.reading.places import absent_above, kind_of, loadable_in, mixed_sentence, nothing_at, place_in, ranks_of
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.reading.sources import Source, StoreSource
 from trajstore.store.catalog import Catalog, oldest_generation
@@ -88,6 +88,7 @@ def load_sources(
     leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
     try:
         found, kept, errors = _open_all(directories, leases, strict, pin)
+        lacking += _absent_above(place, directories, [item.source for item in found])
         if (strict is not False and (lacking or errors)) or not found:
             raise _all_of([*lacking, *errors], path)
         whole = not lacking and not errors
@@ -180,6 +181,17 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
             f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
         )
     raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
+
+
+def _absent_above(place: Directory, directories: Sequence[Directory], sources: Sequence[Source]) -> list[StoreError]:
+    """Return an error for the highest ranks of a run that are absent, where saved points say how many there were."""
+    catalogs = [source.catalog for source in sources if isinstance(source, StoreSource)]
+    said = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
+    if not any(said) or (len(directories) == 1 and directories[0] is place):
+        return []
+    ranks = ranks_of(place)
+    texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], said)
+    return [IncompleteCheckpointError(f"{place.url}: {text}; there are {listed(ranks.names)}") for text in texts]
 
 
 def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened:

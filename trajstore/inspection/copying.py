@@ -10,6 +10,7 @@ from typing import Any
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.files.opening import nested, open_directory
+from trajstore.inspection.points import absent_ranks
 from trajstore.inspection.verify import verify
 from trajstore.reading.places import Place, find_place, is_of_rank
 from trajstore.reading.rlinf_source import RLinfSource
@@ -152,7 +153,8 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
     if place.kind != "run":
         return copy(place, target)
-    result = Copied(place.url, target, left_out=len(place.lacking))
+    above = absent_ranks(place)
+    result = Copied(place.url, target, problems=above, left_out=len(place.lacking) + len(above))
     for text in place.lacking:
         _put_empty(text.split()[0], text, result)
     for part in place.parts:

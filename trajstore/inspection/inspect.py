@@ -34,7 +34,7 @@ from trajstore.inspection.statistics import (
     policy_report,
     range_of,
 )
-from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
+from trajstore.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lost_records import Damage
@@ -97,7 +97,8 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Rep
 
 def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Report:
     parts = [_inspect_part(part, measure, progress) for part in place.parts]
-    problems = [f"{place.url}: {text}" for text in place.lacking]
+    said = [points[-1]["ranks"] for part in parts if (points := part.get("saved_points"))]
+    problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent_above(place.rank_names, said))]
     if place.mixed:
         problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
     for part, report in zip(place.parts, parts, strict=True):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trajstore.buffer.runs import incomplete_sentence, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
-from trajstore.reading.places import Place, find_place, is_of_rank, rank_of
+from trajstore.reading.places import Place, absent_above, find_place, is_of_rank, rank_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.pin_names import aside_name
 from trajstore.store.rollback import plan_rollback, set_aside
@@ -174,6 +175,16 @@ def incomplete_points(place: Place) -> list[str]:
         for point in unite_points(points)
     ]
     return [incomplete_sentence(point) for point in known if not point.is_complete]
+
+
+def absent_ranks(place: Place) -> list[str]:
+    """Return a sentence on the highest ranks of a run that are absent, where saved points say how many there were."""
+    said = []
+    for part in place.parts:
+        if part.kind == "store" and is_of_rank(part.name):
+            with suppress(StoreError, OSError):  # told already
+                said += [head.ranks for head in Catalog.open(part.directory).points()[-1:]]
+    return absent_above(place.rank_names, said)
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:

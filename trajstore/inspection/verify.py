@@ -14,7 +14,7 @@ import orjson
 from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, listed
 from trajstore.files.base import Directory
 from trajstore.inspection.foreign import MISSING, iterate_rlinf
-from trajstore.inspection.points import incomplete_points
+from trajstore.inspection.points import absent_ranks, incomplete_points
 from trajstore.inspection.store_damage import check_state, check_store
 from trajstore.inspection.verification import Problem, Verification
 from trajstore.reading.places import Place, find_place, mixed_sentence
@@ -53,7 +53,7 @@ def _verify_place(place: Place, progress: Progress | None) -> Verification:
     if place.kind == "run":
         if place.mixed:
             result.problems.append(Problem("", mixed_sentence(place.url, [part.name for part in place.parts[1:]])))
-        result.problems += [Problem(text.split()[0], text) for text in place.lacking]
+        result.problems += [Problem(text.split()[0], text) for text in (*place.lacking, *absent_ranks(place))]
         result.parts = [_verify_place(part, progress) for part in place.parts]
         for part, found in zip(place.parts, result.parts, strict=True):
             name = "" if part.url == place.url else part.name + "/"

@@ -60,6 +60,12 @@ class Place:
         return self.url.rstrip("/").rsplit("/", 1)[-1]
 
     @property
+    def rank_names(self) -> list[str]:
+        """Names of the ranks of a run, those that lack included."""
+        names = [part.name for part in self.parts if is_of_rank(part.name)]
+        return names + [text.split()[0] for text in self.lacking]
+
+    @property
     def beside(self) -> list[str]:
         """Folders with stores beside the ranks of a run, which opening the run does not show."""
         others = [part.name for part in self.parts if not is_of_rank(part.name) and part.url != self.url]
@@ -160,6 +166,21 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
         else:
             lacking.append(f"{name} holds no store")
     return Ranks(tuple(found), tuple(lacking) if found else ())
+
+
+def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]:
+    """Return a sentence on the highest ranks of a run, if they are absent.
+
+    Args:
+        names: of the folders that there are, or that are known to be absent.
+        ranks: of how many ranks the newest saved point of each store says that it is; None: it does not say.
+    """
+    above = max((int(match[1]) + 1 for name in names if (match := _RANK.fullmatch(name))), default=0)
+    said = max((number for number in ranks if number is not None), default=0)
+    if said <= above or not above:
+        return []
+    which = f"rank_{above} is" if said == above + 1 else f"rank_{above} to rank_{said - 1} are"
+    return [f"{which} absent: the newest saved point is of {said:,} ranks"]
 
 
 def rank_of(directory: Directory) -> int:
