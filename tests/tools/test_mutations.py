@@ -159,7 +159,7 @@ LOG = "log/0000000000000005.log"
         ("pins/first.json", lambda data: None, Level.UNPINNED, 0),
         ("pins/first.json", lambda data: data[:-1], Level.DAMAGE, 0),
         (LOG, lambda data: data[:-1], Level.TAIL, 3),
-        (LOG, lambda data: None, Level.TAIL, 0),
+        (LOG, lambda data: None, Level.DAMAGE, 0),  # a pin is left that was made after it
         (LOG, lambda data: data + b"half a rec", Level.TAIL, 4),
         (LOG, lambda data: data + b"no record\n", Level.DAMAGE, 0),
         (LOG, lambda data: data + data.splitlines(keepends=True)[1], Level.NOTHING, 0),

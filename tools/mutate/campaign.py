@@ -17,7 +17,7 @@ from tools.mutate.damage import disturb
 from tools.mutate.forgery import forge
 from tools.mutate.pristine import Kind, build, files_of
 from tools.mutate.probe import Report
-from tools.mutate.rules import Files, Pristine, judge, outcome, weigh
+from tools.mutate.rules import Files, Pristine, judge, outcome, pins_beyond, weigh
 from tools.mutate.worker import Worker
 from trajstore.files.opening import open_directory
 from trajstore.store.catalog import Catalog
@@ -137,6 +137,8 @@ def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
         shutil.copytree(folder / "pristine", path)
         if logs:
             (path / logs[0]).write_bytes(b"".join(lines[:count]))
+            for name in pins_beyond(files, count):  # a pin that is left would tell of the cut
+                (path / name).unlink()
         report = look(path, kind)
         shutil.rmtree(path)
         if report.problems or report.reported or report.strict.error:

@@ -7,7 +7,8 @@
              needs: ``writer.lock``, ``readers/``, spaces in ``metadata.json``, a record of the log that is
              there twice, files that nothing names.
 ``TAIL``     the log ends earlier, after whole records, or within one that has no line feed: as a crash leaves
-             it. Served is the state of then, and ``verify`` notes what is left over.
+             it. Served is the state of then, and ``verify`` notes what is left over. Where a pin is left that was
+             made later, it is ``DAMAGE``: what a pin names was acknowledged.
 ``UNPINNED`` a pin's file is gone, which is how a pin is let go. All else is as it was.
 ``CONTENT``  a ``.pt`` file of RLinf's layout: zip archives have checksums of the records, but not of the
              headers around them. ``verify`` reports it, or everything is served as it was.
@@ -139,12 +140,20 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
             # Of what only a removed pin needed, nothing is read any more.
             levels.add(Level.CONTENT if name.startswith("shards/") and _pins_are_gone(before, after) else Level.DAMAGE)
     if left < len(whole) or torn:
-        levels.add(Level.TAIL)
+        levels.add(Level.DAMAGE if any(name in after for name in pins_beyond(before, left)) else Level.TAIL)
     # Of several, the first says most.
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         if level in levels:
             return Stakes(level, left)
     return Stakes(Level.NOTHING)
+
+
+def pins_beyond(files: Files, records: int) -> list[str]:
+    """Return the pins that were made after so many records of the log; what a rollback sets aside is none."""
+    last = [orjson.loads(line[9:]) for line in _records(files)[:records]][-1:]
+    generation = (last or [orjson.loads(files["metadata.json"])])[0]["generation"]
+    pins = {name: orjson.loads(data)["pin"] for name, data in files.items() if re.fullmatch(r"pins/.*\.json", name)}
+    return [name for name, pin in pins.items() if pin["generation"] > generation and pin.get("back_to") is None]
 
 
 def _files_of(record: dict[str, Any]) -> list[str]:
