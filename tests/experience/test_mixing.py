@@ -179,6 +179,24 @@ def test_tasks_that_the_data_lack_are_told_once_and_counted(make: Make, caplog: 
     assert mix.metrics["experience_replay/unknown_tasks"] == 1.0
 
 
+def test_tasks_that_the_data_lack_change_no_draw_of_a_resumed_run(make: Make) -> None:
+    manager = manager_with(make, [f"t{i}" for i in range(40)], [])
+
+    def get_task(name: str) -> str | None:
+        return None if name[0] == "t" and int(name[1:]) % 2 else name
+
+    batch = [f"b{i}" for i in range(6)]
+    mix = ExperienceMixCollateFn(manager, get_task, replay_start_ratio=0.0)
+    for _ in range(2):
+        mix(batch, 0.5)
+    other = ExperienceManager(PoolRules(n_rollout=4))
+    other.load_state_dict(manager.state_dict())
+    resumed = ExperienceMixCollateFn(other, get_task, replay_start_ratio=0.0)
+    for _ in range(4):
+        assert resumed(batch, 0.5) == mix(batch, 0.5)
+        assert resumed.metrics == mix.metrics
+
+
 def test_a_pool_of_another_dataset_is_an_error_before_training(make: Make) -> None:
     manager = manager_with(make, ["a", "b"], [])
     with pytest.raises(ConfigurationError, match="another dataset"):

@@ -113,7 +113,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._start = replay_start_ratio
         self._histories = offpolicy_trajectories_per_task
         self._n_rollout = n_rollout
-        self._unknown: set[str] = set()
+        self._known: dict[str, bool] = {}
+        """Of each task that the pool had so far, whether the training data have it."""
         self._given: dict[str, Task] = {}  # waiting tasks as they were given; after a resume get_task finds them
         self.check_tasks()
 
@@ -199,7 +200,7 @@ class ExperienceMixCollateFn(Generic[Task]):
 
     def _draw(self, target: int, training_tasks: Sequence[Task]) -> list[Task]:
         tasks: list[Task] = []
-        drawn = set(self._unknown)
+        drawn = self._unknown()
         strategy: TaskSampling | None = None
         if self._similar is not None:
             self._similar.follow(self._manager.get_task_ids())
@@ -213,28 +214,29 @@ class ExperienceMixCollateFn(Generic[Task]):
             if not ids:
                 break
             drawn.update(ids)
-            tasks.extend(task for task in map(self._known, ids) if task is not None)
+            tasks.extend(task for task in map(self._get_task, ids) if task is not None)
         return tasks
 
-    def _known(self, name: str) -> Task | None:
-        """Return the task of an id. One that the training data lack is counted, told once and not drawn again."""
-        task = self._get_task(name)
-        if task is None:
-            if not self._unknown:
-                logger.warning(
-                    "experience pool: the training data have no task %r; tasks that they lack are not replayed, and"
-                    " counted as experience_replay/unknown_tasks",
-                    name,
-                )
-            self._unknown.add(name)
-        return task
+    def _unknown(self) -> set[str]:
+        """Return the tasks of the pool that the training data lack: none is drawn, after a resume neither."""
+        tasks = self._manager.get_task_ids()
+        fresh = [name for name in tasks if name not in self._known]
+        lacking = [name for name in fresh if self._get_task(name) is None]
+        if lacking and all(self._known.values()):
+            logger.warning(
+                "experience pool: the training data have no task %s; tasks that they lack are not replayed, and"
+                " counted as experience_replay/unknown_tasks",
+                listed(map(repr, lacking), 3),
+            )
+        self._known |= dict.fromkeys(fresh, True) | dict.fromkeys(lacking, False)
+        return {name for name in tasks if not self._known[name]}
 
     def _take_waiting(self, passed_over: Collection[str]) -> list[Task]:
         """Return the tasks that wait, the first one longest, and forget them. Those passed over need not wait more."""
         waiting = self._manager.waiting_tasks
         names = [name for name in waiting if name not in passed_over]
         waiting.clear()
-        found = [self._given[name] if name in self._given else self._known(name) for name in names]
+        found = [self._given[name] if name in self._given else self._get_task(name) for name in names]
         return [task for task in found if task is not None]
 
     def _note(self, experience: int, batch: int, *, replaying: bool, displaced: int = 0) -> None:
@@ -245,7 +247,7 @@ class ExperienceMixCollateFn(Generic[Task]):
             "experience_replay/nothing_to_replay": float(replaying and not experience),
             "experience_replay/displaced_tasks": float(displaced),
             "experience_replay/waiting_tasks": float(len(self._manager.waiting_tasks)),
-            "experience_replay/unknown_tasks": float(len(self._unknown)),
+            "experience_replay/unknown_tasks": float(len(self._unknown())),
         }
         if self._similar is not None:
             self.metrics["experience_replay/similar_tasks"] = float(self._by_similarity if experience else 0)
