@@ -25,9 +25,10 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)  # processes start, and start again
 
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from trajstore.buffer.intake import flatten_all  # noqa: E402
-from trajstore.distributed import Channel, DistributedReplayBuffer, receipts, receive  # noqa: E402
+from trajstore.distributed import Channel, DistributedReplayBuffer, read_store, receipts, receive  # noqa: E402
 from trajstore.distributed.options import HandleOptions  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
@@ -191,6 +192,8 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
         until(lambda: (handle.refresh(), handle.size)[1] == 8)
     assert "draws leave out its 8 trajectories" in caplog.text
     assert handle.get_stats()["absent_stores"] == 1
+    late = DistributedReplayBuffer.connect("nodes", deadline=2.0)
+    assert [late.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
     check_batch(handle.sample(32))
     more = handle.add_trajectories([witness(50)]).committed(120)
     keys[more[0]] = 50
@@ -203,6 +206,57 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     for number, key in keys.items():
         assert check_trajectory(handle.get(number)) == key
     handle.stop()
+
+
+def lose(name: str, rank: int) -> None:
+    """End a store for good, as the loss of its node does."""
+    ray.kill(ray.get_actor(f"{name}/rank_{rank}", namespace="trajstore"))
+    until(lambda: f"{name}/rank_{rank}" not in [one["name"] for one in ray.util.list_named_actors(True)])
+
+
+def test_who_connects_after_a_loss_knows_of_it(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    here = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)  # both stores are near: each gets some
+    old = create("lossy", run, stores=2, refresh_interval=0.0, scheduling_strategy=here)
+    ids = [old.add_trajectories([witness(key)]).committed(120)[0] for key in range(4)]
+    assert sorted(number % 1024 for number in ids) == [0, 0, 1, 1]
+    old.save_point(1)
+    lose("lossy", 1)
+    with caplog.at_level(logging.WARNING):
+        new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
+        assert "store rank_1 of 'lossy' is not there" in caplog.text
+        caplog.clear()
+        new.refresh()
+        new.refresh()
+    assert caplog.text.count("draws leave out what it has, which is not known") == 1
+    for handle in (old, new):
+        assert [handle.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
+        assert (handle.stores, handle.size) == ([0, 1], 2)
+        for whole in (
+            lambda handle=handle: handle.save_point(2),
+            lambda handle=handle: handle.save_checkpoint(tmp_path / "saved"),
+            lambda handle=handle: handle.pin("some"),
+            lambda handle=handle: handle.rollback(1),
+            lambda handle=handle: handle.saved_points,
+            lambda handle=handle: handle.served(),
+            lambda handle=handle: read_store(handle),
+        ):
+            with pytest.raises(StoreUnreachableError, match="store rank_1 of 'lossy' is not there"):
+                whole()
+    assert not (tmp_path / "saved").exists()
+    create("lossy", run, stores=2, scheduling_strategy=here)
+    until(lambda: (new.refresh(), new.size)[1] == 4)
+    assert [(point.step, point.is_complete) for point in new.saved_points] == [(1, True)]
+    new.save_point(2)
+    lose("lossy", 0)
+    lose("lossy", 1)
+    with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
+        DistributedReplayBuffer.connect("lossy")
+    new.stop()  # wanted no longer: the next run is of as many stores as it says
+    assert create("lossy", run, stores=1).stores == [0]
+    DistributedReplayBuffer.connect("lossy").stop()
 
 
 def test_a_relative_path_is_that_of_the_caller(

@@ -8,9 +8,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
+from trajstore.distributed.membership import enlist, enlisted, strike
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import (
     ConfigurationError,
@@ -18,6 +20,7 @@ from trajstore.errors import (
     StoreUnreachableError,
     StoreWriteError,
     TrajstoreError,
+    listed,
 )
 
 logger = logging.getLogger(__name__)
@@ -81,32 +84,74 @@ class Stores:
         self.clock = 0
         """More than all ids that this process has heard of from the stores; what it adds gets higher ones."""
         self._actors: dict[int, Any] = {}
+        self._enlisted: set[int] = set()
         self._about: dict[int, ServedStore] = {}
         self.look()
 
     def look(self) -> list[int]:
-        """Look which stores there are; return their ranks."""
+        """Look which stores there are; return the ranks of those that have an actor."""
         from ray.util import list_named_actors
 
         ray()
         prefix = actor_name(self.name, 0).removesuffix("0")
+        named = set()
         for found in list_named_actors(all_namespaces=True):
             rank = found["name"].removeprefix(prefix)
             if found["namespace"] == self.namespace and found["name"] != rank and rank.isdigit():
-                self._find(int(rank))
+                named.add(int(rank))
+        for number in self._actors.keys() - named:  # its actor has ended for good, as one of a lost node does
+            self.forget(number)
+        for number in named:
+            self._find(number)
+        self._enlisted = enlisted(self.namespace, self.name)
         return self.ranks
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of all stores seen so far."""
+        """Numbers of the stores that have an actor, as of the last look."""
         return sorted(self._actors)
 
-    def _find(self, rank: int) -> None:
+    @property
+    def all_ranks(self) -> list[int]:
+        """Numbers of all stores that have begun and were not stopped, ``0 .. n - 1``; also of those lost since."""
+        return list(range(max(self._enlisted | self._actors.keys(), default=-1) + 1))
+
+    @property
+    def lost(self) -> list[int]:
+        """Numbers of the stores that have no actor any more: only ``create`` brings them back."""
+        return sorted(set(self.all_ranks) - self._actors.keys())
+
+    def look_whole(self) -> list[int]:
+        """Look which stores there are; return the ranks of all.
+
+        Raises:
+            StoreUnreachableError: some are lost; names them.
+        """
+        self.look()
+        if self.lost:
+            raise StoreUnreachableError(self.loss())
+        return self.ranks
+
+    def loss(self) -> str:
+        """Return the sentence that says which stores are lost."""
+        names = listed(f"rank_{rank}" for rank in self.lost)
+        some = len(self.lost) > 1
+        return (
+            f"store{'s' if some else ''} {names} of {self.name!r} {'are' if some else 'is'} not there, as after the "
+            f"loss of a node; create() starts {'them' if some else 'it'} again"
+        )
+
+    def enlist(self, rank: int) -> None:
+        """Note, for all who connect, that a store has begun."""
+        enlist(self.namespace, self.name, rank)
+        self._enlisted.add(rank)
+
+    def _find(self, rank: int) -> Any:
+        """Return a store's actor; None if there is none."""
         if rank not in self._actors and rank < MOST_STORES:
-            try:
+            with suppress(ValueError):  # there is none
                 self._actors[rank] = ray().get_actor(actor_name(self.name, rank), namespace=self.namespace)
-            except ValueError:  # gone in between
-                logger.info("store rank_%d of %r has just gone", rank, self.name)
+        return self._actors.get(rank)
 
     def forget(self, rank: int) -> None:
         """Look a store's actor up anew at the next call: somebody may have made another one."""
@@ -124,11 +169,10 @@ class Stores:
         Raises:
             StoreUnreachableError: there is no actor of that number now.
         """
-        if rank not in self._actors:
-            self._find(rank)
-        if rank not in self._actors:
+        actor = self._find(rank)
+        if actor is None:
             raise StoreUnreachableError(f"{self._named(rank)} is not there; create() starts it again")
-        return getattr(self._actors[rank], method).remote(*arguments)
+        return getattr(actor, method).remote(*arguments)
 
     def call(self, rank: int, method: str, *arguments: Any, deadline: float | None = None) -> Any:
         """Make a call, again and again until it is answered.
@@ -138,7 +182,7 @@ class Stores:
         """
         limit = self.deadline if deadline is None else deadline
         until = time.monotonic() + limit
-        pause = _PAUSE
+        pause, told = _PAUSE, False
         unanswered: tuple[type[Exception], ...] = (*away(), StoreUnreachableError)
         while True:
             try:
@@ -146,7 +190,10 @@ class Stores:
             except unanswered as error:
                 if time.monotonic() + pause >= until:
                     raise self.unreachable(rank, limit, error) from error
-                logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
+                if not told:
+                    told = True
+                    why = first_line(error)
+                    logger.warning("%s does not answer (%s); asked again for %.0f s", self._named(rank), why, limit)
                 self.forget(rank)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -185,6 +232,22 @@ class Stores:
             self._about[rank] = self.call(rank, "describe")
         return self._about[rank]
 
+    def described(self) -> dict[int, ServedStore]:
+        """Return what the stores say of themselves that answer, by rank; others are waited for, then told in a warning.
+
+        They are asked all at once, so this takes ``deadline`` seconds at most.
+        """
+        if self.lost:
+            logger.warning("%s. Its trajectories are left out until then", self.loss())
+        found = {}
+        with ThreadPoolExecutor(min(max(1, len(self.ranks)), _AT_ONCE)) as pool:
+            for rank, call in [(rank, pool.submit(self.describe, rank)) for rank in self.ranks]:
+                try:
+                    found[rank] = call.result()
+                except StoreUnreachableError as error:
+                    logger.warning("%s; its trajectories are left out until it answers", error)
+        return found
+
     def node_of(self, rank: int) -> str | None:
         """Return the node on which a store is; None if its actor has ended for good, as one of a lost node does.
 
@@ -206,13 +269,18 @@ class Stores:
 
     def stop(self, rank: int) -> None:
         """Close a store and end its actor; nothing to do for one that does not answer but to end it."""
-        try:
-            self.call(rank, "close")
-        except StoreUnreachableError as error:
-            logger.warning("%s; its actor is ended all the same", error)
+        if self._find(rank) is None:
+            logger.warning("%s is not there: it was lost, and not closed", self._named(rank))
+        else:
+            try:
+                self.call(rank, "close")
+            except StoreUnreachableError as error:
+                logger.warning("%s; its actor is ended all the same", error)
         if rank in self._actors:
             ray().kill(self._actors.pop(rank))
         self._about.pop(rank, None)
+        strike(self.namespace, self.name, rank)
+        self._enlisted.discard(rank)
 
     def here(self, rank: int) -> bool:
         """Return whether a store's directory can be read by this process without asking the store."""

@@ -46,6 +46,11 @@ class DrawingHandle:
         self._closed = False
         self.sample_window_size = options.sample_window_size
 
+    def _all_ranks(self) -> list[int]:
+        """Look which stores there are; return the ranks of all, also of those that are lost."""
+        self._stores.look()
+        return self._stores.all_ranks
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigurationError(f"the handle of {self._stores.name!r} is closed; connect again")
@@ -206,8 +211,8 @@ class DrawingHandle:
 
     @property
     def stores(self) -> list[int]:
-        """Ranks of the stores."""
-        return self._stores.ranks
+        """Ranks of the stores, also of those that are lost."""
+        return self._stores.all_ranks
 
     @property
     def store_ids(self) -> list[str]:
@@ -226,7 +231,7 @@ class DrawingHandle:
         Raises:
             StoreUnreachableError: a store does not answer.
         """
-        return {rank: self._stores.describe(rank).node for rank in self._stores.look()}
+        return {rank: self._stores.describe(rank).node for rank in self._stores.look_whole()}
 
     def served(self) -> list[ServedStore]:
         """Return what each store says of itself: its rank, the run's path, host and node.
@@ -234,7 +239,7 @@ class DrawingHandle:
         Raises:
             StoreUnreachableError: one does not answer.
         """
-        return [self._stores.describe(rank) for rank in self._stores.look()]
+        return [self._stores.describe(rank) for rank in self._stores.look_whole()]
 
     @property
     def size(self) -> int:
@@ -268,16 +273,20 @@ class DrawingHandle:
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        """Return flat numbers: those of the stores that answer, added up; ``stores`` and ``absent_stores``."""
+        """Return flat numbers: those of the stores that answer, added up.
+
+        ``stores``, and how many of them do not answer (``absent_stores``).
+        """
         total: dict[str, float] = {}
         with self._lock:
             self._survey.refresh(True)
             absent = self._survey.census.absent
-            for rank in self._stores.ranks:
+            ranks = self._stores.all_ranks
+            for rank in ranks:
                 if rank not in absent:
                     for name, value in self._stores.call(rank, "stats").items():
                         total[name] = total.get(name, 0) + value
-            total["stores"] = len(self._stores.ranks)
+            total["stores"] = len(ranks)
             total["absent_stores"] = len(absent)
         return total
 

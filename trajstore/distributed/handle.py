@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,8 +24,6 @@ from trajstore.errors import StoreNotFoundError, StoreUnreachableError
 from trajstore.mirroring.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
 
-logger = logging.getLogger(__name__)
-
 
 class DistributedReplayBuffer(RestorableHandle, Closing):
     """Handle of a buffer whose stores are actors of Ray. Make one with :meth:`create` or :meth:`connect`.
@@ -42,7 +39,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
 
     def __init__(self, stores: Stores, near: Sequence[int], options: HandleOptions) -> None:
         first = int(ray().get_runtime_context().get_worker_id()[-8:], 16)
-        routes = Routes(near, stores.ranks, options.patience, first)
+        routes = Routes(near, stores.all_ranks, options.patience, first)
         super().__init__(stores, routes, options)
         self._outbox = Outbox(stores, routes, options)
 
@@ -95,6 +92,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     def connect(cls, name: str, *, namespace: str = NAMESPACE, **handle: Any) -> Self:
         """Return a handle of a buffer that :meth:`create` has started, in this or another process.
 
+        Stores that are lost, or do not answer for ``deadline`` seconds, are named in a warning.
+
         Args:
             name: of the buffer.
             namespace: of its actors.
@@ -102,24 +101,21 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
 
         Raises:
             StoreNotFoundError: no such buffer.
+            StoreUnreachableError: all its stores are lost.
             ConfigurationError: an option is unknown or out of range.
         """
         checked = handle_options(handle)
         stores = Stores(name, namespace, checked.deadline)
-        if not stores.ranks:
+        if not stores.all_ranks:
             raise StoreNotFoundError(f"no stores named {name!r} in Ray's namespace {namespace!r}; create() starts them")
+        if not stores.ranks:
+            raise StoreUnreachableError(stores.loss())
         return cls._of(stores, checked)
 
     @classmethod
     def _of(cls, stores: Stores, options: HandleOptions) -> Self:
         node = ray().get_runtime_context().get_node_id()
-        near = []
-        for rank in stores.ranks:
-            try:
-                if stores.describe(rank).node == node:
-                    near.append(rank)
-            except StoreUnreachableError as error:
-                logger.warning("%s; its trajectories are left out until it answers", error)
+        near = [rank for rank, about in stores.described().items() if about.node == node]
         return cls(stores, near, options)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -173,7 +169,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             StoreUnreachableError: a store has not answered; those of the others are deleted.
         """
         self.flush()
-        self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "clear")
+        self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "clear")
         self.refresh()
 
     def compact(self) -> None:
@@ -182,7 +178,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         Raises:
             StoreUnreachableError, StoreWriteError: a store has not; the others have.
         """
-        self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "compact")
+        self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "compact")
 
     def mirror_states(self) -> dict[int, MirrorState | None]:
         """Return what is on the mirror of each store, by rank; None without one.
@@ -190,7 +186,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         Raises:
             StoreUnreachableError: a store does not answer.
         """
-        return self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "mirror_state")
+        return self._stores.call_all(dict.fromkeys(self._stores.look_whole(), ()), "mirror_state")
 
     def wait_mirrored(self, ids: Sequence[int], timeout: float) -> bool:
         """Wait until trajectories are on the mirrors of their stores; return whether all are after ``timeout`` seconds.
@@ -206,7 +202,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     def get_stats(self) -> dict[str, float]:
         """Return flat numbers: those of the stores that answer, added up; and of this handle.
 
-        ``stores`` and ``absent_stores``; ``pending_parcels`` sent by this handle and not known to be committed.
+        ``stores``, and how many of them do not answer (``absent_stores``); ``pending_parcels`` sent by this handle and
+        not known to be committed.
         """
         return {**super().get_stats(), "pending_parcels": self._outbox.parcels}
 
@@ -234,7 +231,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     def stop(self) -> None:
         """Close the stores and end their actors. Their directories stay; :meth:`create` goes on with them."""
         self.close()
-        for rank in self._stores.look():
+        for rank in self._all_ranks():
             self._stores.stop(rank)
 
     def __del__(self) -> None:

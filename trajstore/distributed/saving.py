@@ -59,11 +59,7 @@ class RestorableHandle(DrawingHandle):
             StoreWriteError: one cannot write what was added, or somebody else holds it for long.
         """
         self.flush()
-        ranks = self._stores.look()
-        lacking = sorted(set(range(max(ranks) + 1)) - set(ranks))
-        if lacking:
-            names = listed(f"rank_{rank}" for rank in lacking)
-            raise StoreUnreachableError(f"{self._stores.name!r}: {names} are not there; create() starts them again")
+        ranks = self._stores.look_whole()
         by = uuid.uuid4().hex
         begun = []
         try:
@@ -108,7 +104,7 @@ class RestorableHandle(DrawingHandle):
 
     def unpin(self, name: str) -> None:
         """Let go of the pins of this name, or of a saved point (``step-750``)."""
-        self._stores.call_all(dict.fromkeys(self._stores.look(), (name,)), "unpin")
+        self._stores.call_all(dict.fromkeys(self._all_ranks(), (name,)), "unpin")
 
     # -- saved points -----------------------------------------------------------------------------
 
@@ -122,7 +118,7 @@ class RestorableHandle(DrawingHandle):
         return unite_points(self._points())
 
     def _points(self) -> dict[int, list[SavedPoint]]:
-        return self._stores.call_all(dict.fromkeys(self._stores.look(), ()), "saved_points")
+        return self._stores.call_all(dict.fromkeys(self._stores.look_whole(), ()), "saved_points")
 
     def save_point(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> RunPoint:
         """Mark what all stores hold at one moment with the model's step, so that :meth:`rollback` can go back to it.

@@ -89,6 +89,7 @@ def start_stores(
     found = Stores(known.name, known.namespace, known.deadline)
     there = [number for number in found.ranks if found.node_of(number) is not None]
     for number in there:
+        found.enlist(number)
         about = found.describe(number)
         if (about.path, dict(about.options)) != (path, wanted):
             raise ConfigurationError(

@@ -58,7 +58,8 @@ class Survey:
         """
         if not force and time.monotonic() - self._looked < self._interval:
             return
-        for rank in self._stores.look():
+        self._stores.look()
+        for rank in self._stores.all_ranks:
             if rank not in self._asked:
                 self._ask(rank)
         self._collect()
@@ -103,9 +104,18 @@ class Survey:
         count = self.census.leave_out(rank)
         if new:
             logger.warning(
-                "store rank_%d of %r does not answer (%s): draws leave out its %d trajectories",
+                "store rank_%d of %r does not answer (%s): draws leave out %s",
                 rank,
                 self._stores.name,
                 actors.first_line(error),
-                count,
+                _what_is_left_out(count, self.census.heard(rank)[1] >= 0),
             )
+
+
+def _what_is_left_out(count: int, heard: bool) -> str:
+    """Return how many trajectories of a store are left out, in words."""
+    if not heard:
+        return "what it has, which is not known"
+    if not count:
+        return "nothing, for it has no trajectories"
+    return f"its {count} trajectories" if count > 1 else "its one trajectory"
