@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -576,3 +577,14 @@ def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:
         with pytest.raises(SchemaMismatchError, match=r"sample_trajectories\(count\)"):
             buffer.sample(2, columns=columns)
     assert len(buffer.sample_trajectories(2)) == 2
+
+
+@pytest.mark.parametrize("layout", ["trajstore", "rlinf"])
+@pytest.mark.parametrize("empty", ["rewards", "dones"])
+def test_columns_with_rows_of_no_values(tmp_path: Path, layout: Any, empty: str) -> None:
+    columns = {"rewards": torch.zeros(2, 1, 1), "dones": torch.zeros(3, 1, 1, dtype=torch.bool)}
+    columns[empty] = columns[empty][..., :0]
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([Trajectory(**columns) for _ in range(3)])
+    buffer.save_checkpoint(tmp_path / "here", layout=layout)
+    assert inspect(tmp_path / "here")["trajectories"] == 3

@@ -16,7 +16,8 @@
 ``DAMAGE``   anything else under a checksum, and any file that the index names and that is gone: ``verify``
              reports it.
 ``UNCOVERED`` only parts differ that have no checksum: the JSON files of RLinf's layout, its pickles, and the
-             three files of an experience pool; archives whose checksums were made right again.
+             three files of an experience pool; archives whose checksums were made right again. Or the oldest files
+             of RLinf's layout are gone, which its checkpoints in memory never have: ``verify`` notes that.
 ``FORGED``   checksums were made right again. CRC-32 is no signature: another consistent directory is another
              directory.
 ============ ============================================================================================
@@ -200,10 +201,11 @@ def _common(records: Sequence[bytes], log: bytes) -> tuple[int, bytes]:
 
 def _weigh_foreign(before: Files, after: Files, changed: frozenset[str], *, forged: bool) -> Level:
     levels = set()
+    unwritten = _oldest_gone(before, after)
     for name in changed:
         found = after.get(name)
         if found is None:
-            levels.add(Level.DAMAGE)
+            levels.add(Level.UNCOVERED if name in unwritten else Level.DAMAGE)
         elif name.endswith(".pt") and not forged:
             levels.add(Level.CONTENT)
         elif not (name.endswith(".json") and _json(found) is not None and _json(found) == _json(before[name])):
@@ -215,6 +217,13 @@ def _weigh_foreign(before: Files, after: Files, changed: frozenset[str], *, forg
     return Level.NOTHING
 
 
+def _oldest_gone(before: Files, after: Files) -> set[str]:
+    """Return the files of RLinf's layout that are gone and older than all that are left; none if none is left."""
+    found = {int(match[1]): name for name in before if (match := re.fullmatch(r"trajectory_(\d+)_.*", name))}
+    left = min((number for number, name in found.items() if name in after), default=-1)
+    return {name for number, name in found.items() if number < left}
+
+
 # -- what came of it ---------------------------------------------------------------------------------
 
 
@@ -224,12 +233,17 @@ def judge(kind: Kind, stakes: Stakes, report: Report, pristine: Pristine) -> lis
     if not report.ended:
         return problems
     if not report.reported:
-        problems += _readable(report)
+        problems += [] if _has_unwritten(kind, report) else _readable(report)
     problems += _at_stake(stakes, report, pristine)
     problems += _untouched(stakes, report, pristine)
     if report.opened:
         problems += _rewritten(stakes, report, pristine)
     return problems
+
+
+def _has_unwritten(kind: Kind, report: Report) -> bool:
+    """Return whether ``verify`` notes files that RLinf may never have written, of which nothing can be read."""
+    return kind.name.startswith("rlinf") and report.notes > 0
 
 
 def _at_stake(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:

@@ -162,7 +162,8 @@ class _Measurement:
 
 def _side_by_side(values: torch.Tensor) -> torch.Tensor:
     """Return ``[n, T, B, ...]`` as ``[T, n * B, ...]``."""
-    return values.transpose(0, 1).reshape(values.shape[1], -1, *values.shape[3:])
+    count, steps, batch, *rest = values.shape
+    return values.transpose(0, 1).reshape(steps, count * batch, *rest)
 
 
 def turns_of(trajectory: AgentTrajectory) -> int | None:
