@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 import torch
 
 from trajstore import TrajectoryReplayBuffer, run_points
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, StoreWriteError
+from trajstore.errors import (
+    ConfigurationError,
+    EmptyBufferError,
+    StoreNotFoundError,
+    StoreUnreachableError,
+    StoreWriteError,
+)
 from trajstore.feeding import ReplayLoader
 from trajstore.inspection.verify import verify
 from trajstore.sampling import Priorities
@@ -212,6 +219,37 @@ def lose(name: str, rank: int) -> None:
     """End a store for good, as the loss of its node does."""
     ray.kill(ray.get_actor(f"{name}/rank_{rank}", namespace="trajstore"))
     until(lambda: f"{name}/rank_{rank}" not in [one["name"] for one in ray.util.list_named_actors(True)])
+
+
+def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tmp_path: Path) -> None:
+    handle = create("only", tmp_path, refresh_interval=0.0)
+    handle.add_trajectories([witness(3)]).committed(120)
+    learner = DistributedReplayBuffer.connect("only", refresh_interval=0.0, deadline=120.0)
+    impatient = DistributedReplayBuffer.connect("only", refresh_interval=0.0, deadline=0.3)
+    lose("only", 0)
+    with pytest.raises(StoreUnreachableError, match="of 'only' rank_0 has not answered"):
+        impatient.sample(4)
+    with ThreadPoolExecutor(1) as pool:
+        sampled = pool.submit(learner.sample, 4)
+        until(lambda: learner.get_stats()["absent_stores"] == 1)
+        assert not sampled.done()
+        create("only", tmp_path)
+        check_batch(sampled.result(120))
+    ray.kill(ray.get_actor("only/rank_0", namespace="trajstore"), no_restart=False)  # Ray starts it again
+    assert [check_trajectory(one) for one in learner.sample_trajectories(1)] == [3]
+    learner.clear()
+    with pytest.raises(EmptyBufferError, match="no store that answers has a trajectory"):
+        learner.sample(4)
+    handle.stop()
+
+
+def test_a_store_for_which_ray_has_no_room_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(
+        StoreUnreachableError, match=r"no room for it, too little of CPU\. A store reserves CPU 1000 on"
+    ):
+        create("large", tmp_path, actor_options={"num_cpus": 1000}, deadline=0.5)
+    lose("large", 0)
+    create("large", tmp_path).stop()
 
 
 def test_who_connects_after_a_loss_knows_of_it(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trajstore.distributed.listing import Listing
 from trajstore.distributed.roll import News, joined, taken, without
-from trajstore.errors import EmptyBufferError
+from trajstore.errors import EmptyBufferError, listed
 from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
 
@@ -167,8 +167,8 @@ class Census:
     def _window(self, size: int) -> Window:
         count = len(self)
         if not count:
-            left_out = f"; {len(self._absent)} stores do not answer: {self.absent}" if self._absent else ""
-            raise EmptyBufferError(f"cannot sample: no store holds a trajectory{left_out}")
+            silent = f"; no answer from {listed(f'rank_{rank}' for rank in self.absent)}" if self._absent else ""
+            raise EmptyBufferError(f"cannot sample: no store that answers has a trajectory{silent}")
         first = max(0, count - size) if size else 0
         return Window(first, range(first, first), count, 0, 0, self.total_samples - self._before(first))
 

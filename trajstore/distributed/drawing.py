@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,14 @@ from trajstore.distributed.reads import Reads
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.server import ServedStore
 from trajstore.distributed.survey import Survey
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreUnreachableError, listed
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
+
+_PAUSE = 0.05  # seconds before a store that did not answer is asked again; doubles
+_LONGEST_PAUSE = 1.0
 
 
 class DrawingHandle:
@@ -69,16 +74,45 @@ class DrawingHandle:
     def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn:
         """Choose transitions among the newest trajectories of all stores that answer, as a buffer does.
 
+        Where none of these has a trajectory and another store does not answer, that one is waited for.
+
         Raises:
             EmptyBufferError: there is nothing to draw from.
+            StoreUnreachableError: there is nothing but, maybe, in stores that have not answered for the deadline.
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-        with self._lock:
-            census = self._look(sampler)
+        with self._drawing(sampler) as census:
             if sampler is None:
                 return census.samples(num_chunks, self.sample_window_size, self._draws)
             return sampler.draw(num_chunks, self._draws.generator, census.first_of(self.sample_window_size))
+
+    @contextmanager
+    def _drawing(self, sampler: Sampler | None) -> Iterator[Census]:
+        """Give the census to draw from, and let nobody else draw meanwhile.
+
+        Where it is empty and a store does not answer (its actor is being started again), waits for that one first.
+
+        Raises:
+            StoreUnreachableError: it has not answered for the deadline.
+        """
+        until = time.monotonic() + self._options.deadline
+        pause = _PAUSE
+        while True:
+            with self._lock:
+                census = self._look(sampler)
+                if len(census) or not census.absent:
+                    yield census
+                    return
+                absent = census.absent
+            if time.monotonic() + pause >= until:
+                raise StoreUnreachableError(
+                    f"cannot sample: of {self._stores.name!r} {listed(f'rank_{rank}' for rank in absent)} "
+                    f"{'have' if len(absent) > 1 else 'has'} not answered for {self._options.deadline:.0f} s, and no "
+                    "other store has a trajectory; if there is no actor of that name, create() starts it again"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look(self, sampler: Sampler | None) -> Census:
         self._check_open()
@@ -109,14 +143,13 @@ class DrawingHandle:
         """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
 
         Raises:
-            EmptyBufferError: there is nothing to draw from.
+            EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
             TrajectoryUnavailableError, SchemaMismatchError, StoreUnreachableError: see :meth:`read`.
         """
         if sampler is None:
             if num_chunks <= 0:
                 raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-            with self._lock:
-                census = self._look(None)
+            with self._drawing(None) as census:
                 listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
             return self._reads.placed(listing, places, columns, out)
         if sampler.unit != "sample":
@@ -128,10 +161,9 @@ class DrawingHandle:
         """Draw whole trajectories, none twice unless the sampler says so; all if ``count`` is larger.
 
         Raises:
-            EmptyBufferError: there is nothing to draw from.
+            EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
         """
-        with self._lock:
-            census = self._look(sampler)
+        with self._drawing(sampler) as census:
             if sampler is None:
                 ids = census.trajectories(count, self.sample_window_size, self._draws)
             else:

@@ -70,7 +70,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
                 relative one is that of this process.
             stores: how many, or one on each node.
             options: how each makes its :class:`~trajstore.TrajectoryReplayBuffer` (``retention``, ``writer``, ...).
-            actor_options: for Ray's actors (``num_cpus``, ``resources``, ``memory``).
+            actor_options: for Ray's actors: what each reserves on its node (``num_cpus``, 1 unless given;
+                ``resources``, ``memory``), and other options of Ray's.
             scheduling_strategy: Ray's, for all stores; None = spread over the nodes.
             shared_path: all nodes reach the same directories, so that a lost node's store may be started elsewhere.
             namespace: of the actors.
@@ -78,7 +79,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
 
         Raises:
             ConfigurationError: an argument is out of range; or the stores are there, with another path or options.
-            StoreUnreachableError: a store does not start; says why.
+            StoreUnreachableError: a store has not begun for ``deadline`` seconds, as where Ray has no room for it; says
+                what it reserves and what is free.
         """
         check_kind("path", path, str | Path, "a path")
         checked, where = handle_options(handle), everywhere(path)

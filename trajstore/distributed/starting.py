@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trajstore.distributed.actors import Stores, actor_name, ray
+from trajstore.distributed.actors import Stores, actor_name, first_line, ray
 from trajstore.distributed.server import MOST_STORES, StoreServer
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreUnreachableError, listed
 
 _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 """Threads of a store's process, for each kind of call; what takes long does not keep others waiting."""
@@ -73,9 +73,10 @@ def start_stores(
 
     Raises:
         ConfigurationError: a store is there already, with another path or other options.
-        StoreUnreachableError: a store does not start.
+        StoreUnreachableError: a store does not start for the deadline; says what it waits for.
     """
     wanted = dict(options)
+    reserved = {"num_cpus": 1, **actor_options}
     taken = {known.node_of(rank) for rank in known.ranks} if per_node else set()
     rank = 0
     for strategy in placed:
@@ -84,10 +85,10 @@ def start_stores(
                 continue
             while rank in known.ranks:
                 rank += 1
-        _start(known.name, rank, path, wanted, actor_options, strategy, known.namespace)
+        _start(known.name, rank, path, wanted, reserved, strategy, known.namespace)
         rank += 1
     found = Stores(known.name, known.namespace, known.deadline)
-    there = [number for number in found.ranks if found.node_of(number) is not None]
+    there = [number for number in found.ranks if _has_begun(found, number, reserved)]
     for number in there:
         found.enlist(number)
         about = found.describe(number)
@@ -99,6 +100,32 @@ def start_stores(
     for number in [*there, *there]:  # what a store that has joined is given now is newer than what the others have
         found.note(found.call(number, "tick", found.clock))
     return found
+
+
+def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
+    """Return whether a store answers; False for one whose actor has ended for good.
+
+    Raises:
+        StoreUnreachableError: it has not answered for the deadline; says what of Ray's it may wait for.
+    """
+    try:
+        return found.node_of(rank) is not None
+    except StoreUnreachableError as error:
+        wanted = {"CPU": reserved["num_cpus"], "GPU": reserved.get("num_gpus"), "memory": reserved.get("memory")}
+        wanted = {name: amount for name, amount in {**wanted, **reserved.get("resources", {})}.items() if amount}
+        free = ray().available_resources()
+        short = sorted(name for name, amount in wanted.items() if amount > free.get(name, 0))
+        why = f"Ray has no room for it, too little of {listed(short)}" if short else first_line(error)
+        raise StoreUnreachableError(
+            f"store rank_{rank} of {found.name!r} has not begun for {found.deadline:.0f} s: {why}. A store reserves "
+            f"{_amounts(wanted, wanted)} on one node, free on all nodes together: {_amounts(wanted, free)}. Its actor "
+            f"waits on, and create() finds it; to start it with other actor_options, first end it: "
+            f"ray.kill(ray.get_actor({actor_name(found.name, rank)!r}, namespace={found.namespace!r}))"
+        ) from error
+
+
+def _amounts(names: Iterable[str], amounts: Mapping[str, Any]) -> str:
+    return listed(f"{name} {amounts.get(name, 0):g}" for name in names) or "nothing"
 
 
 @cache
@@ -146,7 +173,7 @@ def _start(
             max_restarts=-1,
             max_task_retries=0,  # callers try again themselves: they know when to stop, and what to say
             scheduling_strategy=scheduling_strategy,
-            **{"num_cpus": 1, **actor_options},
+            **actor_options,
         )
         .remote(path, rank, dict(options))
     )
