@@ -238,6 +238,8 @@ def test_draws_are_those_of_whole_shards(store: str, asked: list[int]) -> None:
         for _ in range(5):
             ours, theirs = reader.sample(16), whole.sample(16)
             check_batch(ours)
+            figures = reader.get_stats()
+            assert (figures["fetched_bytes"], figures["fetched_ranges"]) == (sum(asked), len(asked))
             assert all(torch.equal(ours[name], theirs[name]) for name in ("actions", "rewards", "dones"))
         assert sum(asked) > 0
         assert check_trajectory(reader.get(3), 40) == 3

@@ -313,18 +313,23 @@ class ReadableBuffer:
     def get_stats(self) -> dict[str, float]:
         """Return flat numbers: trajectories, samples, cached trajectories and bytes, bytes waiting, mapped shards.
 
+        ``cache_size`` and ``cache_bytes`` are of the cache in memory (``enable_cache``), not of the local copies of an
+        object store; ``fetched_bytes`` and ``fetched_ranges`` are rows fetched from there, with ``range_reads``.
         Of the buffer's own store: ``live_bytes`` of its trajectories, ``shard_bytes`` of the files that these and its
         pins need, ``held_bytes`` of files that stay on disk only because a reader still shows what was evicted.
         """
         figures = self._backing.figures()
         contents = self._view.contents
         with contents.lock:
+            fetched_bytes, fetched_ranges = contents.residency.fetched
             return {
                 "num_trajectories": self.size,
                 "total_samples": contents.index.total_samples,
                 "cache_size": 0 if contents.cache is None else len(contents.cache),
                 "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
                 "mapped_shards": contents.residency.mapped,
+                "fetched_bytes": fetched_bytes,
+                "fetched_ranges": fetched_ranges,
                 **figures,
             }
 

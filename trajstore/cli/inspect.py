@@ -149,7 +149,7 @@ def _write_parts(report: dict[str, Any], out: Output) -> None:
             )
         )
     out.table(rows, right=(1, 2, 3, 6))
-    out.line("  `trajstore inspect PATH/PART` shows one of them in full, --each all")
+    out.line("  `trajstore inspect PATH/PART` shows one of them in full, `trajstore inspect --each PATH` every one")
 
 
 def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -85,6 +85,8 @@ class Stores:
         """More than all ids that this process has heard of from the stores; what it adds gets higher ones."""
         self._actors: dict[int, Any] = {}
         self._enlisted: set[int] = set()
+        self._told: set[int] = set()
+        """Stores of which it was told that they do not answer, which is enough until they do."""
         self._about: dict[int, ServedStore] = {}
         self.look()
 
@@ -182,18 +184,19 @@ class Stores:
         """
         limit = self.deadline if deadline is None else deadline
         until = time.monotonic() + limit
-        pause, told = _PAUSE, False
+        pause = _PAUSE
         unanswered: tuple[type[Exception], ...] = (*away(), StoreUnreachableError)
         while True:
             try:
-                return ray().get(self.submit(rank, method, *arguments), timeout=max(0.001, until - time.monotonic()))
+                answer = ray().get(self.submit(rank, method, *arguments), timeout=max(0.001, until - time.monotonic()))
+                self._told.discard(rank)
+                return answer
             except unanswered as error:
                 if time.monotonic() + pause >= until:
                     raise self.unreachable(rank, limit, error) from error
-                if not told:
-                    told = True
-                    why = first_line(error)
-                    logger.warning("%s does not answer (%s); asked again for %.0f s", self._named(rank), why, limit)
+                if rank not in self._told:
+                    self._told.add(rank)
+                    logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
                 self.forget(rank)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.schema import Extent, Schema
-from trajstore.files.partial import PartialMap
+from trajstore.files.partial import PartialMap, PartialMaps
 from trajstore.reading.addresses import Addresses
 from trajstore.reading.column_numbers import ColumnNumbers, axes_of
 from trajstore.reading.map_limit import MapLimit
@@ -83,6 +83,7 @@ class Residency:
         self._rows: dict[int, Rows] = {}
         """What holds the rows of each resident slot, and of each in memory."""
         self._partial: dict[int, Sequence[PartialMap]] = {}
+        self._homes: dict[int, PartialMaps] = {}
         self._maps = MapLimit(map_limit)
 
     # -- slots ------------------------------------------------------------------------------------
@@ -155,6 +156,12 @@ class Residency:
         """Number of shards that are mapped."""
         return len(self._maps)
 
+    @property
+    def fetched(self) -> tuple[int, int]:
+        """Bytes of rows that were fetched from object stores (``range_reads``), and requests that it took."""
+        homes = self._homes.values()
+        return sum(one.fetched for one in homes), sum(one.requests for one in homes)
+
     def ensure(self, slots: npt.NDArray[np.int64], on_extent: Callable[[int, Extent], None]) -> list[int]:
         """Make slots resident; return those that cannot be read in place.
 
@@ -179,6 +186,7 @@ class Residency:
             self._maps.add(slot, shard.maps)
             if shard.partial:
                 self._partial[slot] = shard.partial
+                self._homes.update((id(one.home), one.home) for one in shard.partial)
             if shard.extent is not None:
                 on_extent(slot, shard.extent)
             self._make_resident(slot, shard)  # last: after an interrupt before it the shard is mapped once more
