@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -16,17 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
-from tests.experience.conftest import build
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
 from trajstore.cli.output import format_bytes
-from trajstore.errors import SchemaMismatchError
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.persistence import PoolContents, write_pool
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.statistics import RewardStatistics
 from trajstore.inspection.verify import verify
-from trajstore.trajectory import Reward
 
 FORMATS = ["pt", "pkl", "zarr"]
 
@@ -153,41 +147,6 @@ def test_a_run_directory_is_the_sum_of_its_ranks(run: Run, tmp_path: Path) -> No
     assert run("inspect", tmp_path)[0] == DAMAGED, "ranks between them are absent"
 
 
-def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "agents"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(path)) as buffer:
-        buffer.add_trajectories(
-            [
-                AgentTrajectory(
-                    messages=[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
-                    input_ids=torch.arange(5),
-                    response_start=3,
-                    old_log_probs=torch.tensor([-0.5, -0.25]),
-                    reward=Reward(outcome=float(number % 2)),
-                    task_id=f"task_{number}",
-                    policy_version=number,
-                )
-                for number in range(4)
-            ]
-        )
-    report = inspect(path)
-    assert report["agents"] == {
-        "rollouts": 4,
-        "tasks": 4,
-        "outcomes": {"min": 0.0, "mean": 0.5, "max": 1.0},
-        "without_outcome": 0,
-        "turns": {"min": 1, "mean": 1.0, "max": 1},
-        "with_messages": 4,
-    }
-    assert report["policy"]["ages"]["max"] == 3
-    assert report["rewards"] is None
-    code, out, _ = run("inspect", path, "--trajectory", 1)
-    assert code == 0
-    assert "2 + 2?" in out
-    code, out, _ = run("inspect", path, "--trajectory", 1, "--sample", 4, "--json")
-    assert json.loads(out)["values"]["input_ids"] == 4
-
-
 def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
     for name in ("auto_save_pt", "auto_save_pkl"):
         report = inspect(shared_fixtures / "rlinf" / name)
@@ -214,33 +173,6 @@ def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> N
     assert "step_5" in note
 
 
-def test_experience_pool(run: Run, shared_fixtures: Path) -> None:
-    report = inspect(shared_fixtures / "experience_pool" / "step_120")
-    assert report["kind"] == "experience_pool"
-    assert report["difficulties"] == {"1": 1, "3": 2, "5": 2}
-    assert report["skipped_tasks"] == 2
-    assert report["trajectories"] > 0
-    assert run("inspect", shared_fixtures / "experience_pool")[0] == 0
-
-
-def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path: Path) -> None:
-    whole = AgentTrajectory(
-        input_ids=torch.tensor([1, 2]),
-        loss_mask=torch.tensor([0, 1]),
-        response_start=1,
-        old_log_probs=torch.tensor([-0.5]),
-        task_id="a",
-    )
-    held = {"a": [whole, AgentTrajectory(task_id="a", messages=[{"role": "user", "content": "no tokens"}])]}
-    write_pool(tmp_path / "step_1", PoolContents({1: ["a"]}, [], held))
-    report = inspect(tmp_path / "step_1")
-    assert (report["trajectories"], report["replayable"]) == (2, 1)
-    assert report["refused"] == {"no_response_mask": 1}
-    code, out, _ = run("inspect", tmp_path / "step_1")
-    assert code == 0
-    assert "no_response_mask" in out
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1, max_size=30), st.booleans())
 def test_episodes_are_those_of_a_plain_loop(steps: list[tuple[float, bool]], bootstrap: bool) -> None:
@@ -261,193 +193,6 @@ def test_episodes_are_those_of_a_plain_loop(steps: list[tuple[float, bool]], boo
 
 
 # -- agents, runs, episodes ----------------------------------------------------------------------------
-
-HOSTILE = "look\x1b[2J\x1b]0;owned\x07 \u202ehere\x9b\n  at a glance: all files there"
-
-
-def agent_store(path: Path, count: int = 4, **more: object) -> Path:
-    """Rollouts of ten tokens: four of the prompt, and two turns of two with an answer between them."""
-    written = torch.tensor([1, 1, 0, 0, 1, 1])
-    values: dict[str, object] = {
-        "messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": "x" * 5000}],
-        "input_ids": torch.arange(10),
-        "loss_mask": torch.cat([torch.zeros(4, dtype=torch.int64), written]),
-        "response_mask": written,
-        "old_log_probs": torch.arange(6) / -8,
-        "response_start": 4,
-        "reward": Reward(outcome=1.0, success_rate=0.5, description="exact", metadata={"format": 0.25}),
-        "data_id": "row_7",
-        "metadata": {"engine": "vllm\x1b[31m"},
-        "is_terminated": True,
-    }
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
-        buffer.add_trajectories(
-            [AgentTrajectory(task_id=f"task_{n % 2}", policy_version=40 + n, **(values | more)) for n in range(count)]  # type: ignore[arg-type]
-        )
-    return path
-
-
-def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
-    code, out, _ = run("inspect", agent_store(tmp_path / "agents", messages=[]))
-    assert code == 0
-    assert "rollouts" in out
-    assert "tokens of a rollout   10" in out
-    assert "turns of the model  2" in out
-    assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
-    report = inspect(tmp_path / "agents")
-    assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
-    assert report["response_tokens"]["max"] == 6
-    assert report["steps"] is report["batch"] is None
-
-
-def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
-    """Rollouts without log-probs have ``response_start``; rollouts of messages alone have no length."""
-    mask = torch.tensor([0, 0, 1, 1, 1])
-    tokens = AgentTrajectory(input_ids=torch.arange(5), loss_mask=mask, response_start=2)
-    rated = dataclasses.replace(tokens, old_log_probs=-torch.ones(3))
-    longer = AgentTrajectory(input_ids=torch.arange(11), loss_mask=torch.ones(11, dtype=torch.int64), response_start=2)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([tokens, rated, longer, AgentTrajectory(messages=[{"role": "user", "content": "?"}])])
-    report = inspect(tmp_path / "store")
-    assert report["tokens"] == {"min": 5, "mean": 7.0, "max": 11}
-    assert report["response_tokens"] == {"min": 3, "mean": 5.0, "max": 9}
-    json.dumps(report)
-
-
-def figures(out: str) -> dict[str, str]:
-    pairs = [re.split(r"  +", line.strip(), maxsplit=1) for line in out.splitlines()]
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
-
-
-def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_path: Path) -> None:
-    outcomes = [1.0, None, 0.0, None, 1.0, None]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "store")) as buffer:
-        buffer.add_trajectories(
-            [
-                AgentTrajectory(
-                    messages=[{"role": "assistant", "content": "4"}],
-                    input_ids=torch.arange(5),
-                    response_start=3,
-                    reward=None if outcome is None else Reward(outcome=outcome),
-                    task_id=f"task_{number}",
-                )
-                for number, outcome in enumerate(outcomes)
-            ]
-        )
-    told = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
-    assert told["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
-    for name in ("turns of the model", "tasks", "with messages"):
-        assert told[name].endswith(" (4 of 6 read)"), name
-    assert told["of its response"] == "2 (of 4 rollouts)"
-    assert not told["tokens of a rollout"].endswith("read)"), "the index tells it of all"
-    told = figures(run("inspect", tmp_path / "store")[1])
-    assert told["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
-    assert told["of its response"] == "2"
-
-
-def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "pool")
-    manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2), store=store)
-    for number in range(4):
-        made = [build(task, number, 1.0, entropy=1 - number / 10, policy_version=number) for task in "ab"]
-        manager.admit([*made, build("a", 10, 0.0), build("b", 10, 0.0), build("c", 1, 1.0), build("c", 2, 1.0)])
-    store.close()
-    report = inspect(tmp_path / "pool")
-    assert (report["kind"], report["trajectories"]) == ("store", 10)
-    assert report["pool"] == {
-        "trajectories": 4,
-        "tasks": 2,
-        "demonstrations": 0,
-        "difficulties": {"2": 2},
-        "skipped_tasks": 1,
-        "journal_records": 2,
-        "left_records": 4,
-    }
-    assert report["tokens"]["min"] > 0, "records of the journal have no tokens, and are no rollouts"
-    assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 4)
-    assert report["policy"]["versions"] == {"min": 2, "max": 3}
-    code, out, _ = run("inspect", tmp_path / "pool")
-    told = figures(out)
-    assert code == 0
-    assert f"{tmp_path / 'pool'}: experience pool" in out
-    assert told["trajectories"] == "4 of 2 tasks"
-    assert told["records besides"] == "2 of its journal, 4 of what left it and is not deleted yet"
-    assert told["tasks by successes"] == "2: 2"
-    assert told["solved tasks left out"] == "1"
-    told = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
-    assert told["outcomes"] == "1 (1 of 4 read)"
-
-
-def test_files_of_a_pool_have_no_single_trajectory(run: Run, shared_fixtures: Path) -> None:
-    code, _, err = run("inspect", shared_fixtures / "experience_pool" / "step_120", "--trajectory", 0)
-    assert code == FAILED
-    assert "this is the files of a pool" in err
-
-
-def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:
-    path = agent_store(tmp_path / "agents")
-    code, out, _ = run("inspect", path, "--trajectory", 1)
-    assert code == 0
-    for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "4 to 5", "the model wrote 4"):
-        assert text in out
-    assert "3,000 more characters" in out
-    assert all(character.isprintable() or character == "\n" for character in out)
-    assert "\\x1b[2J" in out
-    assert "\\u202e" in out
-    assert "\n  | " in out
-    assert "\n  at a glance" not in out, "no message passes for a line of the report"
-    code, out, _ = run("inspect", path, "--trajectory", 1, "--json")
-    assert all(character.isprintable() or character == "\n" for character in out)
-    report = json.loads(out)
-    assert report["messages"][0]["content"] == HOSTILE
-    assert len(report["messages"][1]["content"]) == 5000
-    assert report["reward"]["metadata"] == {"format": 0.25}
-    assert [part["part"] for part in report["token_parts"]] == ["prompt", "model", "told", "model"]
-
-
-def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
-    path = agent_store(tmp_path / "agents")
-    report = json.loads(run("inspect", path, "--trajectory", 0, "--sample", 8, "--json")[1])
-    assert report["part"] == "model"
-    assert report["values"] == {"input_ids": 8, "loss_mask": 1, "response_mask": 1, "old_log_probs": -0.5}
-    report = json.loads(run("inspect", path, "--trajectory", 0, "--sample", 3, "--json")[1])
-    assert (report["part"], report["values"]) == ("prompt", {"input_ids": 3, "loss_mask": 0})
-    assert "the model wrote" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
-    code, _, err = run("inspect", path, "--trajectory", 0, "--sample", 10)
-    assert code == FAILED
-    assert "tokens 0 to 9" in err
-
-
-def test_tokens_as_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tokenizer:
-        @staticmethod
-        def from_pretrained(name: str, **_: object) -> Tokenizer:
-            if "absent" in name:
-                raise OSError("no such folder")
-            return Tokenizer()
-
-        @staticmethod
-        def decode(ids: list[int], **_: object) -> str:
-            return "".join(f"<{number}\x1b>" for number in ids)
-
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(transformers, "AutoTokenizer", Tokenizer)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    path = agent_store(tmp_path / "agents", metadata={"tokenizer": str(tmp_path)})
-    code, out, _ = run("inspect", path, "--trajectory", 0)
-    assert code == 0
-    assert "<4\\x1b><5\\x1b>" in out
-    (path.parent / "other").mkdir()
-    code, out, _ = run("inspect", path, "--trajectory", 0, "--sample", 4, "--tokenizer", path.parent / "other")
-    assert "<4" in out
-    code, _, err = run("inspect", path, "--trajectory", 0, "--tokenizer", "absent")
-    assert code == FAILED
-    assert "tokenizer: absent: no such folder" in err
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert run("inspect", path, "--trajectory", 0)[0] == 0, "what the store names is of use only if it is there"
-    code, _, err = run("inspect", path, "--trajectory", 0, "--tokenizer", "x")
-    assert code == FAILED
-    assert "pip install 'trajstore[demo]'" in err
 
 
 @pytest.mark.parametrize("stream", [0, 1])
@@ -567,16 +312,6 @@ def test_the_command_line_is_a_module(module: str, project_root: Path) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=project_root, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"inspect" in done.stdout
-
-
-def test_steps_cannot_be_drawn_of_agents(tmp_path: Path) -> None:
-    path = agent_store(tmp_path / "agents")
-    buffer = TrajectoryReplayBuffer()
-    buffer.load_checkpoint(path)
-    for columns in (None, ["input_ids"]):
-        with pytest.raises(SchemaMismatchError, match=r"sample_trajectories\(count\)"):
-            buffer.sample(2, columns=columns)
-    assert len(buffer.sample_trajectories(2)) == 2
 
 
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])

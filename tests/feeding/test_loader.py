@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trajstore.feeding import (
     ReplayBufferDataset,
     ReplayLoader,
     TokenLoader,
+    prefetch,
     replay_buffer_collate_fn,
 )
 from trajstore.sampling import Priorities, Sampler, UseLimit, WeightedSampler
@@ -366,3 +368,14 @@ def test_a_buffer_that_is_closed_while_a_loader_waits_for_it_ends_the_waiting() 
         threading.Timer(0.1, buffer.close).start()
         with pytest.raises(StoreClosedError, match="the buffer of this loader was closed"):
             next(loader)
+
+
+def test_waiting_without_end_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(prefetch, "_SAYS_AFTER", 0.05)
+    buffer = TrajectoryReplayBuffer(seed=0)
+    with ReplayLoader(buffer, batch_size=4) as loader, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, loader)
+        wait_until(lambda: "are the buffers filled" in caplog.text)
+        buffer.add_trajectories([block(1)])
+        assert len(waiting.result(60)["rewards"]) == 4
+    assert caplog.text.count("no batch for 0.05 s") == 1

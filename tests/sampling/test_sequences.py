@@ -93,6 +93,7 @@ def test_sequences_longer_than_any_episode_are_an_error_that_counts() -> None:
 def test_n_step_transitions_are_those_of_a_loop(sizes: list[tuple[int, int]], seed: int, n: int) -> None:
     world = World(sizes, seed)
     batch = sample_n_step(world.buffer, 32, n, GAMMA)
+    assert (batch["rewards"] + batch["bootstrap"]).shape == batch["rewards"].shape, "a target has the rewards' shape"
     for row in range(len(batch["steps"])):
         run = world.after[int(batch["curr_obs"]["code"][row])][:n]
         assert batch["rewards"][row].item() == pytest.approx(
@@ -100,7 +101,7 @@ def test_n_step_transitions_are_those_of_a_loop(sizes: list[tuple[int, int]], se
         )
         assert batch["steps"][row] == len(run)
         assert batch["next_obs"]["code"][row] == run[-1] + 100_000
-        assert batch["bootstrap"][row] == (0 if run[-1] in world.terminal else GAMMA ** len(run))
+        assert batch["bootstrap"][row].item() == (0 if run[-1] in world.terminal else GAMMA ** len(run))
 
 
 @pytest.mark.parametrize("strategy", ["future", "final"])

@@ -29,7 +29,7 @@ from trajstore.columns.limits import MAX_ID
 from trajstore.errors import ConfigurationError, StoreError, listed
 from trajstore.files.opening import check_options, directories_above, open_directory
 from trajstore.formats import get_format
-from trajstore.mirroring.options import Mirror, MirrorState, as_mirror
+from trajstore.mirroring.options import Mirror, as_mirror
 from trajstore.reading.places import check_no_store_above
 from trajstore.sampling.draws import Draws
 from trajstore.trajectory import AnyTrajectory
@@ -266,32 +266,6 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     def committed(self) -> int:
         """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
         return self._backing.committed
-
-    @property
-    def mirror_state(self) -> MirrorState | None:
-        """What is on the mirror of this buffer's store, and why the last attempt failed; None without a mirror."""
-        mirror = self._backing.mirror
-        return None if mirror is None else mirror.state
-
-    def wait_mirrored(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
-        """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
-
-        Args:
-            ids: of trajectories; None: everything, what was added before and waits to be written, evictions, saved
-                points and rollbacks too.
-            timeout: in seconds; None = no limit.
-
-        Raises:
-            StoreError: this buffer has no mirror.
-            StoreWriteError: with ``ids=None``, a write failed; names the file.
-        """
-        wanted = None if ids is None else whole_numbers("ids", ids)
-        timeout, mirror = seconds_or_none("timeout", timeout), self._backing.mirror
-        if mirror is None:
-            raise StoreError("wait_mirrored: this buffer has no mirror; give one with mirror=...")
-        if wanted is None:
-            return mirror.wait_for_all(self._backing.flush, timeout)
-        return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True
 
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, durably. Files go when no pin and no reader needs them.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from trajstore.arguments import one_of, path_or_url, text, truth, whole
+from trajstore.arguments import one_of, path_or_url, seconds_or_none, text, truth, whole, whole_numbers
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.checkpoint import CheckpointState, Layout, check_target, save_checkpoint
 from trajstore.buffer.readable import ReadableBuffer
 from trajstore.buffer.reloading import load, refresh
 from trajstore.buffer.saved_points import KEPT, PointsOfBuffer
 from trajstore.buffer.view import LoadRequest, View
+from trajstore.errors import StoreError
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
+from trajstore.mirroring.options import MirrorState
 from trajstore.reading.contents import Contents
 from trajstore.reading.picture import Picture
 from trajstore.sampling.draws import Draws
@@ -103,6 +105,34 @@ class RestorableBuffer(ReadableBuffer):
         Evicted trajectories that only it named are deleted. Where there is no such name a warning says so.
         """
         self._backing.unpin(text("name", name))
+
+    # -- mirror -----------------------------------------------------------------------------------
+
+    @property
+    def mirror_state(self) -> MirrorState | None:
+        """What is on the mirror of this buffer's store, and why the last attempt failed; None without a mirror."""
+        mirror = self._backing.mirror
+        return None if mirror is None else mirror.state
+
+    def wait_mirrored(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
+        """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
+
+        Args:
+            ids: of trajectories; None: everything, what was added before and waits to be written, evictions, saved
+                points and rollbacks too.
+            timeout: in seconds; None = no limit.
+
+        Raises:
+            StoreError: this buffer has no mirror.
+            StoreWriteError: with ``ids=None``, a write failed; names the file.
+        """
+        wanted = None if ids is None else whole_numbers("ids", ids)
+        timeout, mirror = seconds_or_none("timeout", timeout), self._backing.mirror
+        if mirror is None:
+            raise StoreError("wait_mirrored: this buffer has no mirror; give one with mirror=...")
+        if wanted is None:
+            return mirror.wait_for_all(self._backing.flush, timeout)
+        return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True
 
     # -- saved points -----------------------------------------------------------------------------
 
@@ -247,7 +277,7 @@ class RestorableBuffer(ReadableBuffer):
         share, a pin, the ranks of a run, and a store whose log has been written into its index since, are loaded again.
 
         Raises:
-            StoreNotFoundError: what was loaded is there no longer.
+            StoreNotFoundError: what was loaded is there no longer, such as a pin that was let go of.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; nothing changed.
         """
         return refresh(self._view, self._backing)

@@ -88,8 +88,8 @@ def sample_n_step(
     """Draw transitions over n steps: the reward is the discounted sum, what comes next is what came n steps later.
 
     ``R = sum_i gamma^i r_i`` over the steps up to the n-th, or to the end of the episode or the trajectory if that
-    comes first; the target of a value is then ``R + bootstrap * V(next)``. Source: Sutton and Barto, "Reinforcement
-    Learning", second edition, equation 7.1.
+    comes first; the target of a value is then ``R + bootstrap * V(next)``, with values of the shape of the rewards.
+    Source: Sutton and Barto, "Reinforcement Learning", second edition, equation 7.1.
 
     Args:
         buffer: where from.
@@ -103,8 +103,9 @@ def sample_n_step(
 
     Returns:
         The batch of the first steps, in which ``rewards`` ``[count, ...]`` are the sums, and columns below ``next_obs``
-        those of the last step; besides, ``"bootstrap"`` float32 ``[count]`` (``gamma^k`` after k steps, 0 where the
-        last step terminated) and ``"steps"`` int64 ``[count]`` (k).
+        those of the last step; besides, ``"bootstrap"`` float32 (``gamma^k`` after k steps, 0 where the last step
+        terminated), ``[count]`` with as many dimensions of 1 as rewards have more, so that both go together, and
+        ``"steps"`` int64 ``[count]`` (k).
 
     Raises:
         EmptyBufferError: there is nothing to draw from.
@@ -129,7 +130,8 @@ def sample_n_step(
     values["rewards"] = (rewards * factors.reshape(shape)).sum(1)
     terminated = _any(buffer, spans.first, end[:, None], [terminations])[:, 0]
     bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
-    more = {"bootstrap": torch.from_numpy(bootstrap), "steps": torch.from_numpy(last + 1)}
+    alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
+    more = {"bootstrap": alike, "steps": torch.from_numpy(last + 1)}
     return Batch({**nest(values), **more}, spans.first)
 
 

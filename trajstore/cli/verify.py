@@ -58,9 +58,9 @@ COMMAND = Command(
     summary="check every checksum and every name",
     description=(
         "Read every byte and compare it with its checksum; check that every name is there. The files it counts are "
-        "those of shards and of states of saved points. A writer may go on: "
-        "what it evicts meanwhile is no damage. Writes nothing but a reader's lease while a writer has the store open. "
-        "Exit code 0 = sound, 1 = damaged, 2 = no store there."
+        "those of shards and of states of saved points, the trajectories also evicted ones that pins keep. A writer "
+        "may go on: what it evicts meanwhile is no damage. Writes nothing but a reader's lease while a writer has the "
+        "store open. Exit code 0 = sound, 1 = damaged, 2 = no store there."
     ),
     configure=_configure,
     run=_run,

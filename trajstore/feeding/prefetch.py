@@ -24,6 +24,9 @@ _LOOK_AGAIN = 0.01
 
 _BUFFER_CLOSED = "the buffer of this loader was closed, and its files may go; open it again, and make a loader of that"
 
+_SAYS_AFTER = 10.0
+"""Seconds of waiting without a timeout, after which it is said that a batch is waited for."""
+
 _HAND_OVER = 0.001
 """Seconds that the thread leaves to its consumer after a batch was taken, if another one is finished."""
 
@@ -89,7 +92,14 @@ class Prefetcher(Generic[D, T]):
             Exception: whatever ended the thread; the same one at every further call.
         """
         with self._changed:
-            there = self._changed.wait_for(lambda: self._made or self._error is not None or self._stopping, timeout)
+            there = self._wait(_SAYS_AFTER if timeout is None else timeout)
+            if not there and timeout is None:
+                logger.warning(
+                    "no batch for %g s; are the buffers filled as far as they must be? next() waits for as long as it "
+                    "takes; with timeout=... it raises",
+                    _SAYS_AFTER,
+                )
+                there = self._wait(None)
             if self._source.closed and not self._stopping and (self._made or self._error is None):
                 raise StoreClosedError(_BUFFER_CLOSED)
             if self._made and not self._stopping:
@@ -105,6 +115,10 @@ class Prefetcher(Generic[D, T]):
             if not there:
                 raise TimeoutError(f"no batch within {timeout} s; are the buffers filled as far as they must be?")
         raise AssertionError("unreachable")
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait, with the condition held, until there is something to tell; return whether there is."""
+        return self._changed.wait_for(lambda: bool(self._made) or self._error is not None or self._stopping, timeout)
 
     def close(self) -> None:
         """End the thread and wait for it. Closing again does nothing."""

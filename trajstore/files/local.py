@@ -28,13 +28,12 @@ from trajstore.files.held import HeldFolder
 from trajstore.files.holder import LOCK_NAME, may_live
 from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.local_locks import LocalReaderLease, LocalWriterLock, read_lease
+from trajstore.files.vectored import write_all
 
 logger = logging.getLogger(__name__)
 
 TEMPORARY_SUFFIX = ".tmp"
 
-_IOV_MAX = 512
-_MERGE_BELOW = 4096
 _SPARSE_FROM = 64 << 20
 
 
@@ -224,7 +223,7 @@ class LocalDirectory(Directory):
         descriptor = self._root.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             with self._root.naming(name):
-                _write_all(descriptor, pieces)
+                write_all(descriptor, pieces)
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -274,7 +273,7 @@ class LocalDirectory(Directory):
                     text = f"has {end:,} bytes, {known:,} after the last commit: somebody else has changed it"
                     raise OSError(errno.ESTALE, text)
                 try:
-                    _write_all(descriptor, [memoryview(data)])
+                    write_all(descriptor, [memoryview(data)])
                     os.fdatasync(descriptor)
                 except OSError:
                     # Nothing may follow a half-written record: cut it off before anybody appends again.
@@ -365,39 +364,3 @@ def _size_of(entry: os.DirEntry[str]) -> int:
         if error.errno != errno.ELOOP:
             raise
         return entry.stat(follow_symlinks=False).st_size  # of the link: what it names is nowhere
-
-
-def _write_all(descriptor: int, pieces: Iterable[Buffer]) -> None:
-    """Write pieces in order, in as few calls as possible."""
-    for batch in _batches(pieces):
-        remaining = [piece for piece in batch if piece.nbytes]
-        while remaining:
-            written = os.writev(descriptor, remaining)
-            if written == 0:
-                raise OSError(errno.EIO, "no bytes could be written")
-            while remaining and written >= remaining[0].nbytes:
-                written -= remaining.pop(0).nbytes
-            if written:
-                remaining[0] = remaining[0][written:]
-
-
-def _batches(pieces: Iterable[Buffer]) -> Iterator[list[memoryview]]:
-    """Group pieces for ``writev``; runs of small ones are merged, which is cheaper than passing them."""
-    batch: list[memoryview] = []
-    small: list[memoryview] = []
-    for piece in pieces:
-        view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
-        if view.nbytes < _MERGE_BELOW:
-            small.append(view)
-            continue
-        if small:
-            batch.append(memoryview(b"".join(small)))
-            small = []
-        batch.append(view)
-        if len(batch) >= _IOV_MAX:
-            yield batch
-            batch = []
-    if small:
-        batch.append(memoryview(b"".join(small)))
-    if batch:
-        yield batch

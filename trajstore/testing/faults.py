@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
-from trajstore.files import folders, held, local, local_locks
+from trajstore.files import folders, held, local, local_locks, vectored
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """How a call fails: with this ``errno``; ``torn``: a write leaves half of its bytes and then fails with ENOSPC;
@@ -107,6 +107,6 @@ def _write_some(descriptor: int, pieces: Sequence[memoryview]) -> int:
 def failing_disk(plan: FaultPlan) -> Iterator[FaultPlan]:
     """Let local directories meet the failures of a plan."""
     with contextlib.ExitStack() as patches:
-        for module in (folders, held, local, local_locks):
+        for module in (folders, held, local, local_locks, vectored):
             patches.enter_context(mock.patch.object(module, "os", FaultyOs(plan)))
         yield plan
