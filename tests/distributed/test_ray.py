@@ -35,7 +35,15 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from trajstore.buffer.intake import flatten_all  # noqa: E402
-from trajstore.distributed import Channel, DistributedReplayBuffer, read_store, receipts, receive  # noqa: E402
+from trajstore.distributed import (  # noqa: E402
+    Channel,
+    DistributedReplayBuffer,
+    homes,
+    read_store,
+    receipts,
+    receive,
+    starting,
+)
 from trajstore.distributed.options import HandleOptions  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
@@ -483,3 +491,25 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
     assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
+
+
+def test_a_node_starts_the_store_whose_directory_it_has(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nodes with disks of their own, as after a new start of Ray, which gives the nodes other ids."""
+    if len(starting.alive_nodes()) < 2:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+    nodes = starting.alive_nodes()
+    create("homes", tmp_path, stores="per_node").stop()
+    assert homes.lying(nodes, str(tmp_path), 120.0) == {node: set(range(len(nodes))) for node in nodes}
+    own = {node: {len(nodes) - 1 - place} for place, node in enumerate(nodes)}
+    monkeypatch.setattr(starting, "lying", lambda given, path, seconds: {node: own[node] for node in given})
+    handle = create("homes", tmp_path, stores="per_node")
+    assert handle.nodes() == {next(iter(ranks)): node for node, ranks in own.items()}
+    lose("homes", 0)
+    own[nodes[-1]] = set()  # its disk is new
+    with caplog.at_level(logging.WARNING):
+        create("homes", tmp_path, stores="per_node")
+    assert f"store rank_0 of 'homes' begins empty on node {nodes[-1]}" in caplog.text
+    handle.stop()

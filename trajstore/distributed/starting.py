@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.distributed.actors import Stores, actor_name, first_line, ray
+from trajstore.distributed.homes import lying, one_each
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, StoreUnreachableError, listed
+
+logger = logging.getLogger(__name__)
 
 _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 """Threads of a store's process, for each kind of call; what takes long does not keep others waiting."""
@@ -77,16 +81,8 @@ def start_stores(
     """
     wanted = dict(options)
     reserved = {"num_cpus": 1, **actor_options}
-    taken = {known.node_of(rank) for rank in known.ranks} if per_node else set()
-    rank = 0
-    for strategy in placed:
-        if per_node:
-            if strategy.node_id in taken:
-                continue
-            while rank in known.ranks:
-                rank += 1
+    for rank, strategy in (_one_per_node(known, path, placed) if per_node else dict(enumerate(placed))).items():
         _start(known.name, rank, path, wanted, reserved, strategy, known.namespace)
-        rank += 1
     found = Stores(known.name, known.namespace, known.deadline)
     there = [number for number in found.ranks if _has_begun(found, number, reserved)]
     for number in there:
@@ -100,6 +96,25 @@ def start_stores(
     for number in [*there, *there]:  # what a store that has joined is given now is newer than what the others have
         found.note(found.call(number, "tick", found.clock))
     return found
+
+
+def _one_per_node(known: Stores, path: str, placed: Sequence[Any]) -> dict[int, Any]:
+    """Return the strategy of each store that is to be started, by rank: a node has the store whose directory it has."""
+    taken = {known.node_of(rank) for rank in known.ranks}
+    free = {strategy.node_id: strategy for strategy in placed if strategy.node_id not in taken}
+    found = {} if "://" in path or not free else lying(list(free), path, known.deadline)
+    given = one_each(list(free), found, known.ranks)
+    for node, rank in given.items():
+        if found and rank not in found[node] and (rank in known.lost or any(rank in ranks for ranks in found.values())):
+            logger.warning(
+                "store rank_%d of %r begins empty on node %s, which has no %s/rank_%d",
+                rank,
+                known.name,
+                node,
+                path,
+                rank,
+            )
+    return {rank: free[node] for node, rank in given.items()}
 
 
 def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
