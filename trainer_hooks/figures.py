@@ -14,12 +14,28 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
 from trajstore.experience.outcomes import outcome_of
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
+
+OFF_POLICY_SHARE_LIMIT = 0.5
+"""Share of off-policy tokens above which there is a warning."""
+
+LITTLE_OF_ASKED = 0.2
+"""Share of off-policy tokens below which there is a warning, as a part of the share of rows that was asked for.
+
+Replayed successes are often shorter than other rollouts, and a pool may have too few tasks for some time.
+"""
+
+WASTED_SHARE_LIMIT = 0.5
+"""Share of off-policy tokens with ratios below ``metrics.RATIO_NEAR_ZERO`` above which there is a warning."""
+
+OFF_POLICY_RATIO_LIMIT = 10.0
+"""Importance ratio of an off-policy token above which there is a warning."""
 
 WARN_EVERY = 100
 """Steps for which a warning of one kind is not repeated."""
@@ -34,6 +50,46 @@ STARVING_STEPS = 20
 """A bucket starves if its tasks could be replayed but were not drawn in this many steps."""
 
 
+@checked
+def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
+    """Return what is worth a warning in a step's figures (names of ``trainer_hooks.metrics``), by kind.
+
+    Kinds: ``share`` and ``ratio``, too far off-policy; ``little`` and ``wasted``, replay that changes next to nothing;
+    ``nan``, a loss of replayed tokens that is no number.
+
+    Args:
+        figures: of the step.
+        asked: share of the batch's rows that the configuration would have replayed, in [0, 1].
+    """
+    found: dict[str, str] = {}
+    share = figures.get(f"{metrics.PREFIX}off_policy_share", 0.0)
+    if share > OFF_POLICY_SHARE_LIMIT:
+        found["share"] = (
+            f"{share:.0%} of the tokens are off-policy: lower exp_ratio or replay fewer per task; where rollouts are"
+            " guided, those without their experience count too (rollout_expratio)"
+        )
+    if 0 < share < LITTLE_OF_ASKED * asked:
+        found["little"] = (
+            f"only {share:.1%} of the tokens are replayed, where exp_ratio and offpolicy_trajectories_per_task ask for"
+            f" {asked:.1%} of the rows: see whether the pool has enough tasks (experience_replay/experience_tasks), or"
+            " whether its histories are far shorter than the fresh rollouts"
+        )
+    ratio = figures.get(f"{metrics.PREFIX}off_ratio_max", 1.0)
+    if ratio > OFF_POLICY_RATIO_LIMIT:
+        found["ratio"] = (
+            f"an off-policy token has importance ratio {ratio:.3g}: set max_policy_age, or check the recorded log-probs"
+        )
+    wasted = figures.get(f"{metrics.PREFIX}off_ratio_near_zero_share", 0.0)
+    if wasted > WASTED_SHARE_LIMIT:
+        found["wasted"] = (
+            f"{wasted:.0%} of the replayed tokens have importance ratios below {metrics.RATIO_NEAR_ZERO}, so next to no"
+            " gradient: the policy has left these histories, set max_policy_age"
+        )
+    if math.isnan(figures.get(f"{metrics.PREFIX}off_pg_loss", 0.0)):
+        found["nan"] = "the loss of the replayed tokens is NaN: check the recorded log-probs and the outcomes"
+    return found
+
+
 class ReplayFigures:
     """Gathers what one step shows of replay, and what the last steps drew from the pool."""
 
@@ -46,9 +102,17 @@ class ReplayFigures:
         self._zero_steps = 0
         self._histories: list[AgentTrajectory] = []
         self._demonstrations = 0
+        self._asked = 0.0
 
-    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool) -> None:
-        """Remember which buckets could be replayed in this step, and which were; before replay begins, none could."""
+    def note_drawn(self, histories: Mapping[str, Sequence[AgentTrajectory]], *, replaying: bool, asked: float) -> None:
+        """Remember which buckets could be replayed in this step, and which were; before replay begins, none could.
+
+        Args:
+            histories: what was drawn, by task.
+            replaying: whether replay has begun.
+            asked: share of the batch's rows that the configuration would have replayed.
+        """
+        self._asked = asked
         self._histories = [one for held in histories.values() for one in held]
         tasks = [task for task, held in histories.items() if held]
         buckets = self._manager.difficulty2task_dict
@@ -147,7 +211,7 @@ class ReplayFigures:
 
     def warn(self, figures: Mapping[str, float]) -> None:
         """Log what a step's figures warn of; each kind not again within :data:`WARN_EVERY` steps."""
-        found = metrics.warnings_of(figures)
+        found = warnings_of(figures, self._asked)
         loss = figures.get(f"{metrics.PREFIX}off_pg_loss")
         if loss is not None:
             self._zero_steps = self._zero_steps + 1 if loss == 0.0 else 0

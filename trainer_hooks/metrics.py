@@ -27,20 +27,8 @@ from trajstore.trajectory import AgentTrajectory
 PREFIX = "experience_replay/"
 """Begins every name."""
 
-OFF_POLICY_SHARE_LIMIT = 0.5
-"""Share of off-policy tokens above which there is a warning."""
-
-OFF_POLICY_SHARE_LEAST = 0.1
-"""Share of off-policy tokens below which there is a warning, if anything is replayed."""
-
 RATIO_NEAR_ZERO = 0.1
 """Importance ratio below which a token's gradient is next to nothing."""
-
-WASTED_SHARE_LIMIT = 0.5
-"""Share of such tokens among the off-policy ones above which there is a warning."""
-
-OFF_POLICY_RATIO_LIMIT = 10.0
-"""Importance ratio of an off-policy token above which there is a warning."""
 
 _LOSS_KEYS_BY_SIDE = {
     side: (f"{side}_pg_loss", f"{side}_pg_clipfrac", f"{side}_pg_clipfrac_lower") for side in ("on", "off")
@@ -88,41 +76,6 @@ def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Te
     if total := sum(tokens.values()):
         figures["off_policy_share"] = tokens["off"] / total
     return {PREFIX + name: value for name, value in figures.items()}
-
-
-@checked
-def warnings_of(figures: Mapping[str, float]) -> dict[str, str]:
-    """Return what is worth a warning in a step's figures (names of :func:`loss_metrics` and others here), by kind.
-
-    Kinds: ``share`` and ``ratio``, too far off-policy; ``little`` and ``wasted``, replay that changes next to nothing;
-    ``nan``, a loss of replayed tokens that is no number.
-    """
-    found: dict[str, str] = {}
-    share = figures.get(f"{PREFIX}off_policy_share", 0.0)
-    if share > OFF_POLICY_SHARE_LIMIT:
-        found["share"] = (
-            f"{share:.0%} of the tokens are off-policy: lower exp_ratio or replay fewer per task; where rollouts are"
-            " guided, those without their experience count too (rollout_expratio)"
-        )
-    if 0 < share < OFF_POLICY_SHARE_LEAST:
-        found["little"] = (
-            f"only {share:.1%} of the tokens are replayed: raise exp_ratio or offpolicy_trajectories_per_task, or see"
-            " whether the pool has enough tasks (experience_replay/experience_tasks)"
-        )
-    ratio = figures.get(f"{PREFIX}off_ratio_max", 1.0)
-    if ratio > OFF_POLICY_RATIO_LIMIT:
-        found["ratio"] = (
-            f"an off-policy token has importance ratio {ratio:.3g}: set max_policy_age, or check the recorded log-probs"
-        )
-    wasted = figures.get(f"{PREFIX}off_ratio_near_zero_share", 0.0)
-    if wasted > WASTED_SHARE_LIMIT:
-        found["wasted"] = (
-            f"{wasted:.0%} of the replayed tokens have importance ratios below {RATIO_NEAR_ZERO}, so next to no"
-            " gradient: the policy has left these histories, set max_policy_age"
-        )
-    if math.isnan(figures.get(f"{PREFIX}off_pg_loss", 0.0)):
-        found["nan"] = "the loss of the replayed tokens is NaN: check the recorded log-probs and the outcomes"
-    return found
 
 
 @checked

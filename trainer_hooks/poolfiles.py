@@ -58,8 +58,7 @@ class PoolFiles:
         found = None if self._path is None else newest_pool(self._path, step)
         if found is not None:
             before = len(self._manager)
-            self._manager.global_steps = step
-            self._manager.load_experience_pool_from_disk(found)
+            self._manager.load_experience_pool_from_disk(found, global_steps=step)
             logger.info(
                 "experience pool: loaded %s with %s; the store held %d, which it replaces. Without pool_path these"
                 " would have been used",

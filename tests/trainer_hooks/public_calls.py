@@ -177,7 +177,11 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
             "hold": {"cuts": []},
             "load_state_dict": {"state": filled().state_dict()},
             "save_experience_pool_to_disk": {"directory": tmp_path / "saved"},
-            "load_experience_pool_from_disk": {"directory": tmp_path / "saved", "same_run": True},
+            "load_experience_pool_from_disk": {
+                "directory": tmp_path / "saved",
+                "same_run": True,
+                "global_steps": 1,
+            },
         },
     )
 

@@ -1,4 +1,4 @@
-"""The figures that ``ReplayHook`` hands out, and what it says at the end of a run."""
+"""The figures that ``ReplayHook`` hands out, and what it warns of."""
 
 from __future__ import annotations
 
@@ -34,6 +34,37 @@ def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(capl
         replay.close()
     assert "since its last step it has 4 that could be drawn next. The run was too short" in caplog.text
     assert "no success" not in caplog.text
+
+
+def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCaptureFixture) -> None:
+    """Half the tasks with one history each of four: an eighth of the rows, and somewhat less of the tokens."""
+    replay = hook()
+    do_step(replay, 1)
+    do_step(replay, 2)
+    replay.watch({f"{PREFIX}off_policy_share": 0.06})
+    assert "are replayed, where" not in caplog.text
+    replay.watch({f"{PREFIX}off_policy_share": 0.02})
+    assert "only 2.0% of the tokens are replayed, where" in caplog.text
+    assert "ask for 12.5% of the rows" in caplog.text
+
+
+def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "experience_pool"
+    options = {"pool_path": str(folder), "pool_save_freq": 2, "store": {"path": str(tmp_path / "pool")}}
+    with hook(**options) as killed:
+        for step in range(1, 4):
+            do_step(killed, step)
+    with caplog.at_level(logging.INFO), hook(**options) as resumed:
+        resumed.resume(None, 2)
+        resumed.tasks_chosen(TASKS, 0.03, 3)
+    assert "step_2 with 16 trajectories of 4 tasks; the store held 24" in caplog.text
+    assert "began anew" not in caplog.text
+    do_step(longer := hook(), 9)
+    assert longer.manager is not None
+    longer.manager.save_experience_pool_to_disk(folder / "step_2")
+    with hook(**options) as mistaken:
+        mistaken.resume(None, 2)
+    assert "versions up to 9, this is step 2: the count of steps began anew" in caplog.text
 
 
 def test_starving_buckets_are_counted_on_after_a_resume() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
-from trajstore.cli.trajectory import write_trajectory
+from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
 
 _SHOWN = 50  # problems written one by one
 
@@ -213,7 +213,7 @@ def _opened(report: dict[str, Any]) -> str:
 
 
 def _live(report: dict[str, Any]) -> str:
-    """Return how much of the shards is live; the rest is evicted, and kept for pins, for readers or until rewritten."""
+    """Return how much of the shards is live; the rest is headers, or evicted and kept for pins, readers or a while."""
     if "live_bytes" not in report:
         return ""
     live, shards = report["live_bytes"], report["shard_bytes"]
@@ -280,7 +280,7 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
         refused = ", ".join(f"{count:,} {reason}" for reason, count in sorted(report["refused"].items()))
         rows.insert(0, ("replayable", f"{report['replayable']:,}" + (f" (not: {refused})" if refused else "")))
     if agents["turns"] is not None:
-        rows.append(("  turns of the model", format_range(agents["turns"]) + note))
+        rows.append(("  turns of the model", f"{format_range(agents['turns'])}, {_counted(agents)}{note}"))
     if agents["tasks"] is not None and not report.get("pool"):
         rows.append(("tasks", f"{agents['tasks']:,}{note}"))
     unknown = agents["without_outcome"]
@@ -288,6 +288,13 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
     rows.append(("outcomes", "; ".join(part for part in said if part) + note))
     rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}{note}"))
     return rows
+
+
+def _counted(agents: dict[str, Any]) -> str:
+    """Return what the turns of the model were counted by; messages and tokens of a rollout may differ in it."""
+    if not agents["with_messages"]:
+        return TURNS_BY_TOKENS
+    return TURNS_BY_MESSAGES + (" where there are any" if agents["with_messages"] < agents["rollouts"] else "")
 
 
 def _responses(report: dict[str, Any]) -> str:
@@ -364,8 +371,8 @@ COMMAND = Command(
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
-        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown; the rest is evicted "
-        "or pinned. Of a folder, all stores below it are counted. "
+        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown; the rest are the headers "
+        "of the files, and what is evicted or pinned. Of a folder, all stores below it are counted. "
         "Reads RLinf's directories and experience pools too. A writer may go on. Writes nothing but a reader's lease "
         "while a writer has the store open. Exit code 1: it lists problems."
     ),

@@ -9,6 +9,10 @@ from trajstore.cli.output import Output, format_number, format_range, shortened
 _LONGEST_VALUE = 100  # characters of a value in a table
 _LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
 
+TURNS_BY_MESSAGES = "by messages of the assistant"
+TURNS_BY_TOKENS = "by runs of the model's tokens"
+"""What the turns of a rollout are counted by: its messages if it has any."""
+
 _PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
 
 
@@ -46,7 +50,7 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         ("terminated", None if report["is_terminated"] is None else "yes" if report["is_terminated"] else "no"),
         ("mean entropy", None if report["entropy"] is None else format_number(report["entropy"])),
         ("tokens", _tokens(report)),
-        ("turns of the model", report["turns"]),
+        ("turns of the model", _turns(report)),
         ("tokenizer", report["tokenizer_fingerprint"]),
         ("uuid", report["uuid"]),
         ("shard", report["shard"]),
@@ -64,6 +68,13 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         out.table([(name, _value(value)) for name, value in more.items()])
     _write_parts(report, out)
     _write_columns(report, out)
+
+
+def _turns(report: dict[str, Any]) -> str | None:
+    """Return how often the model spoke, and by what that was counted."""
+    if report["turns"] is None:
+        return None
+    return f"{report['turns']:,}, {TURNS_BY_MESSAGES if report['messages'] else TURNS_BY_TOKENS}"
 
 
 def _tokens(report: dict[str, Any]) -> str | None:

@@ -266,7 +266,9 @@ class KeptPool:
         contents = persistence.PoolContents(self.difficulty2task_dict, list(self._state.skip), self._held())
         persistence.write_pool(Path(directory), contents)
 
-    def load_experience_pool_from_disk(self, directory: str | Path, *, same_run: bool = True) -> int:
+    def load_experience_pool_from_disk(
+        self, directory: str | Path, *, same_run: bool = True, global_steps: int | None = None
+    ) -> int:
         """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
 
         Trajectories that the rules do not admit are refused and counted. The random generator goes on as it is.
@@ -274,6 +276,7 @@ class KeptPool:
         Args:
             directory: with the three files.
             same_run: whether policy versions are of the run that goes on; else they are unknown (``of_earlier_run``).
+            global_steps: the training step to which the run goes back with the files; ``None`` = it stays at its own.
 
         Returns:
             How many trajectories the files hold.
@@ -296,7 +299,10 @@ class KeptPool:
             DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
         )
         plan = self._plan_all(fresh, saved)
-        self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self._ledger.replace(fresh, plan, self.global_steps if global_steps is None else global_steps, self._generator)
+        if global_steps is not None:  # not before: the pool that the files replace is no longer of interest
+            self._counting = True
+            self._notices.ages(self._state.all_entries(), self.rules, global_steps)
         self.refused.update(plan.refused)
         warn_of_refusals(directory, plan.refused, len(held))
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)

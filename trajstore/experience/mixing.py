@@ -107,6 +107,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         gave way and tasks that wait, unknown tasks; with ``task_sampling: similar`` those that came by similarity."""
         self.replaying = False
         """Whether the newest call was to find experience tasks: replay has begun."""
+        self.asked_share = 0.0
+        """Share of the batch's rows that the newest call would have replayed from a pool with enough tasks."""
         self._manager = exp_manager
         self._get_task = get_task
         self._exp_ratio = exp_ratio
@@ -149,12 +151,15 @@ class ExperienceMixCollateFn(Generic[Task]):
         if not enable_replay or training_progress < self._start:
             for task in training_tasks:
                 self._manager.waiting_tasks.pop(task_id_of(task), None)
+            self.asked_share = 0.0
             self._note(0, len(training_tasks), replaying=False)
             return [], list(training_tasks)
         ratio = self._exp_ratio(training_progress) if callable(self._exp_ratio) else self._exp_ratio
         if problems := ratio_problems(ratio):
             raise ConfigurationError("; ".join(problems))
-        experience = self._draw(int(len(training_tasks) * ratio), training_tasks)
+        target = int(len(training_tasks) * ratio)
+        experience = self._draw(target, training_tasks)
+        self.asked_share = target * self._histories / (len(training_tasks) * self._n_rollout) if target else 0.0
 
         used = {task_id_of(task) for task in experience}
         skipped = self._manager.skip_uid_set
