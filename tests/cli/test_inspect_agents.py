@@ -113,7 +113,7 @@ def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "rollouts" in out
     assert "tokens of a rollout   10" in out
-    assert "turns of the model  2" in out
+    assert "turns of the model  2, by runs of the model's tokens" in out
     assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
     report = inspect(tmp_path / "agents")
     assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
@@ -133,6 +133,15 @@ def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
     assert report["tokens"] == {"min": 5, "mean": 7.0, "max": 11}
     assert report["response_tokens"] == {"min": 3, "mean": 5.0, "max": 9}
     json.dumps(report)
+
+
+def test_turns_say_what_they_were_counted_by(run: Run, tmp_path: Path) -> None:
+    """One message may hold what the tokens have as two turns: the figure names what it counted."""
+    one = agent_store(tmp_path / "agents", count=1, messages=[{"role": "assistant", "content": "2 + 2 = 4"}])
+    assert figures(run("inspect", one)[1])["turns of the model"] == "1, by messages of the assistant"
+    out = run("inspect", one, "--trajectory", 0)[1]
+    assert figures(out)["turns of the model"] == "1, by messages of the assistant"
+    assert out.count("\n  the model wrote  ") == 2, "in the table of its tokens"
 
 
 def figures(out: str) -> dict[str, str]:
