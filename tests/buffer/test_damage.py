@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.inspection.copying import repair_store
+from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back
 from trajstore.inspection.verify import verify
@@ -82,6 +82,25 @@ def test_a_store_beside_ranks_is_told_by_everybody(run: Path, caplog: pytest.Log
     assert "beside rank_0" in report["integrity"]["problems"][0]
     with pytest.raises(errors.ConfigurationError, match="rank_0"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=run)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_store_beside_ranks_is_repaired_by_itself(run: Path, damaged: bool) -> None:
+    own = fill(run.parent / "other", range(20, 26), 3)
+    if damaged:
+        flip(next((own / "shards").glob("shard_00000001*")))
+        shutil.rmtree(run / "rank_1")
+    for file in own.iterdir():
+        file.rename(run / file.name)
+    with pytest.raises(errors.StoreError, match="beside rank_0"):
+        copy_store(run, run.with_name("copy"))
+    repaired = repair_store(run, run.with_name("new"))
+    assert (repaired.is_whole, repaired.trajectories) == (not damaged, 13 if damaged else 18)
+    assert "beside rank_0" in str(repaired.problems)
+    assert keys_of(load(run.with_name("new") / "own")[0]) == ([20, 22, 23, 25] if damaged else [*range(20, 26)])
+    assert len(load(run.with_name("new"))[0]) == (9 if damaged else 12)
+    (first,) = repaired.parts[0].problems or [""]
+    assert first.count("shards/") == int(damaged), "a file is named once"
 
 
 # -- ranks that are not there ------------------------------------------------------------------------
@@ -484,7 +503,11 @@ def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_we
     assert len(load(run, strict=False)[0]) == 3 * (4 - len(gone))
     assert [problem.file for problem in verify(run).problems] == [f"rank_{gone[0]}"]
     assert len(inspect(run)["integrity"]["problems"]) == 1
-    assert not repair_store(run, run.with_name("repaired")).is_whole
+    repaired = repair_store(run, run.with_name("repaired"))
+    assert (repaired.is_whole, repaired.left_out) == (False, len(gone))
+    assert sorted(os.listdir(repaired.target)) == [f"rank_{rank}" for rank in range(4)], "empty stores in their places"
+    for rank in gone:
+        assert f"rank_{rank} is absent: the newest saved point is of 4 ranks; an empty store" in str(repaired.problems)
     assert len(load(run.with_name("repaired"))[0]) == 3 * (4 - len(gone))
     with TrajectoryReplayBuffer.open(run / "rank_0") as reader:
         assert len(reader) == 3, "a rank by itself says of nothing that it is absent"

@@ -79,12 +79,13 @@ def load_sources(
     strict: bool | None,
     pin: str | None,
     verify_shards: bool,
+    alone: bool = False,
 ) -> Loaded:
-    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``load_checkpoint``."""
+    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``LoadRequest``."""
     if share is not None:
         share_of(0, *share)
     path = place.url
-    directories, lacking = _directories(place)
+    directories, lacking = ([place], []) if alone else _directories(place)
     leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
     try:
         found, kept, errors = _open_all(directories, leases, strict, pin)

@@ -255,9 +255,12 @@ class RestorableBuffer(ReadableBuffer):
         strict = None if strict is None else truth("strict", strict)
         pin = None if pin is None else text("pin", pin)
         directory = open_directory(path_or_url("load_path", load_path), **self._storage_options)
+        return self._load(LoadRequest(directory, share, strict, pin))
+
+    def _load(self, request: LoadRequest) -> int:
         self._backing.flush()
         with self._view.steady:
-            loaded = load(LoadRequest(directory, share, strict, pin), self._view, self._backing)
+            loaded = load(request, self._view, self._backing)
         self._view.tell_hidden()
         self._backing.retain()
         state = loaded.state

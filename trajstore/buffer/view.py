@@ -41,12 +41,14 @@ class LoadRequest:
         share: (local_rank, world_size), or None to load everything.
         strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a pin of the store.
+        alone: of a store with ``rank_*`` ones beside it, load it without them.
     """
 
     directory: Directory
     share: tuple[int, int] | None
     strict: bool | None
     pin: str | None
+    alone: bool = False
 
     @property
     def stride(self) -> int:
@@ -194,6 +196,7 @@ class View:
             share=request.share,
             strict=request.strict,
             pin=request.pin,
+            alone=request.alone,
             verify_shards=self._verify_shards,
         )
         for text in loaded.warnings:

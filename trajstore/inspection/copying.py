@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
+from trajstore.buffer.view import LoadRequest
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
 from trajstore.files.opening import nested, open_directory
-from trajstore.inspection.points import absent_ranks
-from trajstore.inspection.verify import verify
-from trajstore.reading.places import Place, find_place, is_of_rank
+from trajstore.inspection.points import numbers_absent
+from trajstore.inspection.verification import Problem
+from trajstore.inspection.verify import verify, verify_place
+from trajstore.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.store.log_records import ranges_of
 from trajstore.store.lost_records import lost_in_words
@@ -105,7 +107,8 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 
     Every checksum is compared. What lies in a damaged shard is left out, for nothing tells which of its rows are
     right; damaged metadata and indexes are worked out again where they can be. The rest keeps its ids and UUIDs.
-    In place of a rank of which nothing can be read there is an empty store, so that the run can be opened.
+    In place of a rank of which nothing can be read there is an empty store, so that the run can be opened. A store
+    beside ``rank_*`` goes to ``own``.
 
     Args:
         source: path or URL.
@@ -120,12 +123,12 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     """
 
     def repair(place: Place, to: str) -> Copied:
-        found = verify(place.url, progress)
+        found = verify_place(place, progress)  # of a store beside ranks, without them
         lost = sorted(
             {number for problem in found.problems for low, high in problem.lost for number in range(low, high + 1)}
         )
         copied = _copy(place.url, to, lost, progress, strict=False)
-        copied.problems = [f"{problem.file}: {problem.message}" for problem in found.problems]
+        copied.problems = [_told(problem, place.url) for problem in found.problems]
         copied.uncounted = any(problem.uncounted for problem in found.problems)
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
@@ -153,22 +156,28 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
     if place.kind != "run":
         return copy(place, target)
-    above = absent_ranks(place)
-    result = Copied(place.url, target, problems=above, left_out=len(place.lacking) + len(above))
-    for text in place.lacking:
+    if place.mixed and not lenient:
+        raise StoreError(mixed_sentence(place.url, place.rank_names))
+    above = numbers_absent(place)
+    absent = [f"rank_{rank} is absent: the newest saved point is of {above.stop:,} ranks" for rank in above]
+    result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
+    if place.mixed:
+        result.problems.append(f"the store of its own beside {listed(place.rank_names)} is copied to own")
+    for text in (*place.lacking, *absent):
         _put_empty(text.split()[0], text, result)
     for part in place.parts:
-        to = f"{target}/{'own' if part.url == place.url else part.name}"
+        name = "own" if part.url == place.url else part.name
+        to = f"{target}/{name}"
         try:
             copied = _each(part, to, copy, lenient=lenient)
         except StoreError as error:
             if not lenient:
                 raise
             result.left_out += 1
-            if part.kind == "store" and is_of_rank(part.name):
-                _put_empty(part.name, f"{part.name}: is left out: {error}", result)
+            if part.kind == "store" and is_of_rank(name):
+                _put_empty(name, f"{name}: is left out: {error}", result)
             else:
-                result.problems.append(f"{part.name}: is left out: {error}")
+                result.problems.append(f"{name}: is left out: {error}")
             continue
         result.parts.append(copied)
         result.trajectories += copied.trajectories
@@ -184,11 +193,18 @@ def _put_empty(rank: str, why: str, result: Copied) -> None:
     result.problems.append(f"{why}; an empty store takes its place")
 
 
+def _told(problem: Problem, url: str) -> str:
+    """Return a sentence on damage that names its file once; the store's own path is written before it."""
+    text = problem.message.removeprefix(f"{url}/").removeprefix(f"{url}: ")
+    return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
+
+
 def _copy(
     source: str, target: str, lost: list[int], progress: Progress | None, *, strict: bool | None = True
 ) -> Copied:
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
-        before = reader.load_checkpoint(source, strict=strict)
+        # Not ranks beside it: they are copied one by one.
+        before = reader._load(LoadRequest(open_directory(source), None, strict, None, alone=True))
         shown = set(reader.trajectory_ids.tolist())
         reader.evict([number for number in lost if number in shown])
         reader.save_checkpoint(target)

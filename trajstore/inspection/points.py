@@ -10,7 +10,7 @@ from typing import Any
 
 from trajstore.buffer.runs import incomplete_sentence, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
-from trajstore.reading.places import Place, absent_above, find_place, is_of_rank, rank_of
+from trajstore.reading.places import Place, absent_above, find_place, is_of_rank, rank_of, ranks_above
 from trajstore.store.catalog import Catalog
 from trajstore.store.pin_names import aside_name
 from trajstore.store.rollback import plan_rollback, set_aside
@@ -179,12 +179,21 @@ def incomplete_points(place: Place) -> list[str]:
 
 def absent_ranks(place: Place) -> list[str]:
     """Return a sentence on the highest ranks of a run that are absent, where saved points say how many there were."""
-    said = []
+    return absent_above(place.rank_names, _said_of_ranks(place))
+
+
+def numbers_absent(place: Place) -> range:
+    """Return the numbers of the ranks of which :func:`absent_ranks` tells; its end is how many ranks there were."""
+    return ranks_above(place.rank_names, _said_of_ranks(place))
+
+
+def _said_of_ranks(place: Place) -> list[int | None]:
+    said: list[int | None] = []
     for part in place.parts:
         if part.kind == "store" and is_of_rank(part.name):
             with suppress(StoreError, OSError):  # told already
                 said += [head.ranks for head in Catalog.open(part.directory).points()[-1:]]
-    return absent_above(place.rank_names, said)
+    return said
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:

@@ -45,16 +45,17 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
         StoreNotFoundError: nothing there.
         UnsupportedVersionError: written by a newer trajstore.
     """
-    return _verify_place(find_place(path), progress)
+    return verify_place(find_place(path), progress)
 
 
-def _verify_place(place: Place, progress: Progress | None) -> Verification:
+def verify_place(place: Place, progress: Progress | None) -> Verification:
+    """Check what lies at a place, see :func:`verify`; of a run it is the place that says which stores are its parts."""
     result = Verification(place.url, place.kind)
     if place.kind == "run":
         if place.mixed:
             result.problems.append(Problem("", mixed_sentence(place.url, [part.name for part in place.parts[1:]])))
         result.problems += [Problem(text.split()[0], text) for text in (*place.lacking, *absent_ranks(place))]
-        result.parts = [_verify_place(part, progress) for part in place.parts]
+        result.parts = [verify_place(part, progress) for part in place.parts]
         for part, found in zip(place.parts, result.parts, strict=True):
             name = "" if part.url == place.url else part.name + "/"
             result.problems += [replace(problem, file=f"{name}{problem.file}") for problem in found.problems]

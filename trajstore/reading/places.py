@@ -175,12 +175,18 @@ def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]
         names: of the folders that there are, or that are known to be absent.
         ranks: of how many ranks the newest saved point of each store says that it is; None: it does not say.
     """
+    above = ranks_above(names, ranks)
+    if not above:
+        return []
+    which = f"rank_{above[0]} is" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are"
+    return [f"{which} absent: the newest saved point is of {above.stop:,} ranks"]
+
+
+def ranks_above(names: Iterable[str], ranks: Iterable[int | None]) -> range:
+    """Return the numbers of the ranks that :func:`absent_above` tells of, up to how many ranks the run has."""
     above = max((int(match[1]) + 1 for name in names if (match := _RANK.fullmatch(name))), default=0)
     said = max((number for number in ranks if number is not None), default=0)
-    if said <= above or not above:
-        return []
-    which = f"rank_{above} is" if said == above + 1 else f"rank_{above} to rank_{said - 1} are"
-    return [f"{which} absent: the newest saved point is of {said:,} ranks"]
+    return range(above, max(said, above) if above else 0)
 
 
 def rank_of(directory: Directory) -> int:
@@ -267,7 +273,7 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
     parts = tuple(place for place in below if place is not None)
     if kind == "store":
         return (
-            Place("run", directory, (Place("store", directory), *parts), mixed=True)
+            Place("run", directory, (Place("store", directory), *parts), _ranks_among(directory, folders).lacking, True)
             if parts
             else Place(kind, directory)
         )
