@@ -134,7 +134,10 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         UnsafeContentError: a file name leaves the directory.
     """
     try:
-        schema = schemas[natural(value["schema"])]
+        number = natural(value["schema"])
+        if number >= len(schemas) or (value["places"] and not schemas[number].columns):  # what salvage puts for it
+            raise ValueError("its columns are described by an earlier record, which is damaged or missing")
+        schema = schemas[number]
         columns = len(schema.columns)
         files = tuple(StoredFile(check_name(name), natural(size), natural(crc)) for name, size, crc in value["files"])
         places = tuple(None if place is None else ColumnPlace(*place) for place in value["places"])
