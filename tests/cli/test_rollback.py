@@ -88,6 +88,10 @@ def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, caps
     assert report(capsys, "inspect", tmp_path)["stores"] == "per_rank"
     assert report(capsys, "inspect", tmp_path / "rank_1")["stores"] == "per_rank"
     assert report(capsys, "rollback", tmp_path, "--step", 750)["leaving"] == 5
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "have set trajectories aside in rank_0" in capsys.readouterr().out
+    assert main(["rollback", str(tmp_path), "--take-back", "aside-1"]) == 2
+    assert "is a run; name one of its stores" in capsys.readouterr().err
     assert len(loaded(tmp_path / "rank_0")) == 4
 
 

@@ -101,3 +101,21 @@ def test_a_copy_of_a_directory_of_rlinf_is_a_store(tmp_path: Path, ranks: int | 
         assert [check_trajectory(buffer.get(one)) for one in buffer.trajectory_ids.tolist()] == [0, 1, 2]
         buffer.save_point(1)
         assert buffer.add_trajectories([witness(5)]) == [3]
+
+
+def test_a_hole_in_a_directory_of_rlinf_is_told_as_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = rlinf(tmp_path / "rlinf")
+    next(path.glob("trajectory_1_*")).unlink()
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    assert buffer.load_checkpoint(path) == 1
+    assert (
+        "1 of 3 trajectories of its index are not there, though older ones are: the directory is damaged" in caplog.text
+    )
+    assert "buffer in memory" not in caplog.text
+    caplog.clear()
+    next(path.glob("trajectory_0_*")).unlink()
+    assert TrajectoryReplayBuffer(sample_window_size=0).load_checkpoint(path) == 2
+    assert (
+        "2 of 3 trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory" in caplog.text
+    )
+    assert "damaged" not in caplog.text

@@ -149,6 +149,9 @@ def _write_parts(report: dict[str, Any], out: Output) -> None:
             )
         )
     out.table(rows, right=(1, 2, 3, 6))
+    aside = [name for (name, *_), part in zip(rows[1:], _leaves(report), strict=True) if part.get("aside")]
+    if aside:
+        out.line(f"  rollbacks have set trajectories aside in {', '.join(aside)}")
     out.line("  `trajstore inspect PATH/PART` shows one of them in full, `trajstore inspect --each PATH` every one")
 
 

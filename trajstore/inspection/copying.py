@@ -156,13 +156,14 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
     if place.kind != "run":
         return copy(place, target)
-    if place.mixed and not lenient:
-        raise StoreError(mixed_sentence(place.url, place.rank_names))
+    ranks = [part.name for part in place.parts[1:]] if place.mixed else []
+    if ranks and not lenient:
+        raise StoreError(mixed_sentence(place.url, ranks))
     above = numbers_absent(place)
     absent = [f"rank_{rank} is absent: the newest saved point is of {above.stop:,} ranks" for rank in above]
     result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
-    if place.mixed:
-        result.problems.append(f"the store of its own beside {listed(place.rank_names)} is copied to own")
+    if ranks:
+        result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")
     for text in (*place.lacking, *absent):
         _put_empty(text.split()[0], text, result)
     for part in place.parts:

@@ -101,7 +101,8 @@ def take_back(path: str | Path, name: str, *, dry_run: bool = False) -> int:
     """
     place = find_place(path)
     if place.kind != "store":
-        raise ConfigurationError(f"{place.url}: is no store of trajstore; name one store")
+        why = "is a run; name one of its stores" if place.kind == "run" else "is no store of trajstore; name one store"
+        raise ConfigurationError(f"{place.url}: {why}")
     if dry_run:
         catalog = Catalog.open(place.directory)
         return len(catalog.pinned.positions_in(set_aside(catalog, name).ids))

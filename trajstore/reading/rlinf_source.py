@@ -160,14 +160,20 @@ class RLinfSource(Source):
                 f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: {names}; "
                 "copy the files there"
             )
-        logger.warning(
-            "%s: %d of %d trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory; "
-            "they are never drawn: %s (strict=True refuses such a directory)",
-            self.directory.url,
-            len(self.missing),
-            len(self.missing) + len(self.entries),
-            names,
-        )
+        total = len(self.missing) + len(self.entries)
+        for entries, what in (
+            (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),
+            (self.gone, "though older ones are: the directory is damaged; copy the files there"),
+        ):
+            if entries:
+                logger.warning(
+                    "%s: %d of %d trajectories of its index are not there, %s: %s (strict=True refuses this)",
+                    self.directory.url,
+                    len(entries),
+                    total,
+                    what,
+                    listed(entry.file_name(self.suffix) for entry in entries),
+                )
 
     @staticmethod
     def _read_index(directory: Directory) -> list[RLinfEntry]:
