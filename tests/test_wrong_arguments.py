@@ -96,7 +96,7 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("flush", "timeout", lambda b, v: b.flush(v), "None 0 2.5"),
     ("wait", "ids", lambda b, v: b.wait(v, 0), "[]"),
     ("wait", "timeout", lambda b, v: b.wait([0], v), "None 0 2.5"),
-    ("wait_mirrored", "ids", lambda b, v: b.wait_mirrored(v, 0), "[]"),
+    ("wait_mirrored", "ids", lambda b, v: b.wait_mirrored(v, 0), "None []"),
     ("evict", "ids", lambda b, v: b.evict(v), "[]"),
     ("pin", "name", lambda b, v: b.pin(v), "x 3"),
     ("unpin", "name", lambda b, v: b.unpin(v), "x 3"),
