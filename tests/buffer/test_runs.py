@@ -115,6 +115,15 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     with TrajectoryReplayBuffer.open(run, pin="step-2") as reader:
         assert len(reader) == 12
 
+    lost = Path(shutil.copytree(run, tmp_path / "lost"))
+    shutil.rmtree(lost / "rank_1")
+    with (
+        open_rank(lost, 1),
+        open_rank(lost, 0) as buffer,
+        pytest.raises(StoreNotFoundError, match="no saved point is complete, of 3: rank_1 lacks some"),
+    ):
+        _choose(buffer, None, RANKS)  # what rank 0 does for all
+
     children, told = start(go_on, run)
     answers = {rank: rest for rank, *rest in (told.get(timeout=300) for _ in range(RANKS))}
     for child in children:

@@ -78,3 +78,22 @@ def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
     ):
         assert keys(buffer) == list(range(5))
     assert "deletes 1 files of shards that no commit names" in caplog.text
+
+
+def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    killed(path, pinned=False)
+    (segment,) = (path / "log").iterdir()
+    segment.write_bytes(segment.read_bytes()[:-1] + b"\x0b")
+    found = verify(path)
+    assert [problem.file for problem in found.problems] == [f"log/{segment.name}"]
+    assert "the line feed of its last record is damaged" in found.problems[0].message
+    for opened in (
+        lambda: TrajectoryReplayBuffer.open(path),
+        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
+    ):
+        with pytest.raises(CorruptStoreError, match="the line feed of the record at byte"):
+            opened()
+    repair_store(path, tmp_path / "new")
+    with TrajectoryReplayBuffer.open(tmp_path / "new") as reader:
+        assert keys(reader) == list(range(6))

@@ -125,7 +125,7 @@ def _below(files: Files, folder: str) -> Files:
 def _weigh_store(before: Files, after: Files) -> Stakes:
     whole = _records(before)
     left, torn = _common(whole, b"".join(after.get(name, b"") for name in sorted(before) if name.startswith("log/")))
-    if b"\n" in torn:
+    if b"\n" in torn or _lacks_its_end(whole[left:], torn):
         return Stakes(Level.DAMAGE)
     given_up = {name for line in whole[left:] for name in _files_of(orjson.loads(line[9:]))}
     levels = set()
@@ -147,6 +147,11 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
         if level in levels:
             return Stakes(level, left)
     return Stakes(Level.NOTHING)
+
+
+def _lacks_its_end(rest: Sequence[bytes], torn: bytes) -> bool:
+    """Return whether a whole record is left whose line feed is another byte, as no crash leaves it."""
+    return bool(rest) and torn[:-1] == rest[0].rstrip(b"\n") and torn[-1:] not in (b"", b"\n", b"\0")
 
 
 def pins_beyond(files: Files, records: int) -> list[str]:

@@ -161,7 +161,8 @@ def roll_back_run(
 
     Raises:
         ConfigurationError: the store is not that of this rank, or another number of ranks saved the run's points.
-        StoreNotFoundError: there is no such point, or a rank lacks it; says which.
+        StoreNotFoundError: there is no such point, or a rank lacks it; says which. Without ``step``: there are several
+            points, and none is complete, so a store was lost.
         StoreWriteError: a rank could not go back, or did not answer; names it.
     """
     import torch.distributed as dist
@@ -208,6 +209,13 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
     for point in points:
         if not point.is_complete:
             logger.warning("%s: %s", run, incomplete_sentence(point))
+    if step is None and not complete and len(points) > 1:
+        lacking = listed(f"rank_{rank}" for rank in sorted({rank for point in points for rank in point.lacking}))
+        raise StoreNotFoundError(
+            f"{run}: no saved point is complete, of {len(points)}: {lacking} lacks some. A job that was killed leaves "
+            "one incomplete point, so a store was lost: bring it back from a copy or its mirror, or begin a new run in "
+            f"another directory and load this one there (load_checkpoint({run!r}, strict=False))"
+        )
     if step is None or step in complete:
         return max(complete, default=None) if step is None else step
     wanted = [point for point in points if point.step == step]

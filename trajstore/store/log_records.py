@@ -70,7 +70,8 @@ def decode_lines(data: bytes, source: str, offset: int = 0) -> LogTail:
     """Return the records in ``data``, which begins at ``offset`` of the segment ``source``.
 
     Raises:
-        CorruptStoreError: a line that is not the last one is damaged; names segment and byte.
+        CorruptStoreError: a line that is not the last one is damaged, or the line feed of a whole one; names segment
+            and byte.
     """
     records: list[dict[str, Any]] = []
     position = 0
@@ -84,6 +85,11 @@ def decode_lines(data: bytes, source: str, offset: int = 0) -> LogTail:
                 raise CorruptStoreError(
                     f"{source}: the record at byte {offset + position} is damaged; "
                     "restore the file from a copy, or load the last checkpoint"
+                )
+            if newline < 0 and record_without_end(line) is not None:
+                raise CorruptStoreError(
+                    f"{source}: the line feed of the record at byte {offset + position} is damaged; load it with "
+                    "strict=False, or let `trajstore repair` make a new store of it"
                 )
             break
         records.append(record)
@@ -99,6 +105,14 @@ def decode_each(data: bytes) -> Iterator[tuple[dict[str, Any] | None, int]]:
         end = len(data) if newline < 0 else newline + 1
         yield (None if newline < 0 else _decode_line(data[position:newline])), end
         position = end
+
+
+def record_without_end(data: bytes) -> dict[str, Any] | None:
+    """Return the record at the end of a segment whose line feed is another byte.
+
+    No crash leaves that, but for a zero: of a sector that never reached the disk.
+    """
+    return None if data.endswith((b"\n", b"\0")) else _decode_line(data[data.rfind(b"\n") + 1 : -1])
 
 
 def _decode_line(line: bytes) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import decode_each, natural
+from trajstore.store.log_records import decode_each, natural, record_without_end
 from trajstore.store.lost_records import Damage, LostRecords
 from trajstore.store.sealed import (
     FROM_A_COPY,
@@ -207,6 +207,10 @@ class SalvagedCatalog(Catalog):
                     last = bad
                 elif end < len(data) or data.endswith(b"\n") or place < len(segments) - 1:
                     bad += 1
+                elif (whole := record_without_end(data)) is not None:
+                    self._warn(f"{source}: the line feed of its last record is damaged")
+                    self._apply_if_whole(whole, source)
+                    self.segment_end = end
                 else:
                     self.segment_torn = len(data) - self.segment_end  # as a crash leaves it
             if bad:
