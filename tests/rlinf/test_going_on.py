@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer
+from trajstore.errors import CorruptStoreError
+from trajstore.files.opening import open_directory
+from trajstore.inspection.copying import copy_store
 from trajstore.inspection.verify import verify
+from trajstore.store.catalog import Catalog
 from trajstore.store.committed import Committed
 from trajstore.store.index import TrajectoryIndex
 
@@ -74,3 +79,27 @@ def test_rewriting_ends_whatever_the_index_says_of_bytes(
     assert shards(tmp_path / "store") == ["shard_00000002.pt"]
     assert "have fewer bytes than they have" in caplog.text
     assert verify(tmp_path / "store").sound
+
+
+def test_it_knows_the_policy_versions_of_its_trajectories(shared_fixtures: Path, tmp_path: Path) -> None:
+    convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        expected = {number: reader.get(number).versions for number in range(6)}
+    told = {number: (int(one.min()), int(one.max())) for number, one in expected.items() if one is not None}
+    assert len(told) == 6
+    index = Catalog.open(open_directory(tmp_path / "store")).index
+    assert {number: index.entry(number).versions for number in range(6)} == told
+    newest = max(high for _, high in told.values())
+    limit = Retention(max_policy_age=1)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", retention=limit) as buffer:
+        assert buffer.trajectory_ids.tolist() == [number for number, (_, high) in told.items() if high >= newest - 1]
+
+
+def test_a_damaged_file_is_not_copied_under_a_fresh_checksum(shared_fixtures: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "source"))
+    file = min(source.glob("trajectory_3_*.pt"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+    with pytest.raises(CorruptStoreError, match=f"{file.name}.*checksum"):
+        copy_store(source, tmp_path / "copy")

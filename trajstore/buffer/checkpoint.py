@@ -15,6 +15,7 @@ from trajstore.buffer.rlinf_checkpoint import write_rlinf
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.portions import portions
 from trajstore.columns.schema import Schema
+from trajstore.columns.steps import versions_of
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -196,6 +197,8 @@ def _set_homes(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: 
     for at, flat in zip(entries, flats, strict=True):
         index.note_extent(at, flat.extent)
         index.note_nbytes(at, flat.nbytes)
+        if flat.versions is None and flat.schema.kind == "step" and (versions := versions_of(flat)) is not None:
+            index.note_versions(at, versions)
 
 
 def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:

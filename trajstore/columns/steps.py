@@ -155,6 +155,18 @@ def acting_rows(versions: torch.Tensor | None, steps: int) -> torch.Tensor | Non
     return versions.reshape(epochs, steps // epochs + 1, -1)[:, :-1]
 
 
+def versions_of(flat: FlatTrajectory) -> tuple[int, int] | None:
+    """Return lowest and highest policy version by the column of that name; None where it tells none."""
+    for spec, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
+        if spec.name == "versions" and flat.num_samples:
+            rows = tensor.reshape(-1, flat.extent.batch, *spec.row_shape)
+            try:
+                return version_range(acting_rows(rows, flat.extent.steps))
+            except InvalidTrajectoryError:  # RLinf stores what it is given
+                return None
+    return None
+
+
 def version_range(versions: torch.Tensor | None) -> tuple[int, int] | None:
     """Return the lowest and highest policy version of a trajectory; None if unknown.
 

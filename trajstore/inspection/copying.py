@@ -203,7 +203,7 @@ def _told(problem: Problem, url: str) -> str:
 def _copy(
     source: str, target: str, lost: list[int], progress: Progress | None, *, strict: bool | None = True
 ) -> Copied:
-    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
+    with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False, verify_shards=True) as reader:
         # Not ranks beside it: they are copied one by one.
         before = reader._load(LoadRequest(open_directory(source), None, strict, None, alone=True))
         shown = set(reader.trajectory_ids.tolist())

@@ -257,6 +257,10 @@ class TrajectoryIndex:
         """Note the bytes of the columns of trajectories, which RLinf's index does not tell either."""
         self._arrays["nbytes"][positions] = nbytes
 
+    def note_versions(self, position: int, versions: tuple[int, int]) -> None:
+        """Note lowest and highest policy version of a trajectory, which RLinf's index does not tell either."""
+        self._arrays["version_low"][position], self._arrays["version_high"][position] = versions
+
     def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
         """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
         return self.first + np.flatnonzero(lie_in(self["trajectory_id"], ranges))
