@@ -19,7 +19,7 @@ from trajstore import (
     run_points,
     save_run_point,
 )
-from trajstore.buffer.runs import RunPoint, _choose, unite_points
+from trajstore.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.inspection.inspect import inspect
@@ -138,6 +138,24 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     assert done.trajectories == 15
     with TrajectoryReplayBuffer.open(run) as everything:
         assert len(everything) == 15
+
+
+@pytest.mark.parametrize("begun", ["empty", "absent", "filled"])
+def test_the_only_point_of_a_run_whose_store_was_lost_is_not_taken_for_that_of_a_killed_job(
+    tmp_path: Path, begun: str
+) -> None:
+    with open_rank(tmp_path, 0) as buffer:
+        buffer.add_trajectories([witness(1)])
+        save_rank_point(buffer, 1, None, 2)
+    if begun != "absent":
+        with open_rank(tmp_path, 1) as buffer:
+            buffer.add_trajectories([witness(2)] if begun == "filled" else [])
+    with open_rank(tmp_path, 0) as buffer:
+        if begun == "filled":  # it was killed while it saved
+            assert _choose(buffer, None, 2) is None
+            return
+        with pytest.raises(StoreNotFoundError, match="nothing was ever added to rank_1, so a store was lost"):
+            _choose(buffer, None, 2)
 
 
 def test_points_of_ranks_that_do_not_say_how_many_they_are() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.stores import Run
 from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
+from trajstore.errors import CorruptStoreError
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, witness
@@ -23,6 +26,10 @@ def fill(path: Path, keys: range, trajectory_format: str = "pt") -> Path:
             buffer.add_trajectories([witness(key)])
             buffer.flush()
     return path
+
+
+def fill_more(path: Path) -> Path:
+    return fill(path, range(1))
 
 
 def content(path: Path) -> dict[int, int]:
@@ -125,19 +132,102 @@ def test_nothing_is_overwritten(run: Run, store: Path, tmp_path: Path, command: 
     assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
 
 
-def test_what_to_do_with_a_damaged_directory_of_rlinf(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["pt", "pkl"])
+@pytest.mark.parametrize("lost", ["nothing", "index", "metadata", "both"])
+def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
+    run: Run, tmp_path: Path, form: Any, lost: str
+) -> None:
     source = tmp_path / "rlinf"
-    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
+    with TrajectoryReplayBuffer(sample_window_size=0, trajectory_format=form) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(4)])
+        buffer.save_checkpoint(source, layout="rlinf")
+    names = {"index": ["trajectory_index.json"], "metadata": ["metadata.json"], "nothing": []}
+    names["both"] = names["index"] + names["metadata"]
+    for name in names[lost]:
+        os.truncate(source / name, 7)
+    code, out, error = run("repair", source, tmp_path / "first")
+    assert (code, error) == (0, "")
+    assert all(f"{name}: " in out and "worked out again" in out for name in names[lost])
+    assert content(tmp_path / "first") == {0: 0, 1: 1, 2: 2, 3: 3}
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        assert reader.load_checkpoint(source, strict=False) == 0
+        assert reader.trajectory_ids.tolist() == [0, 1, 2, 3]
+        for key in range(4):
+            assert check_trajectory(reader.get(key)) == key
+
+    files = sorted(source.glob("trajectory_[0-9]*"))
+    files[1].write_bytes(b"no archive")
+    found = verify(source)
+    assert [problem.lost for problem in found.problems if problem.file == files[1].name] == [((1, 1),)]
+    assert sorted(problem.file for problem in found.problems) == sorted([files[1].name, *names[lost]])
+    assert (found.trajectories, any(problem.uncounted for problem in found.problems)) == (3, False)
+    code, out, _ = run("inspect", source)
+    assert code == DAMAGED
+    assert files[1].name in out
+    assert "rewards" in out, "one unreadable file hides no other"
+    code, out, error = run("repair", source, tmp_path / "new")
+    assert (code, "lost: trajectory 1" in out, error) == (DAMAGED, True, "")
+    assert content(tmp_path / "new") == {0: 0, 2: 2, 3: 3}
+
+
+def test_the_lost_index_of_a_closed_store_is_told_by_its_file(run: Run, store: Path) -> None:
+    os.truncate(store / "trajectory_index.json", 100)
+    (problem,) = verify(store).problems
+    assert (problem.file, problem.lost, problem.uncounted) == ("trajectory_index.json", (), True)
+    assert "the log cannot replace it" in problem.message
+    (store / "metadata.json").write_text("no metadata")
+    (problem,) = verify(store).problems
+    assert "metadata.json is damaged too" in problem.message
+    code, out, _ = run("verify", store)
+    assert (code, "trajectories that nobody can count" in out) == (DAMAGED, True)
+
+
+def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -> None:
+    live = tmp_path / "live"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=live) as buffer:
+        for _ in range(5):
+            buffer.add_trajectories([witness(0)])  # all with the columns that the first record tells
+            buffer.flush()
+        (log,) = (live / "log").iterdir()
+        data = bytearray(log.read_bytes())
+        for name, at in (("first", 20), ("second", data.index(b"\n") + 30), ("index", None)):
+            copy = shutil.copytree(live, tmp_path / name)
+            if at is None:
+                (copy / "trajectory_index.json").write_text("{}")
+            else:
+                (copy / "log" / log.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    for name, lost in (("first", ((0, 0), (1, 4))), ("second", ((1, 1),)), ("index", ())):
+        for call in (TrajectoryReplayBuffer.open, fill_more):
+            with pytest.raises(CorruptStoreError, match="strict=False loads what is whole, and `trajstore repair`"):
+                call(tmp_path / name)
+        problems = verify(tmp_path / name).problems
+        assert tuple(sorted(pair for problem in problems for pair in problem.lost)) == lost
+        assert len(problems) <= 3, "not one for each record that is lost with the first"
+
+
+def test_files_that_rlinf_left_of_an_earlier_run_are_named(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "rlinf"
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([witness(key) for key in range(2)])
+        buffer.save_checkpoint(source, layout="rlinf")
+    file = next(source.glob("trajectory_0_*"))
+    shutil.copy(file, source / "trajectory_0_zzz.pt")
+    assert verify(source).notes == ["1 trajectory files are not in the index"]
+    (source / "trajectory_index.json").unlink()
+    told = {problem.file: problem.message for problem in verify(source).problems}
+    assert f"{file.name} has the id 0 too" in told["trajectory_0_zzz.pt"]
+    assert "missing" in told["trajectory_index.json"]
+    assert run("repair", source, tmp_path / "new")[0] == 0
+    assert content(tmp_path / "new") == {0: 0, 1: 1}
+
+
+def test_what_rlinf_never_wrote_is_no_loss_to_repair(run: Run, tmp_path: Path) -> None:
+    source = tmp_path / "rlinf"
+    with TrajectoryReplayBuffer() as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.save_checkpoint(source, layout="rlinf")
-    first, second, _ = sorted(source.glob("trajectory_[0-9]*"))
-    first.write_bytes(b"no archive")
-    second.unlink()
-    code, _, error = run("repair", source, tmp_path / "new")
-    assert code == FAILED
-    assert "move the files that `trajstore verify` names away" in error
-    first.rename(tmp_path / first.name)  # as it says
-    with TrajectoryReplayBuffer(sample_window_size=0) as rest:
-        assert rest.load_checkpoint(source, strict=False) == 2
-        rest.save_checkpoint(tmp_path / "saved")
-    assert content(tmp_path / "saved") == {2: 2}
+    next(source.glob("trajectory_0_*")).unlink()
+    code, out, _ = run("repair", source, tmp_path / "new")
+    assert code == 0
+    assert "1 trajectories are in its index, but were never written" in out
+    assert content(tmp_path / "new") == {1: 1, 2: 2}

@@ -199,10 +199,10 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
     if kind_of(directory) != "store":
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
-        rlinf = RLinfSource.open(directory, strict is True)
-        if rlinf.missing:
-            rlinf.tell_missing()
-        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), len(rlinf.missing))
+        rlinf = RLinfSource.open(directory, strict)
+        left_out = len(rlinf.missing) + sum(one.count for one in rlinf.damaged)
+        told = (*map(str, rlinf.damaged), *rlinf.missing_in_words())
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, told)
     if strict is not False:
         catalog = Catalog.open(directory)
         index, state = _state_of(catalog, pin)

@@ -161,8 +161,8 @@ def roll_back_run(
 
     Raises:
         ConfigurationError: the store is not that of this rank, or another number of ranks saved the run's points.
-        StoreNotFoundError: there is no such point, or a rank lacks it; says which. Without ``step``: there are several
-            points, and none is complete, so a store was lost.
+        StoreNotFoundError: there is no such point, or a rank lacks it; says which. Without ``step``: none is complete
+            and a store was lost, because there are several points, or nothing was ever added to a rank that lacks one.
         StoreWriteError: a rank could not go back, or did not answer; names it.
     """
     import torch.distributed as dist
@@ -200,7 +200,7 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
 
     Raises:
         ConfigurationError: another number of ranks saved it together.
-        StoreNotFoundError: some rank does not have the one that was asked for.
+        StoreNotFoundError: some rank does not have the one that was asked for, or a store was lost.
     """
     run = _run_of(buffer)
     points = run_points(run, **buffer._storage_options)
@@ -209,18 +209,38 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
     for point in points:
         if not point.is_complete:
             logger.warning("%s: %s", run, incomplete_sentence(point))
-    if step is None and not complete and len(points) > 1:
-        lacking = listed(f"rank_{rank}" for rank in sorted({rank for point in points for rank in point.lacking}))
-        raise StoreNotFoundError(
-            f"{run}: no saved point is complete, of {len(points)}: {lacking} lacks some. A job that was killed leaves "
-            "one incomplete point, so a store was lost: bring it back from a copy or its mirror, or begin a new run in "
-            f"another directory and load this one there (load_checkpoint({run!r}, strict=False))"
-        )
+    if step is None and points and not complete:
+        _check_not_lost(buffer, run, points)
     if step is None or step in complete:
         return max(complete, default=None) if step is None else step
     wanted = [point for point in points if point.step == step]
     why = incomplete_sentence(wanted[0]) if wanted else f"no saved point of step {step}"
     raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
+
+
+def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[RunPoint]) -> None:
+    """Refuse to begin anew where no point is complete because a store was lost, and not because a job was killed."""
+    lacking = sorted({rank for point in points for rank in point.lacking})
+    empty = [rank for rank in lacking if not _ever_added(buffer, f"{run}/rank_{rank}")]
+    if len(points) > 1:
+        names = listed(f"rank_{rank}" for rank in lacking)
+        why = f"{names} lacks some. A job that was killed leaves one incomplete point"
+    elif empty and points[0].trajectories:
+        why = f"nothing was ever added to {listed(f'rank_{rank}' for rank in empty)}"
+    else:
+        return
+    raise StoreNotFoundError(
+        f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: bring it back from a copy "
+        f"or its mirror, or begin a new run in another directory and load this one there (load_checkpoint({run!r}, "
+        "strict=False)). If none was lost, take the points away (unpin) and begin"
+    )
+
+
+def _ever_added(buffer: TrajectoryReplayBuffer, path: str) -> bool:
+    try:
+        return Catalog.open(open_directory(path, **buffer._storage_options)).next_id > 0
+    except StoreNotFoundError:
+        return False
 
 
 def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:

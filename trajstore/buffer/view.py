@@ -42,6 +42,7 @@ class LoadRequest:
         strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a pin of the store.
         alone: of a store with ``rank_*`` ones beside it, load it without them.
+        quiet: who asks tells of all damage; no warnings.
     """
 
     directory: Directory
@@ -49,6 +50,7 @@ class LoadRequest:
     strict: bool | None
     pin: str | None
     alone: bool = False
+    quiet: bool = False
 
     @property
     def stride(self) -> int:
@@ -199,7 +201,7 @@ class View:
             alone=request.alone,
             verify_shards=self._verify_shards,
         )
-        for text in loaded.warnings:
+        for text in () if request.quiet else loaded.warnings:
             self._tell(text)
         contents = self._empty()
         for source, part in loaded.parts:

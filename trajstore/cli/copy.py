@@ -16,7 +16,9 @@ _SHOWN = 50  # problems written one by one
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="store, checkpoint or run directory; path or URL")
+    parser.add_argument(
+        "source", metavar="SRC", help="store, checkpoint, run directory or directory of RLinf; path or URL"
+    )
     parser.add_argument("target", metavar="DST", help="where to; must be absent or empty")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
@@ -74,8 +76,8 @@ REPAIR = Command(
     summary="copy what is whole of a damaged store to a new one",
     description=(
         "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
-        "is lost. An empty store takes the place of a rank that is lost. Nothing of the damaged store is changed or "
-        "deleted. Exit code 0: all trajectories are in the new store; 1: some are lost, or may be."
+        "is lost. An empty store takes the place of a rank that is lost. A directory of RLinf becomes a store. Nothing of "
+        "what is damaged is changed or deleted. Exit code 0: all trajectories are in the new store; 1: some are lost, or may be."
     ),
     configure=_configure,
     run=_repair,

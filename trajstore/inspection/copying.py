@@ -91,12 +91,10 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
             return _copy(place.url, to, [], progress)
-        unwritten = len(RLinfSource.open(place.directory, strict=False).unwritten)
-        copied = _copy(place.url, to, [], progress, strict=None)
-        if unwritten:  # no loss: RLinf lists them, but draws none either
-            copied.left_out -= unwritten
-            copied.problems = [f"{unwritten:,} trajectories are in its index, but were never written; not in the store"]
-            copied.problems += [f"{copied.left_out:,} trajectories were left out"] if copied.left_out else []
+        unwritten = len(RLinfSource.open(place.directory, strict=None).unwritten)
+        copied = _copy(place.url, to, [], progress, strict=None, unwritten=unwritten)
+        if unwritten:
+            copied.problems.insert(0, _unwritten_in_words(unwritten))
         return copied
 
     return _each(find_place(source), str(target), copy, lenient=False)
@@ -108,7 +106,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     Every checksum is compared. What lies in a damaged shard is left out, for nothing tells which of its rows are
     right; damaged metadata and indexes are worked out again where they can be. The rest keeps its ids and UUIDs.
     In place of a rank of which nothing can be read there is an empty store, so that the run can be opened. A store
-    beside ``rank_*`` goes to ``own``.
+    beside ``rank_*`` goes to ``own``. A directory of RLinf becomes a store.
 
     Args:
         source: path or URL.
@@ -127,8 +125,11 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         lost = sorted(
             {number for problem in found.problems for low, high in problem.lost for number in range(low, high + 1)}
         )
-        copied = _copy(place.url, to, lost, progress, strict=False)
+        unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
+        copied = _copy(place.url, to, lost, progress, strict=False, unwritten=unwritten)
         copied.problems = [_told(problem, place.url) for problem in found.problems]
+        if unwritten:
+            copied.problems.append(_unwritten_in_words(unwritten))
         copied.uncounted = any(problem.uncounted for problem in found.problems)
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
@@ -144,11 +145,6 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     """Copy a store, or every store of a run into a folder of the same name; ``lenient`` passes over what it cannot."""
     if place.kind == "experience_pool":
         raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
-    if place.kind == "rlinf" and lenient:
-        raise ConfigurationError(
-            f"{place.url}: is no store of trajstore; move the files that `trajstore verify` names away, load the rest "
-            "with strict=False and save a checkpoint"
-        )
     directory = open_directory(target)
     if directory.exists() and directory.names():
         raise ConfigurationError(f"{target}: is not empty; give the copy a directory of its own")
@@ -175,7 +171,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
             if not lenient:
                 raise
             result.left_out += 1
-            if part.kind == "store" and is_of_rank(name):
+            if part.kind in ("store", "rlinf") and is_of_rank(name):
                 _put_empty(name, f"{name}: is left out: {error}", result)
             else:
                 result.problems.append(f"{name}: is left out: {error}")
@@ -200,12 +196,25 @@ def _told(problem: Problem, url: str) -> str:
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
 
 
+def _unwritten_in_words(count: int) -> str:
+    return f"{count:,} trajectories are in its index, but were never written; not in the store"
+
+
 def _copy(
-    source: str, target: str, lost: list[int], progress: Progress | None, *, strict: bool | None = True
+    source: str,
+    target: str,
+    lost: list[int],
+    progress: Progress | None,
+    *,
+    strict: bool | None = True,
+    unwritten: int = 0,
 ) -> Copied:
+    """Copy one store; ``unwritten`` are left out of it without a loss: RLinf lists them, but draws none either."""
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False, verify_shards=True) as reader:
         # Not ranks beside it: they are copied one by one.
-        before = reader._load(LoadRequest(open_directory(source), None, strict, None, alone=True))
+        before = reader._load(
+            LoadRequest(open_directory(source), None, strict, None, alone=True, quiet=strict is False)
+        )
         shown = set(reader.trajectory_ids.tolist())
         reader.evict([number for number in lost if number in shown])
         reader.save_checkpoint(target)
@@ -214,7 +223,7 @@ def _copy(
         told = "; ".join(f"{problem.file}: {problem.message}" for problem in found.problems)
         raise CorruptStoreError(f"{target}: the copy of {source} is damaged: {told}")
     copied = Copied(source, target, found.trajectories, found.nbytes, lost)
-    if before and not lost:
-        copied.problems.append(f"{before:,} trajectories were left out")
-        copied.left_out = before
+    if before > unwritten and not lost:
+        copied.left_out = before - unwritten
+        copied.problems.append(f"{copied.left_out:,} trajectories were left out")
     return copied

@@ -54,19 +54,33 @@ def inspect_rlinf(directory: Directory, measure: int, progress: Progress | None)
             "gaps": gaps[:20],
             "without_file": len(missing),
         },
-        "integrity": {"problems": [f"{e.file_name(found.suffix)}: {MISSING}" for e in found.gone]},
+        "integrity": {
+            "problems": [
+                *(str(damage).removeprefix(f"{directory.url}/") for damage in found.damaged),
+                *(f"{e.file_name(found.suffix)}: {MISSING}" for e in found.gone),
+            ]
+        },
     }
-    return report | _measure_rlinf(found, range(len(readable) - count, len(readable)), progress)
+    problems = report["integrity"]["problems"]
+    return report | _measure_rlinf(found, range(len(readable) - count, len(readable)), progress, problems)
 
 
-def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -> Report:
-    """Read trajectories whole: RLinf's files have no columns to pick from."""
+def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, problems: list[str]) -> Report:
+    """Read trajectories whole: RLinf's files have no columns to pick from. Files that cannot be read are problems."""
     rewards = RewardStatistics(whole=rows.start == 0)
     lows: list[int] = []
     highs: list[int] = []
     columns: dict[tuple[str, str, tuple[int, ...]], int] = {}
+    measured = 0
     for done, row in enumerate(rows):
-        flat = found.flat(row)
+        if progress is not None:
+            progress(done + 1, len(rows))
+        try:
+            flat = found.flat(row)
+        except (CorruptStoreError, UnsafeContentError) as error:
+            problems.append(str(error).removeprefix(f"{found.directory.url}/"))
+            continue
+        measured += 1
         tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))
         for column, tensor in zip(flat.schema.columns, flat.tensors, strict=True):
             key = (column.name, column.dtype, column.row_shape)
@@ -77,17 +91,15 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None) -
         if flat.versions is not None:
             lows.append(flat.versions[0])
             highs.append(flat.versions[1])
-        if progress is not None:
-            progress(done + 1, len(rows))
     return {
-        "measured": len(rows),
+        "measured": measured,
         "columns": [
             {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
             for (name, dtype, shape), nbytes in columns.items()
         ],
         "rewards": rewards.rewards_report(),
         "episodes": rewards.episodes_report(),
-        "policy": policy_report(lows, highs, (e.model_weights_id for e in found.entries), len(rows) - len(lows)),
+        "policy": policy_report(lows, highs, (e.model_weights_id for e in found.entries), measured - len(lows)),
     }
 
 

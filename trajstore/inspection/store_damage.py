@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.columns.schema import Schema
-from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError, TrajstoreError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError
 from trajstore.files.base import SEE_VERIFY, Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.inspection.live import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.inspection.shard_damage import damage_in
-from trajstore.inspection.verification import Problem, Verification
+from trajstore.inspection.verification import Problem, Verification, problem_of
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
@@ -65,14 +65,9 @@ def _open(directory: Directory, result: Verification) -> Catalog:
     try:
         return Catalog.open(directory)
     except CorruptStoreError as error:
-        try:
-            catalog = SalvagedCatalog.open(directory)
-        except StoreError:
-            raise error from None  # what cannot be read at all is best said by the first error
+        catalog = SalvagedCatalog.open(directory)
         for damage in catalog.damage or [Damage(str(error))]:
-            text = damage.message.removeprefix(f"{directory.url}/")
-            file = text.split(":")[0].split()[0]
-            result.problems.append(Problem(file, text.removeprefix(f"{file}: "), damage.lost, damage.uncounted))
+            result.problems.append(problem_of(damage, directory))
         return catalog
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from trajstore.files.base import Directory
+from trajstore.store.lost_records import Damage
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -28,6 +31,19 @@ class Problem:
         """Return the problem as JSON values."""
         lost = [list(pair) for pair in self.lost]
         return {"file": self.file, "message": self.message, "lost": lost, "uncounted": self.uncounted}
+
+
+def problem_of(damage: Damage, directory: Directory) -> Problem:
+    """Return damage that is told in a sentence as a problem of the file that its sentence begins with.
+
+    A sentence that begins with none is on the directory, which stands by its name then.
+    """
+    text = damage.message.removeprefix(f"{directory.url}/")
+    if text == damage.message:
+        name = directory.url.rstrip("/").rsplit("/", 1)[-1]
+        return Problem(name, text.removeprefix(f"{directory.url}: "), damage.lost, damage.uncounted)
+    file = text.split(":")[0].split()[0]
+    return Problem(file, text.removeprefix(f"{file}: "), damage.lost, damage.uncounted)
 
 
 @dataclass

@@ -16,9 +16,10 @@ from trajstore.files.base import Directory
 from trajstore.inspection.foreign import MISSING, iterate_rlinf
 from trajstore.inspection.points import absent_ranks, incomplete_points
 from trajstore.inspection.store_damage import check_state, check_store
-from trajstore.inspection.verification import Problem, Verification
+from trajstore.inspection.verification import Problem, Verification, problem_of
 from trajstore.reading.places import Place, find_place, mixed_sentence
 from trajstore.reading.rlinf_source import RLinfSource
+from trajstore.store.lost_records import Damage
 from trajstore.store.sealed import METADATA_NAME
 
 Progress = Callable[[int, int], None]
@@ -72,7 +73,7 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
     try:
         check(place.directory, result, progress)
     except (CorruptStoreError, UnsafeContentError, OSError) as error:  # damage after which nothing else can be checked
-        result.problems.append(Problem(place.name, str(error)))
+        result.problems.append(problem_of(Damage(str(error), uncounted=True), place.directory))
     return result
 
 
@@ -81,34 +82,52 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
 
 def _verify_rlinf(directory: Directory, result: Verification, progress: Progress | None) -> None:
     found = RLinfSource.open(directory, strict=False)
+    result.problems += [problem_of(damage, directory) for damage in found.damaged]
     check_state(METADATA_NAME, found.metadata, result)
     sizes = directory.sizes()
     for entry in found.gone:
-        lost = entry.trajectory_id
-        result.problems.append(Problem(entry.file_name(found.suffix), MISSING, ((lost, lost),)))
+        number = entry.trajectory_id
+        result.problems.append(Problem(entry.file_name(found.suffix), MISSING, ((number, number),)))
     if found.unwritten:
         result.notes.append(found.unwritten_in_words())
     for done, (name, found_one) in enumerate(iterate_rlinf(found)):
-        if isinstance(found_one, TrajstoreError):
-            lost = found.entries[done].trajectory_id
-            result.problems.append(Problem(name, str(found_one), ((lost, lost),)))
-        else:
-            result.problems += [Problem(name, message) for message in found.damage(done)]
+        number = found.entries[done].trajectory_id
+        lost, messages = ((number, number),), [str(found_one)]
+        if not isinstance(found_one, TrajstoreError):
+            messages = found.damage(done)
             result.notes += [f"{name}: {message}" for message in found.unrepresented(done)]
-            result.trajectories += 1
+        result.problems += [Problem(name, message, lost) for message in messages]
+        result.trajectories += not messages
         result.files += 1
         result.nbytes += sizes.pop(name, 0)
         if progress is not None:
             progress(done + 1, len(found.entries))
-    entries = [*found.entries, *found.missing]
-    totals = {"size": len(entries), "total_samples": sum(entry.num_samples for entry in entries)}
-    for name, value in totals.items():
-        if name in found.metadata and found.metadata[name] != value:
-            message = f"{name} is {found.metadata[name]}, the index adds up to {value}"
-            result.problems.append(Problem(METADATA_NAME, message))
+    result.problems += _wrong_totals(found)
     unnamed = [name for name in sizes if name.startswith("trajectory_") and not name.endswith(".json")]
-    if unnamed:
+    if unnamed and not found.damaged:
         result.notes.append(f"{len(unnamed):,} trajectory files are not in the index")
+
+
+def _wrong_totals(found: RLinfSource) -> list[Problem]:
+    """Return what ``metadata.json`` counts otherwise than the index."""
+    entries = [*found.entries, *found.missing]
+    lost = sum(damage.count for damage in found.damaged)
+    said = found.metadata.get("size")
+    if not found.damaged:
+        totals = {"size": len(entries), "total_samples": sum(entry.num_samples for entry in entries)}
+        return [
+            Problem(METADATA_NAME, f"{name} is {found.metadata[name]}, the index adds up to {value}")
+            for name, value in totals.items()
+            if found.metadata.get(name, value) != value
+        ]
+    if isinstance(said, int) and said > len(entries) + lost:
+        text = (
+            f"counts {said:,} trajectories, and {len(entries) + lost:,} have a file: the others were deleted, or never "
+        )
+        return [
+            Problem(METADATA_NAME, f"{text}written, as by RLinf's checkpoints of a buffer in memory", uncounted=True)
+        ]
+    return []
 
 
 def _verify_pool(directory: Directory, result: Verification, progress: Progress | None) -> None:

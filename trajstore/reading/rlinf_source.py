@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
     InvalidTrajectoryError,
-    StoreNotFoundError,
     UnsafeContentError,
     listed,
 )
@@ -29,16 +28,13 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import ShardManifest, ShardReader, StoredFile
 from trajstore.formats.torch_zip import damaged_members
 from trajstore.reading.residency import MappedShard
+from trajstore.reading.rlinf_contents import read_contents
 from trajstore.reading.rlinf_file import RLinfFile, RLinfFileReader
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ids_in_words
-from trajstore.store.rlinf_layout import (
-    INDEX_NAMES,
-    RLinfEntry,
-    parse_index,
-    parse_metadata,
-)
+from trajstore.store.lost_records import Damage
+from trajstore.store.rlinf_layout import INDEX_NAMES, RLinfEntry
 from trajstore.store.sealed import METADATA_NAME
 
 logger = logging.getLogger(__name__)
@@ -56,6 +52,7 @@ class RLinfSource(Source):
         entries: trajectories whose files are there, by row.
         missing: trajectories that the index names, but whose files are absent.
         before: those of them that are older than all that are there; ``index`` has them too, without a shard.
+        damaged: what is damaged of metadata and index, and was worked out again.
     """
 
     linkable = False
@@ -67,12 +64,14 @@ class RLinfSource(Source):
         entries: list[RLinfEntry],
         missing: list[RLinfEntry],
         before: list[RLinfEntry],
+        damage: Sequence[Damage] = (),
     ) -> None:
         self.directory = directory
         self.metadata = metadata
         self.entries = entries
         self.missing = missing
         self.before = before
+        self.damaged = damage
         self.suffix = str(metadata.get("trajectory_format") or "pt")
         self.index = _index_of(directory, before, entries)
         self._files: OrderedDict[int, RLinfFile] = OrderedDict()
@@ -112,8 +111,13 @@ class RLinfSource(Source):
         return False
 
     @classmethod
-    def open(cls, directory: Directory, strict: bool) -> RLinfSource:
+    def open(cls, directory: Directory, strict: bool | None) -> RLinfSource:
         """Read metadata and index, and see which files are there.
+
+        Args:
+            directory: that RLinf wrote.
+            strict: whether files that the index names have to be there; False: metadata and index that are damaged are
+                worked out again too.
 
         Raises:
             StoreNotFoundError: metadata or index is absent.
@@ -121,13 +125,9 @@ class RLinfSource(Source):
             CorruptStoreError: metadata or index are not RLinf's, or torn.
             UnsafeContentError: a file name leaves the directory.
         """
-        try:
-            data = directory.read(METADATA_NAME)
-        except FileNotFoundError as error:
-            raise StoreNotFoundError(f"Metadata not found at {directory.url}/{METADATA_NAME}") from error
-        metadata = parse_metadata(data, f"{directory.url}/{METADATA_NAME}")
-        entries = cls._read_index(directory)
-        suffix = str(metadata.get("trajectory_format") or "pt")
+        contents = read_contents(directory, lenient=strict is False)
+        entries = contents.entries
+        suffix = str(contents.metadata.get("trajectory_format") or "pt")
         try:
             names = [entry.file_name(suffix) for entry in entries]
         except UnsafeContentError as error:
@@ -146,44 +146,30 @@ class RLinfSource(Source):
             (there if name in present else absent).append(entry)
             if not there:
                 before.append(entry)
-        return cls(directory, metadata, there, absent, before)
+        return cls(directory, contents.metadata, there, absent, before, contents.damage)
 
-    def tell_missing(self) -> None:
-        """Warn of the trajectories that the index names and that are not there.
+    def missing_in_words(self) -> list[str]:
+        """Return a sentence on each kind of trajectory that the index names and that is not there.
 
         Raises:
             IncompleteCheckpointError: none is there.
         """
         names = listed(entry.file_name(self.suffix) for entry in self.missing)
-        if not self.entries:
+        if self.missing and not self.entries:
             raise IncompleteCheckpointError(
                 f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: {names}; "
                 "copy the files there"
             )
         total = len(self.missing) + len(self.entries)
-        for entries, what in (
-            (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),
-            (self.gone, "though older ones are: the directory is damaged; copy the files there"),
-        ):
-            if entries:
-                logger.warning(
-                    "%s: %d of %d trajectories of its index are not there, %s: %s (strict=True refuses this)",
-                    self.directory.url,
-                    len(entries),
-                    total,
-                    what,
-                    listed(entry.file_name(self.suffix) for entry in entries),
-                )
-
-    @staticmethod
-    def _read_index(directory: Directory) -> list[RLinfEntry]:
-        for name in INDEX_NAMES:
-            try:
-                data = directory.read(name)
-            except FileNotFoundError:
-                continue
-            return parse_index(data, f"{directory.url}/{name}")
-        raise StoreNotFoundError(f"Trajectory index not found at {directory.url}/{INDEX_NAMES[0]}")
+        return [
+            f"{self.directory.url}: {len(entries)} of {total} trajectories of its index are not there, {what}: "
+            f"{listed(entry.file_name(self.suffix) for entry in entries)} (strict=True refuses this)"
+            for entries, what in (
+                (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),
+                (self.gone, "though older ones are: the directory is damaged; copy the files there"),
+            )
+            if entries
+        ]
 
     @property
     def shards(self) -> int:

@@ -23,7 +23,16 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
 from trajstore.store.packing import declared_rows
 from trajstore.store.saved_points import Pins
-from trajstore.store.sealed import INDEX_NAME, LAYOUT, METADATA_NAME, parse_metadata, unseal
+from trajstore.store.sealed import (
+    FROM_A_COPY,
+    INDEX_NAME,
+    LAYOUT,
+    METADATA_NAME,
+    OR_FROM_THE_LOG,
+    OR_WHAT_IS_WHOLE,
+    parse_metadata,
+    unseal,
+)
 from trajstore.store.shard_table import ShardTable
 
 _RECORDS_AT_ONCE = 256  # of the log, made into columns together; who refreshes holds a lock for so long
@@ -148,15 +157,18 @@ class Catalog(Committed):
             if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
                 present, _ = self.directory.listing()
                 absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
-                only = " if the log still has every commit," if INDEX_NAME in absent else ""
                 raise CorruptStoreError(
-                    f"{self.directory.url}: without {' and '.join(absent)}, but there are shards; restore from a copy, "
-                    f"or,{only} load what is whole with strict=False, or let `trajstore repair` make a new store of it"
+                    f"{self.directory.url}: without {' and '.join(absent)}, but there are shards{FROM_A_COPY}"
+                    f"{OR_FROM_THE_LOG if INDEX_NAME in absent else OR_WHAT_IS_WHOLE}"
                 ) from error
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
         except NotADirectoryError as error:
             raise StoreNotFoundError(f"{self.directory.url}: not a directory") from error
-        value = unseal("snapshot", data, source)
+        try:
+            value = unseal("snapshot", data, source)
+        except CorruptStoreError as error:
+            text = str(error).removesuffix(FROM_A_COPY)
+            raise CorruptStoreError(f"{text}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
         self.snapshot_bytes = len(data)
         del data
         try:

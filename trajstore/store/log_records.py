@@ -24,6 +24,7 @@ from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import check_name
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
+from trajstore.store.sealed import FROM_A_COPY, OR_WHAT_IS_WHOLE
 
 LOG_FOLDER = "log"
 
@@ -83,13 +84,12 @@ def decode_lines(data: bytes, source: str, offset: int = 0) -> LogTail:
             rest = data[newline + 1 :] if newline >= 0 else b""
             if any(_decode_line(later) is not None for later in rest.split(b"\n")):
                 raise CorruptStoreError(
-                    f"{source}: the record at byte {offset + position} is damaged; "
-                    "restore the file from a copy, or load the last checkpoint"
+                    f"{source}: the record at byte {offset + position} is damaged{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
                 )
             if newline < 0 and record_without_end(line) is not None:
                 raise CorruptStoreError(
-                    f"{source}: the line feed of the record at byte {offset + position} is damaged; load it with "
-                    "strict=False, or let `trajstore repair` make a new store of it"
+                    f"{source}: the line feed of the record at byte {offset + position} is damaged{FROM_A_COPY}"
+                    f"{OR_WHAT_IS_WHOLE}"
                 )
             break
         records.append(record)

@@ -44,6 +44,17 @@ def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
     return f"{known}, perhaps more" if known else "trajectories that nobody can count, if any"
 
 
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return inclusive ranges, ascending, those that follow each other as one."""
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
 @dataclass
 class Damage:
     """One thing that is damaged.
@@ -92,7 +103,7 @@ class LostRecords:
 
     def missing(self, damage: Damage) -> None:
         """Note that records are missing after those that were read."""
-        self._damage.append(damage)
+        self._note(damage)
         self._holes.append(_Hole(damage, self._next_id))
 
     def read(self, record: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -111,6 +122,10 @@ class LostRecords:
         self._next_id = max(self._next_id, int(ranges.max()) + 1)
         return tuple((int(low), int(high)) for low, high in ranges[np.argsort(ranges[:, 0])])
 
+    def _note(self, damage: Damage) -> None:
+        if not any(one is damage for one in self._damage):
+            self._damage.append(damage)
+
     def _close(self, high: int) -> None:
         for hole in self._holes:
             if hole.high is None:
@@ -118,9 +133,9 @@ class LostRecords:
 
     def refused(self, damage: Damage, record: Mapping[str, Any], ranges: Sequence[tuple[int, int]]) -> None:
         """Note that a record could be read, but not applied, and which ids it adds."""
-        self._damage.append(damage)
+        self._note(damage)
         self._holes += [_Hole(damage, low, high + 1) for low, high in ranges]
-        damage.uncounted = not ranges and record.get("operation") not in ("evict", "rewrite")
+        damage.uncounted |= not ranges and record.get("operation") not in ("evict", "rewrite")
 
     def settle(self, present: npt.NDArray[np.int64], counter: int) -> None:
         """Write into each damage what is lost by it.
@@ -152,6 +167,7 @@ class LostRecords:
                 ids = ids[(at < 0) | (highs[at] < ids)]
             hole.damage.lost += tuple((low, high) for low, high in ranges_of(ids.tolist()))
         for damage in self._damage:
+            damage.lost = _joined(damage.lost)
             nothing = not damage.lost and not damage.uncounted
             damage.message += _NOTHING if nothing else _LEFT_OUT
 

@@ -22,6 +22,7 @@ from trajstore.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema, dtype
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.files.base import EncodedFile, check_name
 from trajstore.formats.torch_zip import TensorPlace, TensorSlot, write_torch_zip
+from trajstore.store.sealed import FROM_A_COPY
 from trajstore.trajectory import Trajectory
 
 INDEX_NAMES = ("trajectory_index.json", "trajector_index.json")
@@ -85,7 +86,7 @@ def parse_index(data: bytes, source: str) -> list[RLinfEntry]:
             raise ValueError("an id is listed twice")
         return listed
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(f"{source}: not an index of RLinf ({error!r}); restore it from a copy") from error
+        raise CorruptStoreError(f"{source}: not an index of RLinf ({error!r}){FROM_A_COPY}") from error
 
 
 def _entry(number: Any, item: Mapping[str, Any]) -> RLinfEntry:
@@ -100,9 +101,9 @@ def _object(data: bytes, source: str) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise CorruptStoreError(f"{source}: {error}; a crash may have torn it: restore it from a copy") from error
+        raise CorruptStoreError(f"{source}: {error}; a crash may have torn it{FROM_A_COPY}") from error
     if not isinstance(value, dict):
-        raise CorruptStoreError(f"{source}: not a JSON object")
+        raise CorruptStoreError(f"{source}: not a JSON object{FROM_A_COPY}")
     return value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class SalvagedCatalog(Catalog):
         self._gate = EntryGate(lenient=True)
         self.damage: list[Damage] = []
         self._lost = LostRecords()
+        self._last_refused: _Refused | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -146,9 +148,10 @@ class SalvagedCatalog(Catalog):
             reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {what}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()
+                too = f"; {METADATA_NAME} is damaged too" if self.damage else ""
                 raise CorruptStoreError(
                     f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
-                    f"Without one, only what lies in {SHARDS_FOLDER}/ is left, without ids"
+                    f"Without one, only what lies in {SHARDS_FOLDER}/ is left, without ids{too}"
                 ) from error
             fresh = SalvagedCatalog(self.directory)
             fresh.damage = self.damage
@@ -238,10 +241,36 @@ class SalvagedCatalog(Catalog):
                 del self._schemas[number:]
             self.apply([record])
         except (*_BAD_VALUES, UnsafeContentError) as error:
-            damage = self._warn(f"{source}: generation {record.get('generation')}: {error}")
-            self._lost.refused(damage, record, adds)
+            self._lost.refused(self._refused(source, record.get("generation"), str(error)), record, adds)
             if isinstance(record.get("generation"), int):
                 self.generation = max(self.generation, record["generation"])
+
+    def _refused(self, source: str, generation: Any, reason: str) -> Damage:
+        """Return the damage of a record that cannot be applied; those of one reason in a row are one."""
+        last = self._last_refused
+        if last is not None and last.continued_by(source, generation, reason):
+            last.damage.message = f"{source}: generations {last.first} to {generation}: {reason}"
+            last.generation = generation
+            return last.damage
+        damage = self._warn(f"{source}: generation {generation}: {reason}")
+        self._last_refused = _Refused(damage, source, reason, generation, generation)
+        return damage
+
+
+@dataclass
+class _Refused:
+    """Records in a row that cannot be applied, all for one reason."""
+
+    damage: Damage
+    source: str
+    reason: str
+    first: Any
+    generation: Any
+
+    def continued_by(self, source: str, generation: Any, reason: str) -> bool:
+        """Return whether a record is the next one, and has the same reason."""
+        following = isinstance(generation, int) and generation - 1 == self.generation
+        return following and (source, reason) == (self.source, self.reason)
 
 
 _WORKED_OUT = "worked out again from the index; seed and generator state are lost"

@@ -22,6 +22,12 @@ _OF_METADATA = (
 FROM_A_COPY = "; restore it from a copy"
 """How sentences on damaged files end."""
 
+OR_WHAT_IS_WHOLE = "; strict=False loads what is whole, and `trajstore repair` makes a new store of it"
+"""What else can be done where something of it can be read."""
+
+OR_FROM_THE_LOG = f"{OR_WHAT_IS_WHOLE}, if the log still has every commit"
+"""The same, where the index cannot be read."""
+
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 4
 """2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several."""
