@@ -76,8 +76,9 @@ REPAIR = Command(
     summary="copy what is whole of a damaged store to a new one",
     description=(
         "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
-        "is lost. An empty store takes the place of a rank that is lost. A directory of RLinf becomes a store. Nothing of "
-        "what is damaged is changed or deleted. Exit code 0: all trajectories are in the new store; 1: some are lost, or may be."
+        "is lost. An empty store takes the place of a rank that is lost. A directory of RLinf becomes a store. Nothing "
+        "of what is damaged is changed or deleted. Exit code 0: all trajectories are in the new store; 1: some are "
+        "lost, or may be."
     ),
     configure=_configure,
     run=_repair,
