@@ -123,6 +123,27 @@ def test_a_missing_shard_shows_at_a_glance(run: Run, store: Path, shard: Path) -
     assert f"shards/{shard.name}: missing" in out
 
 
+def test_long_values_of_a_sample_are_shape_and_range(run: Run, tmp_path: Path) -> None:
+    image = torch.arange(192, dtype=torch.uint8).reshape(3, 8, 8).expand(2, 1, 3, 8, 8)
+    odd = torch.full((2, 1, 40), float("nan"))
+    odd[..., :2] = torch.tensor([-1.5, 2.0])
+    nothing = torch.full((2, 1, 40), float("inf"))
+    states = {"image": image, "odd": odd, "nothing": nothing, "nine": torch.full((2, 1, 9), 1 / 3)}
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.ones(2, 1, 1), curr_obs=states)])
+    code, out, _ = run("inspect", tmp_path / "store", "--trajectory", 0, "--sample", 1)
+    shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("  curr_obs")}
+    assert code == 0
+    assert shown == {
+        "curr_obs.image": "[3, 8, 8], 0 to 191 (--json shows all)",
+        "curr_obs.odd": "[40], -1.5 to 2, 38 not finite (--json shows all)",
+        "curr_obs.nothing": "[40], 40 not finite (--json shows all)",
+        "curr_obs.nine": f"[{', '.join(['0.3333'] * 9)}]",
+    }
+    _, out, _ = run("inspect", tmp_path / "store", "--trajectory", 0, "--sample", 1, "--json")
+    assert json.loads(out)["values"]["curr_obs.image"] == image[1, 0].tolist()
+
+
 def test_numbers_that_json_lacks(run: Run, tmp_path: Path) -> None:
     rewards = torch.tensor([1.0, float("nan"), float("-inf")]).reshape(3, 1, 1)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "store")) as buffer:

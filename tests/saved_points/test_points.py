@@ -95,7 +95,7 @@ def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path, capl
         name = next(name for name in names if name.startswith("aside") and "step" not in name)[:-5]
         deleted, kept = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
         assert "3 trajectories (288 bytes) added since were deleted, 0 evicted are back" in deleted
-        assert f"were set aside as {name}, whose disk space unpin gives back" in kept
+        assert f"were set aside as {name} (unpin({name!r}) deletes them, take_back({name!r}) shows them again)" in kept
         buffer.unpin(name)
         assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.json"]
         assert buffer.get_stats()["shard_bytes"] == sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())

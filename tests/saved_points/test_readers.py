@@ -118,3 +118,20 @@ def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
             other.load_checkpoint(tmp_path, pin="step-1")
             assert torch.equal(other.sample(8)["rewards"], expected)
         assert len(loaded(tmp_path)) == 8
+
+
+def test_refresh_of_a_points_reader_tells_of_commits_and_draws_on(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.save_point(1)
+        with (
+            TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as reader,
+            TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as still,
+        ):
+            assert not reader.refresh()
+            add(buffer, range(4, 8))
+            buffer.evict([0])
+            assert reader.refresh()
+            assert reader.trajectory_ids.tolist() == [0, 1, 2, 3]
+            assert not reader.refresh()
+            assert torch.equal(reader.sample(8)["rewards"], still.sample(8)["rewards"])

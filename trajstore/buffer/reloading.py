@@ -28,7 +28,7 @@ def load(request: LoadRequest, view: View, backing: Backing) -> Loaded:
 
 
 def refresh(view: View, backing: Backing) -> bool:
-    """Show what was committed since to what was loaded; return whether anything changed.
+    """Show what was committed since to what was loaded; return whether anything was.
 
     Raises:
         StoreNotFoundError: what was loaded is there no longer.

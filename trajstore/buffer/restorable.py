@@ -274,7 +274,10 @@ class RestorableBuffer(ReadableBuffer):
         return loaded.skipped
 
     def refresh(self) -> bool:
-        """See what a live writer has committed to the loaded directory since; return whether anything changed.
+        """See what a live writer has committed to the loaded directory since; return whether it has committed anything.
+
+        That may be nothing that is shown: shards that were rewritten, or, where a pin is shown, what the pin does not
+        name.
 
         Of one store that is shown whole this takes the time of what is new; what was mapped and cached stays. A
         share, a pin, the ranks of a run, and a store whose log has been written into its index since, are loaded again.

@@ -165,7 +165,11 @@ def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str
 
 def _left(plan: RollbackPlan, aside: str | None) -> str:
     """Return what a rollback took away, and where it is now, in words."""
-    fate = "deleted" if aside is None else f"set aside as {aside}, whose disk space unpin gives back"
+    fate = (
+        "deleted"
+        if aside is None
+        else f"set aside as {aside} (unpin({aside!r}) deletes them, take_back({aside!r}) shows them again)"
+    )
     if len(plan.leaving):
         return f"{len(plan.leaving)} trajectories ({plan.nbytes} bytes) added since were {fate}"
     return f"saved points of later steps were {fate}" if plan.void else "nothing was added since"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trajstore.cli.output import Output, format_number, format_range, shortened
 
 _LONGEST_VALUE = 100  # characters of a value in a table
+_LONGEST_ROW = 12  # numbers of a long list that are shown rounded; of more, shape and range are
 _LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
 
 TURNS_BY_MESSAGES = "by messages of the assistant"
@@ -130,4 +132,31 @@ def _text(content: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    return shortened(str(value), _LONGEST_VALUE)
+    text = str(value)
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    shape, numbers = _array(value)
+    if not numbers:
+        return shortened(text, _LONGEST_VALUE)
+    if len(shape) == 1 and len(numbers) <= _LONGEST_ROW:
+        return f"[{', '.join(f'{number:.4g}' for number in numbers)}]"
+    finite = [number for number in numbers if math.isfinite(number)]
+    parts = [str(shape)]
+    if finite:
+        parts.append(format_range({"min": min(finite), "max": max(finite)}))
+    if len(finite) < len(numbers):
+        parts.append(f"{len(numbers) - len(finite):,} not finite")
+    return f"{', '.join(parts)} (--json shows all)"
+
+
+def _array(value: Any) -> tuple[list[int], list[float]]:
+    """Return shape and numbers of nested lists that are an array of numbers; no numbers if they are none."""
+    shape: list[int] = []
+    level = [value]
+    while level and all(isinstance(item, list) for item in level):
+        lengths = {len(item) for item in level}
+        if len(lengths) > 1:
+            return [], []
+        shape += lengths
+        level = [part for item in level for part in item]
+    return shape, level if all(isinstance(item, int | float) for item in level) else []

@@ -1,0 +1,105 @@
+"""The program of docs/howto/resume.md with a loader, killed again and again, ends as if nobody had killed it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path("docs") / "howto" / "resume.md"
+STEPS = 40
+
+_DRIVER = '''
+import json, os, signal, sys
+from pathlib import Path
+
+import torch._dynamo  # an optimizer imports it: here once for all processes
+
+from trajstore import TrajectoryReplayBuffer
+
+code, folder, steps, kills = json.load(sys.stdin)
+program = {"__name__": "program"}
+exec(compile(code, "resume.md", "exec"), program)
+
+
+def replacing(source, target):
+    return Path(target).name == "model.pt"
+
+
+CALLS = {
+    "add": (TrajectoryReplayBuffer, "add_trajectories", lambda *_: True),
+    "save": (TrajectoryReplayBuffer, "save_point", lambda *_: True),
+    "replace": (os, "replace", replacing),
+}
+
+
+def die_at(name, count, when):
+    owner, attribute, counts = CALLS[name]
+    genuine, seen = getattr(owner, attribute), [0]
+
+    def call(*arguments, **options):
+        seen[0] += counts(*arguments)
+        if seen[0] == count and when == "before" and counts(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = genuine(*arguments, **options)
+        if seen[0] == count and counts(*arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, attribute, call)
+
+
+def life(where, kill):
+    """Run the program in a process of its own; return how it ended."""
+    pid = os.fork()
+    if not pid:
+        try:
+            if kill:
+                die_at(*kill)
+            result = program["train_with_loader"](Path(where), steps)
+            Path(where, "result.json").write_text(json.dumps(result))
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+ends = []
+for where, deaths in (("whole", []), ("killed", kills)):
+    os.mkdir(f"{folder}/{where}")
+    ends.append([life(f"{folder}/{where}", kill) for kill in [*deaths, None]])
+json.dump(ends, sys.stdout)
+'''
+
+
+@pytest.mark.timeout(300)
+def test_program_with_a_loader_survives_kills(project_root: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (project_root / PAGE).read_text(), re.MULTILINE | re.DOTALL)
+    [code] = [block for block in blocks if "def train_with_loader" in block]
+    kills = [
+        ("add", 1, "after"),  # something was added, and nothing saved
+        ("replace", 1, "before"),  # point 0 without its model
+        ("add", 8, "before"),  # within the first ten steps
+        ("replace", 2, "before"),  # point 20 without its model: back to 10
+        ("save", 2, "before"),  # back to 20
+        ("replace", 1, "after"),  # both of step 30
+        ("add", 3, "before"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", _DRIVER],
+        input=json.dumps([code, str(tmp_path), STEPS, kills]),
+        env={"PYTHONPATH": str(project_root), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[0], [*[-9] * len(kills), 0]], done.stderr
+    whole, killed = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed"))
+    assert killed == whole
+    assert "stay on disk" not in done.stderr
