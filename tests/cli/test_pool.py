@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.stores import Run, write_store
 from tests.experience.conftest import build
@@ -217,6 +219,23 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     assert "not taken: 1 have no task_id" in out
     assert "not taken: 1 came out of a pool themselves" in out
     assert "not taken: 1 have no outcome: neither success nor failure (no_outcome)" in out
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"loss_mask": None, "response_mask": None}, "whose tokens are they? (no_response_mask)"),
+        ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, "1 have no token that the model wrote (no_llm_token)"),
+        ({"old_log_probs": None}, "neither old_log_probs nor finite entropys"),
+    ],
+)
+def test_the_reason_that_is_told_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], told: str) -> None:
+    """A success with log-probs is not told that it has none because its mask is absent or empty."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        buffer.add_trajectories([build("a", 1, entropy=None, **fields), build("a", 2, 0.0)])
+    code, out, _ = run("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
+    assert code == 0
+    assert told in out
 
 
 def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_path: Path) -> None:

@@ -114,3 +114,27 @@ def test_files_of_an_earlier_run_have_no_age_and_what_is_told_adds_up(tmp_path: 
     done = import_pool(tmp_path / "pool", tmp_path / "files", ALL, replace=True, same_run=True)
     check_sums(done)
     assert [one.policy_version for one in pool_of(tmp_path / "pool")["a"]] == [5] * 3
+
+
+@pytest.mark.parametrize("mode", ["argmin", "argmax", "reward", "random"])
+def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_says(tmp_path: Path, mode: str) -> None:
+    rules = PoolRules(n_rollout=4, max_trajectories_per_task=3, exp_select_mode=mode)  # type: ignore[arg-type]
+    generator = np.random.default_rng(3)
+    made = [one for step in range(1, 13) for one in random_rollouts(generator, step)]
+    made += [build(task, 1000 + step, 0.0, policy_version=step) for step in range(1, 13) for task in "abcd"]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        buffer.add_trajectories(made)
+    first = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
+    held = {task: [one.rollout_id for one in several] for task, several in pool_of(tmp_path / "pool", rules).items()}
+    second = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
+    again = {task: [one.rollout_id for one in several] for task, several in pool_of(tmp_path / "pool", rules).items()}
+    assert again == held
+    assert set(first.left) == {"replaced"}, "no task is solved: a failure was added to every step"
+    for reason in ("no_outcome", "log_probs_mismatch"):
+        assert second.refused[reason] == first.refused[reason] > 0
+    if mode in ("argmin", "argmax"):
+        assert (second.entered, second.left) == (0, {})
+        assert second.refused["not_better"] >= first.refused["not_better"] + first.left["replaced"]
+        assert second.refused["duplicate"] >= first.trajectories
+    else:
+        assert second.entered == second.left["replaced"] > 0

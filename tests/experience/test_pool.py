@@ -112,7 +112,7 @@ def test_refusals_are_counted_by_reason(make: Make) -> None:
             make(tokens=1, entropy=0.1),
             make(tokens=2, loss_mask=torch.zeros(6)),
             make(tokens=3, old_log_probs=torch.zeros(9)),
-            make(tokens=4, entropy=None),
+            make(tokens=4, entropy=None, old_log_probs=None),
             make(tokens=5, entropy=2.0),
             make(tokens=6, entropy=2.0),
         ]

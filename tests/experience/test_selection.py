@@ -45,8 +45,8 @@ def test_mean_entropy_of_nothing_is_unknown_and_not_zero() -> None:
         ({"old_log_probs": torch.tensor([-0.5, -1.0, math.nan, -1.0])}, Refusal.LOG_PROBS_MISMATCH),
         ({"old_log_probs": torch.tensor([-0.5, -1.0, -math.inf, -1.0])}, Refusal.LOG_PROBS_MISMATCH),
         ({"response_mask": torch.ones(5)}, Refusal.LOG_PROBS_MISMATCH),
-        ({"entropy": None}, Refusal.NO_ENTROPY),
-        ({"entropy": math.nan}, Refusal.NO_ENTROPY),
+        ({"entropy": None, "old_log_probs": None}, Refusal.NO_ENTROPY),
+        ({"entropy": math.nan, "old_log_probs": None}, Refusal.NO_ENTROPY),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_its_reason(

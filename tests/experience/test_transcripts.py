@@ -302,7 +302,7 @@ def test_without_the_mark_absent_log_probs_are_a_mistake(tokenizer: Any, tmp_pat
     one = demonstration(tokenizer, tmp_path)
     one.metadata.pop("demonstration")
     manager = ExperienceManager(RULES)
-    assert manager.seed([one]) == {"log_probs_mismatch": 1}
+    assert manager.seed([one]) == {"no_entropy": 1}
     one.metadata["demonstration"] = True
     one.input_ids = None
     assert manager.seed([one]) == {"no_tokens": 1}

@@ -15,6 +15,7 @@ from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, output_of, replayed_row, session_of
 from trajstore.errors import ConfigurationError
+from trajstore.experience.entry import llm_mask
 from trajstore.experience.rows import rows_of
 from trajstore.trajectory import AgentTrajectory
 
@@ -161,9 +162,8 @@ class Histories:
 
     def _exp_mask(self, key: str, length: int, *, guided: bool) -> Tensor:
         history = self.joined.get(key)
-        if history is None or history.response_mask is None:
-            return torch.full((length,), int(guided), dtype=torch.int64)
-        return history.response_mask.long()
+        mask = None if history is None else llm_mask(history)
+        return torch.full((length,), int(guided), dtype=torch.int64) if mask is None else mask.long()
 
     def _with_metric(self, held: Sequence[AgentTrajectory], metric: str) -> Sequence[AgentTrajectory]:
         if metric == SCORE_METRIC:

@@ -25,7 +25,7 @@ from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import mean_entropy
 from trajstore.experience.compact import with_usual_columns
-from trajstore.experience.entry import EARLIER_RUN, is_demonstration
+from trajstore.experience.entry import EARLIER_RUN, is_demonstration, llm_mask
 from trajstore.experience.rows import pack_rows, row_count
 from trajstore.guidance.metadata import GUIDANCE
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -282,7 +282,7 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
             " them. Set exp_manager.experience_replay.enable=false; recording works"
         )
     trajectory = with_usual_columns(trajectory)
-    ids, start, mask = trajectory.input_ids, trajectory.response_start, trajectory.response_mask
+    ids, start, mask = trajectory.input_ids, trajectory.response_start, llm_mask(trajectory)
     demonstration = is_demonstration(trajectory)
     if ids is None or start is None or mask is None or (trajectory.old_log_probs is None and not demonstration):
         raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks tokens, mask or log-probs")
@@ -299,8 +299,8 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         "responses": response,
         "input_ids": ids,
         "position_ids": torch.arange(ids.numel(), dtype=torch.int64),
-        "response_mask": mask,
-        "loss_mask": mask,
+        "response_mask": mask.long(),
+        "loss_mask": mask.long(),
         "rm_scores": _scores(trajectory, response.numel()),
         "uid": f"{uid}-replayed-{number}" if own_group else uid,
         "session_id": session,

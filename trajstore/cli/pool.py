@@ -23,7 +23,7 @@ _REFUSED = {
     "log_probs_above_zero": "have old_log_probs above 0, which are none",
     "no_outcome": "have no outcome: neither success nor failure",
     "outcome_not_finite": "have an outcome that is NaN or infinite",
-    "no_entropy": "have neither entropys nor old_log_probs, so that nothing tells how sure the model was",
+    "no_entropy": "have neither old_log_probs nor finite entropys, so that nothing tells how sure the model was",
     "not_worth_keeping": "are no successes",
     "duplicate": "have the tokens of one that the pool has",
     "not_better": "are no better than those of their task, which has its full number",

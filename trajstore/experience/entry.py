@@ -36,12 +36,14 @@ class Refusal(StrEnum):
         NO_RESPONSE_MASK: neither ``loss_mask`` with ``response_start`` nor ``response_mask`` says which tokens the
             model wrote, so recorded log-probabilities have no place: a pool saved with filtered ones, say.
         LOG_PROBS_MISMATCH: recorded log-probabilities are absent (of what is no demonstration), of another length than
-            the response, or not finite where they count.
+            the response, or not finite where they count; or ``response_mask``, ``loss_mask`` and ``input_ids`` differ
+            in the length of the response.
         NO_TOKENS: a demonstration without token ids: there is nothing of which the policy could give log-probabilities.
         LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding: it is none.
         NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
         OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.
-        NO_ENTROPY: no position has a (finite) entropy, so that there is no mean.
+        NO_ENTROPY: it has neither log-probabilities nor a finite entropy, as a demonstration among the rollouts of a
+            step; or the entropies that were handed over beside it have no finite mean.
         NOT_WORTH_KEEPING: a demonstration whose outcome does not let it enter: no success, by ``save_filter``.
         DUPLICATE: the task has a trajectory with the same tokens already.
         NOT_BETTER: the task has its full number of trajectories, and this one's entropy is no improvement.
@@ -120,14 +122,15 @@ def own_entropy(trajectory: AgentTrajectory) -> float | None:
     estimates it from the tokens that were sampled.
     """
     mask = llm_mask(trajectory)
+    known = trajectory.entropy if trajectory.entropy is not None and math.isfinite(trajectory.entropy) else None
     for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
-        if sign < 0 and trajectory.entropy is not None:
-            return trajectory.entropy
+        if sign < 0 and known is not None:
+            return known
         if values is not None and mask is not None and values.shape == mask.shape:
             mean = mean_entropy(values, mask)
             if mean is not None:
                 return sign * mean
-    return trajectory.entropy
+    return known
 
 
 def token_digest(trajectory: AgentTrajectory) -> bytes:
@@ -200,15 +203,34 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
     return Refusal.LOG_PROBS_ABOVE_ZERO if bool((counted > LOG_PROB_ROUNDING).any()) else None
 
 
-def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a trajectory, or why it is refused whatever the pool holds."""
+def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
+    """Return why a trajectory is refused whatever the pool holds; ``None`` if it is not.
+
+    What its tokens lack comes before what its entropy lacks, which is a mean over these tokens.
+
+    Args:
+        trajectory: what is to enter.
+        entropy: its mean entropy in nats; ``None`` = unknown. Of a demonstration it does not count.
+    """
     refusal = token_refusal(trajectory)
-    if refusal is not None:
+    if is_demonstration(trajectory) or (entropy is not None and math.isfinite(entropy)):
         return refusal
+    neither = refusal is Refusal.LOG_PROBS_MISMATCH and trajectory.old_log_probs is None
+    return Refusal.NO_ENTROPY if refusal is None or neither else refusal
+
+
+def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory, or why it is refused whatever the pool holds.
+
+    Its entropy is the ``entropy`` that it says; without a finite one, :func:`own_entropy`.
+    """
     demonstration = is_demonstration(trajectory)
     entropy = None if demonstration else trajectory.entropy
     if not demonstration and (entropy is None or not math.isfinite(entropy)):
-        return Refusal.NO_ENTROPY
+        entropy = own_entropy(trajectory)
+    refusal = refusal_of(trajectory, entropy)
+    if refusal is not None:
+        return refusal
     return PoolEntry(
         trajectory_id=trajectory_id,
         task_id=trajectory.task_id,

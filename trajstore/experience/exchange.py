@@ -86,7 +86,8 @@ def import_pool(
 ) -> Exchanged:
     """Fill the pool of a store, which is made if there is none, from files or from rollouts.
 
-    Rollouts enter as they would have during training, step by step. Entering again they end as the same pool.
+    Rollouts enter as they would have during training, step by step. Entering again they end as the same pool,
+    unless ``save_filter="best"`` draws by ``exp_select_mode="random"``.
 
     Args:
         store: directory or URL of the pool's store.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, entry_of
+from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, entry_of, refusal_of
 from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
 from trajstore.experience.rules import PoolRules
 from trajstore.trajectory import AgentTrajectory
@@ -80,7 +80,8 @@ def rollouts_to_keep(
         generator: see :func:`choose_to_save`.
 
     Returns:
-        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals.
+        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals, of
+        rollouts without a usable outcome, and of those worth keeping that cannot be replayed.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
     refused: Counter[str] = Counter()
@@ -100,13 +101,16 @@ def rollouts_to_keep(
         candidates.setdefault(task, []).append(replace(trajectory, entropy=entropy, policy_version=version))
     kept: list[AgentTrajectory] = []
     for rollouts in candidates.values():
-        known = [trajectory for trajectory in rollouts if trajectory.entropy is not None]
-        unknown = [trajectory for trajectory in rollouts if trajectory.entropy is None]
-        lost = sum(is_worth_keeping(trajectory, rules) for trajectory in unknown)
-        if lost:
-            refused[Refusal.NO_ENTROPY.value] += lost
-        kept.extend(choose_to_save(known, rules, generator))
+        worthy = [(one, _rollout_refusal(one)) for one in rollouts if is_worth_keeping(one, rules)]
+        refused.update(refusal.value for _, refusal in worthy if refusal is not None)
+        # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
+        kept.extend(choose_to_save([one for one, refusal in worthy if refusal is None], rules, generator))
     return kept, refused
+
+
+def _rollout_refusal(rollout: AgentTrajectory) -> Refusal | None:
+    """Return why a rollout of a step cannot be replayed; a demonstration is none, and enters by itself (``seed``)."""
+    return refusal_of(rollout, rollout.entropy) or (Refusal.NO_ENTROPY if rollout.entropy is None else None)
 
 
 def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
@@ -219,7 +223,8 @@ def plan_admissions(
             refused[outcome.value] += 1
             continue
         entries[task], displaced = outcome
-        accepted[entry.trajectory_id] = trajectory
+        told = trajectory.entropy == entry.entropy or entry.is_demonstration
+        accepted[entry.trajectory_id] = trajectory if told else replace(trajectory, entropy=entry.entropy)
         if displaced is None:
             continue
         left += 1

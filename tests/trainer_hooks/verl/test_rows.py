@@ -106,6 +106,16 @@ def test_a_row_comes_back_as_it_was(
         assert torch.equal(values, row.columns["old_log_probs"])
 
 
+def test_a_loss_mask_alone_says_which_tokens_are_replayed() -> None:
+    """Rollouts of another loop, imported into the run's pool, may have no ``response_mask``."""
+    row = rated(fresh_row("old", response=4))
+    imported = dataclasses.replace(recorded(row), response_mask=None)
+    back = replayed_row(fresh_row("new"), imported, 0, own_group=False)
+    for name in ("response_mask", "loss_mask"):
+        assert back.columns[name].dtype == torch.int64
+        assert torch.equal(back.columns[name], row.columns["response_mask"])
+
+
 def test_what_a_trajectory_says_of_its_row(tmp_path: Path) -> None:
     row = rated(fresh_row("u1", 3, index=17, score=0.75))
     (held,) = through_a_store([recorded(row)], tmp_path)
@@ -294,10 +304,13 @@ def test_columns_that_no_history_has_are_refused(name: str, value: Any) -> None:
         replayed_row(Row(template.key, template.tag, {**template.columns, name: value}), history, 0, own_group=False)
 
 
-@pytest.mark.parametrize("name", ["input_ids", "response_start", "response_mask", "old_log_probs"])
-def test_a_history_without_its_tokens_is_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    "names", [("input_ids",), ("response_start",), ("loss_mask", "response_mask"), ("old_log_probs",)]
+)
+def test_a_history_without_its_tokens_is_refused(names: tuple[str, ...]) -> None:
     history = recorded(rated(fresh_row("old")))
-    setattr(history, name, None)
+    for name in names:
+        setattr(history, name, None)
     with pytest.raises(InvalidTrajectoryError, match="'old_0_0'"):
         replayed_row(fresh_row("new"), history, 0, own_group=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from tests.trainer_hooks.verl.plane.sessions import (
     rollouts,
     sampler_of_verl,
 )
+from trainer_hooks.verl.dataplane import write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import Row
@@ -207,3 +209,32 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
         assert torch.equal(after[key][~written], before[key][~written])
         assert not torch.equal(after[key], before[key])
         assert torch.equal(masks[key], part.response_mask)
+
+
+# ---- rollouts that the pool refuses ----
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, ""),
+        ({"response_mask": 0.0}, "no_llm_token"),
+        ({"response_mask": 0.0, "entropy": math.nan}, "no_llm_token"),
+        ({"old_log_probs": math.nan}, "log_probs_mismatch"),
+        ({"old_log_probs": math.nan, "entropy": math.nan}, "log_probs_mismatch"),
+        ({"old_log_probs": 1.0}, "log_probs_above_zero"),
+        ({"rm_scores": math.nan}, "no_outcome"),
+    ],
+)
+def test_what_a_success_lacks_is_named(changed: dict[str, float], reason: str, make_session: MakeSession) -> None:
+    session = make_session()
+    batch = session.join(put(rollouts("first", N)))
+    rate(batch)
+    [key] = [key for key in batch.keys if key.startswith("first_0_")]
+    for name, value in changed.items():
+        old = column(batch, name)[key]
+        write_column([key], TRAINING, name, [torch.full_like(old, value)])
+    figures = session.scored(batch, 1)
+    begin = "experience_replay/refused/"
+    told = {name.removeprefix(begin): value for name, value in figures.items() if name.startswith(begin) and value}
+    assert told == ({reason: 1.0} if reason else {})

@@ -1,0 +1,88 @@
+"""Why the rollouts of a training loop's step are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.experience.test_refusals import REFUSED, rollout
+from tests.reference.test_hook import TASKS, hook, roll_out
+from trainer_hooks.batch import build_batch
+from trainer_hooks.hook import ReplayHook
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, Reward
+
+Change = Callable[[AgentTrajectory], AgentTrajectory]
+
+
+def same(one: AgentTrajectory) -> AgentTrajectory:
+    return one
+
+
+def nobodys(one: AgentTrajectory) -> AgentTrajectory:
+    assert one.loss_mask is not None
+    return dataclasses.replace(one, loss_mask=torch.zeros_like(one.loss_mask))
+
+
+def with_outcome(outcome: float | None) -> Change:
+    return lambda one: dataclasses.replace(one, reward=Reward(outcome=outcome))
+
+
+def one_step(replay: ReplayHook[str], change: Change, log_prob: float = -2.0, entropy: float = 1.0) -> dict[str, float]:
+    """Do a step of one task whose first rollout is changed, and the only success."""
+    plan = replay.before_rollout(replay.tasks_chosen(TASKS[:1], 0.0, 1))
+    first, *others = roll_out(plan, 1, successes=1)
+    fresh = [change(first), *others]
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    like: Tensor = batch.tensors["responses"]
+    full = [torch.full(like.shape, value) for value in (log_prob, entropy)]
+    return replay.step_done(batch, fresh, *full)
+
+
+def reasons(figures: dict[str, float]) -> dict[str, float]:
+    begin = "experience_replay/refused/"
+    return {name.removeprefix(begin): value for name, value in figures.items() if name.startswith(begin) and value}
+
+
+@pytest.mark.parametrize(
+    ("change", "log_prob", "entropy", "expected"),
+    [
+        (same, -2.0, 1.0, {}),
+        (same, -2.0, math.nan, {}),
+        (nobodys, -2.0, 1.0, {"no_llm_token": 1.0}),
+        (nobodys, math.nan, math.nan, {"no_llm_token": 1.0}),
+        (same, math.nan, 1.0, {"log_probs_mismatch": 1.0}),
+        (same, math.nan, math.nan, {"log_probs_mismatch": 1.0}),
+        (same, 2.0, 1.0, {"log_probs_above_zero": 1.0}),
+        (same, 2.0, math.nan, {"log_probs_above_zero": 1.0}),
+        (with_outcome(None), -2.0, 1.0, {"no_outcome": 1.0}),
+        (with_outcome(math.nan), -2.0, 1.0, {"outcome_not_finite": 1.0}),
+    ],
+)
+def test_step_done_names_what_a_success_lacks(
+    change: Change, log_prob: float, entropy: float, expected: dict[str, float]
+) -> None:
+    figures = one_step(hook(), change, log_prob, entropy)
+    assert reasons(figures) == expected
+    assert figures["experience_replay/refused"] == sum(expected.values())
+    assert figures["experience_replay/refused_share"] == float(bool(expected))
+
+
+def test_a_batch_needs_masks() -> None:
+    with pytest.raises(InvalidTrajectoryError, match="loss_mask"):
+        one_step(hook(), lambda one: dataclasses.replace(one, loss_mask=None))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
+    fields, reason = REFUSED[case]
+    replay = hook()
+    replay.tasks_chosen(["a"], 0.0, 1)
+    done = [rollout(**fields), rollout(outcome=0.0, rollout_id="failed")]
+    figures = replay.rollouts_done(done, ["a"] * 2, [False] * 2, [1] * 2)
+    assert reasons(figures) == {reason.value: 1.0}
