@@ -45,6 +45,7 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     assert report["agents"] == {
         "rollouts": 4,
         "tasks": 4,
+        "without_task": 0,
         "outcomes": {"min": 0.0, "mean": 0.5, "max": 1.0},
         "without_outcome": 0,
         "turns": {"min": 1, "mean": 1.0, "max": 1},
@@ -202,10 +203,37 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
     assert f"{tmp_path / 'pool'}: experience pool" in out
     assert told["trajectories"] == "4 of 2 tasks"
     assert told["records besides"] == "2 of its journal, 4 of what left it and is not deleted yet"
-    assert told["tasks by successes"] == "2: 2"
+    assert told["tasks by successes in their last step"] == "2: 2"
     assert told["solved tasks left out"] == "1"
     told = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
     assert told["outcomes"] == "1 (1 of 4 read)"
+
+
+def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: Path) -> None:
+    folder = shared_fixtures / "experience_pool"
+    code, out, _ = run("inspect", folder)
+    assert code == 0
+    names = sorted(one.name for one in folder.iterdir() if one.is_dir())
+    assert f"{folder}: folder with {', '.join(names)} (experience pool)" in out
+    code, _, err = run("inspect", folder, "--trajectory", 0)
+    assert code == FAILED
+    assert f"this is a folder with {', '.join(names)}" in err
+    code, _, err = run("pool", "export", folder, "nowhere")
+    assert code == FAILED
+    assert f"holds a folder with {', '.join(names)}" in err
+
+
+def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> None:
+    for part, tasks in (("rank_0", ["a", "b", "", ""]), ("rank_1", ["a"])):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "run" / part)) as buffer:
+            buffer.add_trajectories([build(task, number) for number, task in enumerate(tasks)])
+    report = inspect(tmp_path / "run" / "rank_0")
+    assert (report["agents"]["tasks"], report["agents"]["without_task"]) == (2, 2)
+    assert figures(run("inspect", tmp_path / "run" / "rank_0")[1])["tasks"] == "2; 2 rollouts name none"
+    assert figures(run("inspect", tmp_path / "run" / "rank_1")[1])["tasks"] == "1"
+    _, out, _ = run("inspect", tmp_path / "run")
+    assert f"{tmp_path / 'run'}: run directory" in out
+    assert inspect(tmp_path / "run")["agents"]["without_task"] == 2
 
 
 def test_files_of_a_pool_have_no_single_trajectory(run: Run, shared_fixtures: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -108,3 +109,13 @@ TestEpochTwin = EpochTwin.TestCase
 TestEpochTwin.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 TestGroupTwin = GroupTwin.TestCase
 TestGroupTwin.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+
+
+def test_fewer_groups_than_asked_for_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    sampler, generator = GroupSampler(least=2), torch.Generator()
+    sampler.added(told(dict.fromkeys(range(7), 1), [0] * 7, list("aaabbcd")))
+    assert len(sampler.draw(2, generator).ids) == 5
+    assert not caplog.messages
+    for _ in range(2):
+        assert len(sampler.draw(16, generator).ids) == 5
+    assert caplog.messages == ["groups: 16 tasks asked for, 2 of 4 have 2 rollouts to draw, so that many are drawn"]

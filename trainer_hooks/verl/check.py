@@ -1,7 +1,7 @@
 """Checks the options of a run and starts nothing: ``python -m trainer_hooks.verl.check`` in place of ``main_ppo``.
 
 The rest of the command stays as it is. What verl's own command line checks before it starts Ray is checked here by the
-same functions, and the errors are the same.
+same functions, and the errors are the same; of ours the sentence alone is written, to stderr, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.utils.device import auto_set_device
 
 from trainer_hooks.verl.config import SECTION, ReplayBlock
 from trainer_hooks.verl.early import REPLAY_MODES
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, TrajstoreError
 
 _WITHOUT_FILES = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
 """What keeps Hydra from making a folder for a run that is none."""
@@ -57,7 +57,11 @@ def check(config: Any) -> list[str]:
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def main(config: Any) -> None:
     """Check the options of the command line, and say what they amount to."""
-    sys.stdout.write("".join(f"{line}\n" for line in check(config)))
+    try:
+        said = check(config)
+    except TrajstoreError as error:  # of options; where it was raised says nothing to who wrote them
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
+    sys.stdout.write("".join(f"{line}\n" for line in said))
 
 
 if __name__ == "__main__":

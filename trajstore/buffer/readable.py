@@ -110,7 +110,7 @@ class ReadableBuffer:
         """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.
 
         Args:
-            count: how many, at least 1.
+            count: how many, at least 1; with a :class:`~trajstore.sampling.GroupSampler` how many tasks.
             sampler: chooses instead; one that draws whole trajectories.
 
         Raises:

@@ -9,6 +9,7 @@ from typing import Any
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
+from trajstore.errors import listed
 
 _SHOWN = 50  # problems written one by one
 
@@ -83,7 +84,7 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
         out: where to.
         each: whether the parts of a run are written in full, not one line each.
     """
-    out.heading(f"{report['path']}: {KINDS['experience_pool' if report.get('pool') else report['kind']]}")
+    out.heading(f"{report['path']}: {_kind(report)}")
     out.pairs([*_totals(report), *_content(report)])
     columns = report.get("columns")
     if columns:
@@ -97,6 +98,15 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
     if report["kind"] == "run" and each:
         for part in report["parts"]:
             write_report(part, out, each=True)
+
+
+def _kind(report: dict[str, Any]) -> str:
+    """Return what a report is of; a folder without ``rank_*`` is no run directory, whatever lies in it."""
+    if report["kind"] == "run" and not report["stores"]:
+        names = listed(part["path"].rstrip("/").rpartition("/")[2] for part in report["parts"])
+        kinds = dict.fromkeys(_kind(part) for part in report["parts"])
+        return f"folder with {names} ({', '.join(kinds)})"
+    return KINDS["experience_pool" if report.get("pool") else report["kind"]]
 
 
 def _write_points(report: dict[str, Any], out: Output) -> None:
@@ -200,7 +210,7 @@ def _pool(pool: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _difficulties(pool: dict[str, Any]) -> list[tuple[str, str]]:
     sizes = ", ".join(f"{key}: {count:,}" for key, count in pool["difficulties"].items())
-    return [("tasks by successes", sizes), ("solved tasks left out", f"{pool['skipped_tasks']:,}")]
+    return [("tasks by successes in their last step", sizes), ("solved tasks left out", f"{pool['skipped_tasks']:,}")]
 
 
 def _ranks(report: dict[str, Any]) -> str:
@@ -285,7 +295,8 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
     if agents["turns"] is not None:
         rows.append(("  turns of the model", f"{format_range(agents['turns'])}, {_counted(agents)}{note}"))
     if agents["tasks"] is not None and not report.get("pool"):
-        rows.append(("tasks", f"{agents['tasks']:,}{note}"))
+        nameless = f"; {agents['without_task']:,} rollouts name none" if agents["without_task"] else ""
+        rows.append(("tasks", f"{agents['tasks']:,}{nameless}{note}"))
     unknown = agents["without_outcome"]
     said = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
     rows.append(("outcomes", "; ".join(part for part in said if part) + note))

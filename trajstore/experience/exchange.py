@@ -172,7 +172,8 @@ def check_is_pool(store: str | Path) -> None:
         return
     if place.kind != "store":
         what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
-        found = what.get(place.kind) or f"a run directory with {listed(part.name for part in place.parts)}"
+        folder = "a run directory" if place.rank_names else "a folder"
+        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{store}: holds {found}; give the directory of the pool's store")
     with _Reader(store) as reader:
         numbers = reader.ids()

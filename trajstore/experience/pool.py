@@ -180,15 +180,18 @@ class ExperienceManager(KeptPool):
     def admit(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
 
-        It is also the way for rollouts that exist already, such as those of a store: step by step, with
-        :attr:`global_steps` set. They need no ``entropys`` (``entry.own_entropy``).
+        It is also the way for rollouts that exist already, such as those of a store: step by step. They need no
+        ``entropys`` (``entry.own_entropy``). Those without a ``policy_version`` get :attr:`global_steps`, so set it
+        first; those of an earlier run (``of_earlier_run``) stay without.
 
         Args:
             rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
             asked: as for :meth:`update_difficulty2task_dict`.
 
         Returns:
-            How many were offered (worth keeping, or refused), and how many of them were refused.
+            How many were offered (successes of tasks that may enter, and rollouts without a finite outcome; by
+            ``save_filter: best`` one success for each task, beside those that are refused), and how many of them were
+            refused.
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``.
@@ -226,7 +229,8 @@ class ExperienceManager(KeptPool):
 
         Each has ``metadata["demonstration"]`` true and token ids. Its task comes into the bucket of difficulty 0, where
         no success of the policy is known, unless rollouts of the task have said more; so it can be drawn at once. What
-        the pool has already is refused as a duplicate: taking the same ones in again changes nothing.
+        the pool has already is refused as a duplicate: taking the same ones in again changes nothing. A rollout with
+        log-probs is no demonstration, and enters as :meth:`save_trajectories_to_memory` takes it.
 
         Returns:
             How many were refused, by reason; failures (by ``save_filter``) as ``not_worth_keeping``.

@@ -152,6 +152,7 @@ def inspect_pool(directory: Directory) -> Report:
         "agents": {
             "rollouts": len(trajectories),
             "tasks": len(contents.task2trajectories),
+            "without_task": 0,
             "outcomes": range_of(outcomes),
             "without_outcome": len(trajectories) - int(np.isfinite(np.array(outcomes, np.float64)).sum()),
             "turns": range_of([turns for item in trajectories if (turns := turns_of(item)) is not None]),

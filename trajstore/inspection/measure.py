@@ -89,6 +89,7 @@ class _Measurement:
         self._rewards = RewardStatistics(whole=whole)
         self._outcomes: list[float] = []
         self._tasks: set[str] = set()
+        self._nameless = 0
         self._turns: list[int] = []
         self._responses: list[int] = []
         self._messages = 0
@@ -130,7 +131,10 @@ class _Measurement:
         if self._guidance.add(trajectory):
             return
         self._agents += 1
-        self._tasks.add(trajectory.task_id)
+        if trajectory.task_id:
+            self._tasks.add(trajectory.task_id)
+        else:
+            self._nameless += 1
         if trajectory.response_start is not None and not any(c.axis is Axis.RESPONSE for c in schema.columns):
             self._responses.append(extent_at(index, position).steps - trajectory.response_start)
         self._messages += bool(trajectory.messages)
@@ -146,6 +150,7 @@ class _Measurement:
             agents = {
                 "rollouts": self._agents,
                 "tasks": len(self._tasks),
+                "without_task": self._nameless,
                 "outcomes": range_of(self._outcomes),
                 "without_outcome": self._agents - int(np.isfinite(np.array(self._outcomes, np.float64)).sum()),
                 "turns": range_of(self._turns),

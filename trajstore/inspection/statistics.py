@@ -311,6 +311,7 @@ def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | Non
     return {
         "rollouts": sum(part["rollouts"] for part in known),
         "tasks": None,
+        "without_task": sum(part["without_task"] for part in known),
         "outcomes": merge_ranges([(part["outcomes"], part["rollouts"] - part["without_outcome"]) for part in known]),
         "without_outcome": sum(part["without_outcome"] for part in known),
         "turns": merge_ranges([(part["turns"], part["rollouts"]) for part in known]),

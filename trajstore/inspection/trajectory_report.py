@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trajstore.columns.schema import DOCUMENT
-from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
+from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, listed
 from trajstore.experience.tokenizers import tokenizer_at
 from trajstore.files.base import Directory
 from trajstore.inspection.live import announced, needed_now
@@ -53,8 +53,9 @@ def inspect_trajectory(
     """
     place = find_place(path)
     if place.kind != "store":
-        what = {"run": "a run directory", "rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
-        found = what.get(place.kind, place.kind)
+        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
+        folder = "a run directory" if place.rank_names else "a folder"
+        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
     catalog, position, trajectory, columns = _read(place.directory, trajectory_id)
     entry = catalog.index.entry(position)

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 class GroupSampler(Sampler):
     """Draws tasks uniformly, none twice, and of each all its rollouts (or its newest).
 
-    ``count`` counts tasks. Rollouts that name no task are not drawn; the first is warned of.
+    ``count`` counts tasks, also in ``sample_trajectories``. Where fewer can be drawn, all of them are, with a warning
+    once. Rollouts that name no task are not drawn; the first is warned of.
 
     Args:
         least: tasks with fewer rollouts are passed over.
@@ -48,7 +49,7 @@ class GroupSampler(Sampler):
         self._order: dict[int, int] = {}
         self._added = 0
         self._newest = UNKNOWN_VERSION
-        self._told = False
+        self._told = self._told_few = False
 
     @property
     def ids(self) -> IntArray:
@@ -108,6 +109,15 @@ class GroupSampler(Sampler):
         if not groups:
             raise EmptyBufferError(
                 f"cannot sample: none of {len(self._tasks)} tasks has {self._least} rollouts to draw"
+            )
+        if len(groups) < count and not self._told_few:
+            self._told_few = True
+            logger.warning(
+                "groups: %d tasks asked for, %d of %d have %d rollouts to draw, so that many are drawn",
+                count,
+                len(groups),
+                len(self._tasks),
+                self._least,
             )
         ids = np.array([number for group in groups for number in group], np.int64)
         return Drawn(ids, np.zeros(len(ids), np.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,21 +27,38 @@ BASE = (
 )
 
 
-def test_the_command_of_a_run_is_checked_and_leaves_nothing_behind(project_root: Path, tmp_path: Path) -> None:
-    options = (f"--config-dir={project_root / 'docs' / 'howto'}", "--config-name=verl_replay", *BASE)
+def said_of(project_root: Path, tmp_path: Path, *options: str) -> tuple[int, str, str]:
+    """Run the check with the configuration file of the guide; return exit code, stdout, and what it wrote of errors."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+    where = (f"--config-dir={project_root / 'docs' / 'howto'}", "--config-name=verl_replay")
     done = subprocess.run(
-        [sys.executable, "-m", "trainer_hooks.verl.check", *options, f"trainer.default_local_dir={tmp_path / 'run'}"],
+        [sys.executable, "-m", "trainer_hooks.verl.check", *where, *options],
         cwd=tmp_path,
         env={**clean, "PYTHONPATH": str(project_root), "VERL_USE_EXTERNAL_MODULES": "trainer_hooks.verl.plugin"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trainer.v1.trainer_mode=sync_replay: the options can take effect\n" in done.stdout
-    assert f"pool: {tmp_path / 'run' / 'trajstore' / 'pool'}\n" in done.stdout
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_of_a_run_is_checked_and_leaves_nothing_behind(project_root: Path, tmp_path: Path) -> None:
+    page = (project_root / "docs" / "howto" / "verl.md").read_text()
+    [command] = re.findall(r"^python -m trainer_hooks\.verl\.check (.*?)\n```", page, re.MULTILINE | re.DOTALL)
+    options = [word for word in command.replace("\\\n", " ").split() if not word.startswith("--")]
+    assert len(options) == 4
+    code, out, err = said_of(project_root, tmp_path, *options, f"trainer.default_local_dir={tmp_path / 'run'}")
+    assert code == 0, out + err
+    assert "trainer.v1.trainer_mode=sync_replay: the options can take effect\n" in out
+    assert f"pool: {tmp_path / 'run' / 'trajstore' / 'pool'}\n" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_with_an_option_of_ours_is_one_sentence(project_root: Path, tmp_path: Path) -> None:
+    code, out, err = said_of(project_root, tmp_path, *BASE, "exp_manager.experience_replay.exp_ratio=3")
+    assert code == 1
+    assert "Traceback" not in out + err
+    assert err.rstrip().splitlines()[-1].startswith("ConfigurationError: exp_manager.experience_replay: exp_ratio: 3, ")
 
 
 def test_what_is_off_is_said(override_verl: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
