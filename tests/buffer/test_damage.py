@@ -20,7 +20,7 @@ from trajstore.inspection.verify import verify
 from trajstore.reading import sources
 from trajstore.store.log_records import encode_line
 from trajstore.store.sealed import seal, unseal
-from trajstore.testing.copies import copy_live
+from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
 
@@ -303,6 +303,7 @@ def test_a_record_that_is_in_the_log_twice_says_nothing_new(crashed: Path, line:
 )
 def test_a_log_that_became_something_else_is_no_interrupted_commit(crashed: Path, content: bytes, sound: bool) -> None:
     _with_record(crashed, lambda lines: [*lines[:2], content])
+    tell_ids(crashed, 2)
     found = verify(crashed)
     assert (found.problems == []) == sound
     assert any("interrupted commit" in note for note in found.notes) == sound

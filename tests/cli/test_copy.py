@@ -17,6 +17,7 @@ from trajstore.cli import DAMAGED, FAILED
 from trajstore.errors import CorruptStoreError
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
 
 
@@ -191,7 +192,7 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
         (log,) = (live / "log").iterdir()
         data = bytearray(log.read_bytes())
         for name, at in (("first", 20), ("second", data.index(b"\n") + 30), ("index", None)):
-            copy = shutil.copytree(live, tmp_path / name)
+            copy = copy_live(live, tmp_path / name)
             if at is None:
                 (copy / "trajectory_index.json").write_text("{}")
             else:

@@ -22,7 +22,7 @@ from trajstore.inspection.verify import verify
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json, seal, unseal
-from trajstore.testing.copies import copy_live
+from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
 FORMATS = ("pt", "zarr", "pkl")
@@ -119,6 +119,10 @@ def test_a_damaged_record_within_the_log_is_refused_by_name_and_byte(store: Path
 def test_a_torn_last_record_is_cut_off_by_the_next_writer(store: Path) -> None:
     (segment,) = (store / "log").iterdir()
     segment.write_bytes(segment.read_bytes()[:-7])
+    tell_ids(store, 6)  # ids up to 5 were committed when it was renewed
+    with pytest.raises(errors.CorruptStoreError, match=r"ends with id 3, and by metadata\.json all up to 5"):
+        read(store)
+    tell_ids(store, 4)
     assert read(store) == {key: key for key in range(4)}
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
         assert buffer.add_trajectories([witness(40)]) == [4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,15 @@ from trajstore.errors import CorruptStoreError
 from trajstore.inspection.copying import repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
+from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
 
-def killed(path: Path, *, pinned: bool) -> None:
-    """Leave the store of a process that was killed after six commits; a pin is made after the fourth."""
+def killed(path: Path, *, pinned: bool, renewed: int = 0) -> None:
+    """Leave the store of a process that was killed after six commits; a pin is made after the fourth.
+
+    Its metadata were renewed when so many trajectories were committed.
+    """
     live = path.with_name("live")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=live) as buffer:
         for key in range(6):
@@ -25,7 +28,8 @@ def killed(path: Path, *, pinned: bool) -> None:
             buffer.flush()
             if key == 3 and pinned:
                 buffer.save_point(1)
-        shutil.copytree(live, path, ignore=shutil.ignore_patterns("writer.lock", "readers"))
+        copy_live(live, path, "writer.lock", "readers")
+        tell_ids(path, renewed)
 
 
 def cut(path: Path, lines: int) -> None:
@@ -61,6 +65,39 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
         with TrajectoryReplayBuffer.open(tmp_path / "new") as reader:
             assert keys(reader) == list(range(lines))
     assert len(list((path / "shards").iterdir())) == 6
+
+
+@pytest.mark.parametrize("whole_segment", [False, True])
+def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_segment: bool) -> None:
+    path = tmp_path / "store"
+    killed(path, pinned=False, renewed=5)
+    if whole_segment:
+        (segment,) = (path / "log").iterdir()
+        segment.unlink()
+    else:
+        cut(path, 3)
+    left = 0 if whole_segment else 3
+    for opened in (
+        lambda: TrajectoryReplayBuffer.open(path),
+        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
+    ):
+        with pytest.raises(CorruptStoreError, match=f"ends with id {left - 1}, and by metadata.json all up to 4 were"):
+            opened()
+    assert len(list((path / "shards").iterdir())) == 6
+    (problem,) = verify(path).problems
+    assert (problem.lost, problem.uncounted) == (((left, 4),), True)
+    assert "the log was cut or lost" in str(inspect(path)["integrity"]["problems"])
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        assert reader.load_checkpoint(path, strict=False) == 5 - left
+        assert keys(reader) == list(range(left))
+
+
+def test_a_log_that_lost_no_more_than_its_last_second_is_an_interrupted_commit(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    killed(path, pinned=False, renewed=5)
+    cut(path, 5)
+    with TrajectoryReplayBuffer.open(path) as reader:
+        assert keys(reader) == list(range(5))
 
 
 def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(

@@ -15,7 +15,7 @@ from trajstore import WriterOptions
 from trajstore.errors import StoreWriteError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
-from trajstore.testing.copies import copy_live
+from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import witness
@@ -128,6 +128,7 @@ def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Pa
     (segment,) = (store / "log").iterdir()
     whole = segment.read_bytes()
     segment.write_bytes(whole[:-20])  # killed in its last commit
+    tell_ids(store, 0)
 
     def full(self: LocalDirectory, files: Sequence[Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", files[0].name)

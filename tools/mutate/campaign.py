@@ -13,14 +13,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from tools.mutate.damage import disturb
 from tools.mutate.forgery import forge
 from tools.mutate.pristine import Kind, build, files_of
 from tools.mutate.probe import Report
-from tools.mutate.rules import Files, Pristine, judge, outcome, pins_beyond, weigh
+from tools.mutate.rules import Files, Pristine, judge, next_id, outcome, pins_beyond, weigh
 from tools.mutate.worker import Worker
 from trajstore.files.opening import open_directory
 from trajstore.store.catalog import Catalog
+from trajstore.store.sealed import METADATA_NAME, metadata_json
 
 _FORGED = 0.35
 """How many of the mutations are made by somebody who knows the layout."""
@@ -139,6 +142,10 @@ def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
             (path / logs[0]).write_bytes(b"".join(lines[:count]))
             for name in pins_beyond(files, count):  # a pin that is left would tell of the cut
                 (path / name).unlink()
+            told = orjson.loads(files[METADATA_NAME])
+            told |= {"trajectory_counter": min(told["trajectory_counter"], next_id(files, count))}
+            del told["crc32"]
+            (path / METADATA_NAME).write_bytes(metadata_json(told))  # as an interrupted writer leaves it
         report = look(path, kind)
         shutil.rmtree(path)
         if report.problems or report.reported or report.strict.error:

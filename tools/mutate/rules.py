@@ -8,7 +8,7 @@
              there twice, files that nothing names.
 ``TAIL``     the log ends earlier, after whole records, or within one that has no line feed: as a crash leaves
              it. Served is the state of then, and ``verify`` notes what is left over. Where a pin is left that was
-             made later, it is ``DAMAGE``: what a pin names was acknowledged.
+             made later, or the metadata say that ids had come further, it is ``DAMAGE``: that was acknowledged.
 ``UNPINNED`` a pin's file is gone, which is how a pin is let go. All else is as it was.
 ``CONTENT``  a ``.pt`` file of RLinf's layout: zip archives have checksums of the records, but not of the
              headers around them. ``verify`` reports it, or everything is served as it was.
@@ -141,7 +141,8 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
             # Of what only a removed pin needed, nothing is read any more.
             levels.add(Level.CONTENT if name.startswith("shards/") and _pins_are_gone(before, after) else Level.DAMAGE)
     if left < len(whole) or torn:
-        levels.add(Level.DAMAGE if any(name in after for name in pins_beyond(before, left)) else Level.TAIL)
+        beyond = any(name in after for name in pins_beyond(before, left))
+        levels.add(Level.DAMAGE if beyond or _counter(before) > next_id(before, left) else Level.TAIL)
     # Of several, the first says most.
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         if level in levels:
@@ -160,6 +161,26 @@ def pins_beyond(files: Files, records: int) -> list[str]:
     generation = (last or [orjson.loads(files["metadata.json"])])[0]["generation"]
     pins = {name: orjson.loads(data)["pin"] for name, data in files.items() if re.fullmatch(r"pins/.*\.json", name)}
     return [name for name, pin in pins.items() if pin["generation"] > generation and pin.get("back_to") is None]
+
+
+def next_id(files: Files, records: int) -> int:
+    """Return the first id that is not given out after so many records of the log."""
+    adds = [record for record in map(_record, _records(files)[:records]) if record["operation"] == "add"]
+    parts = [part for record in adds for part in record.get("shards", [record])]
+    ids = [last for part in parts for _, last in part["entries"]["ids"]]
+    begin: int = orjson.loads(files["trajectory_index.json"])["snapshot"]["next_id"]
+    return max([begin, *(last + 1 for last in ids)])
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record: dict[str, Any] = orjson.loads(line[9:])
+    return record
+
+
+def _counter(files: Files) -> int:
+    """Return how far ids had come by the metadata."""
+    counter: int = orjson.loads(files["metadata.json"])["trajectory_counter"]
+    return counter
 
 
 def _files_of(record: dict[str, Any]) -> list[str]:

@@ -63,6 +63,8 @@ class Catalog(Committed):
         self.segment = ""
         self.segment_end = 0
         self.segment_torn = 0
+        self._told_ids = 0
+        """How far ids had come by ``metadata.json``, which was read before the log."""
 
     @staticmethod
     def exists(directory: Directory) -> bool:
@@ -99,6 +101,7 @@ class Catalog(Committed):
             # A snapshot may have been taken and older segments deleted between the two reads: then start again.
             if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
                 catalog.check_pins()
+                catalog.check_ids(catalog._told_ids)
                 return catalog
         raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
 
@@ -149,7 +152,7 @@ class Catalog(Committed):
     def _load_snapshot(self) -> None:
         source = f"{self.directory.url}/{INDEX_NAME}"
         try:
-            self.metadata()
+            self._told_ids = ids_told(self.metadata())
             data = self.directory.read(INDEX_NAME)
         except StoreNotFoundError:
             raise  # it was there when it was opened
@@ -297,6 +300,12 @@ class Catalog(Committed):
             self.pinned.drop(self.pinned.first + unpinned)
             # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
             self.lifetimes.note(self.needed_shards(), self.generation + 1)
+
+
+def ids_told(metadata: Mapping[str, Any]) -> int:
+    """Return up to which id trajectories were committed when ``metadata.json`` was written; 0 where it does not say."""
+    counter = metadata.get("trajectory_counter")
+    return counter if isinstance(counter, int) else 0
 
 
 def oldest_generation(directory: Directory) -> int:

@@ -303,6 +303,22 @@ class Committed:
                     "written here, or load what is whole with strict=False"
                 )
 
+    def check_ids(self, told: int) -> None:
+        """Refuse a log that ends before ids that ``metadata.json``, which was read earlier, knows to be committed.
+
+        Args:
+            told: the next id by what it says.
+
+        Raises:
+            CorruptStoreError: it does.
+        """
+        if told > self.next_id:
+            raise CorruptStoreError(
+                f"{LOG_FOLDER}/: ends with id {self.next_id - 1}, and by {METADATA_NAME} all up to {told - 1} were "
+                "committed: the log was cut or lost; restore it from a copy before anything is written here, or load "
+                "what is whole with strict=False"
+            )
+
     # -- pins -------------------------------------------------------------------------------------
 
     def pinned_index(self, name: str) -> TrajectoryIndex:

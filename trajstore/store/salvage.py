@@ -11,6 +11,7 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeConten
 from trajstore.files.base import Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.additions import added_in
-from trajstore.store.catalog import Catalog, log_segments
+from trajstore.store.catalog import Catalog, ids_told, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_each, natural, record_without_end
@@ -91,19 +92,20 @@ class SalvagedCatalog(Catalog):
         newest = metadata["generation"] - catalog.generation
         if newest > 0:
             catalog._lost.missing(catalog._warn(f"{directory.url}: the newest {newest:,} commits are missing"))
-        try:
-            catalog.check_pins()
-        except CorruptStoreError as error:
-            catalog._lost.missing(catalog._warn(f"{directory.url}/{error}"))
+        for check in (catalog.check_pins, partial(catalog.check_ids, ids_told(metadata))):
+            try:
+                check()
+            except CorruptStoreError as error:
+                if not catalog.damage:  # else it is what that damage has made
+                    catalog._lost.missing(catalog._warn(f"{directory.url}/{error}"))
         catalog._settle(metadata)
         return catalog
 
     def _settle(self, metadata: Mapping[str, Any]) -> None:
         """Find out what is lost, also of the end of the log: by how far the metadata and the pins say that ids went."""
         present = [index["trajectory_id"] for index in (self.index, self.pinned)]
-        counter = metadata.get("trajectory_counter")
         named = [int(head.ids.max()) + 1 for head in self.pins.heads.values() if len(head.ids)]
-        self._lost.settle(np.concatenate(present), max([counter if isinstance(counter, int) else 0, *named]))
+        self._lost.settle(np.concatenate(present), max([ids_told(metadata), *named]))
 
     def _warn(self, text: str) -> Damage:
         for damage in self.damage:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from trajstore.files.local import TEMPORARY_SUFFIX
+from trajstore.store.sealed import METADATA_NAME, metadata_json, parse_metadata
 from trajstore.testing.waiting import wait_until
 
 
@@ -52,3 +53,10 @@ def _files(folder: Path) -> dict[str, tuple[int, int, int]]:
                 continue
             found[path] = status.st_ino, status.st_size, status.st_mtime_ns
     return found
+
+
+def tell_ids(path: Path, next_id: int) -> None:
+    """Let ``metadata.json`` of a store say how far ids have come; a live writer renews it once a second, at most."""
+    file = path / METADATA_NAME
+    values = parse_metadata(file.read_bytes(), str(file)) | {"trajectory_counter": next_id}
+    file.write_bytes(metadata_json(values))
