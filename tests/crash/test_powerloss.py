@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import contents_of, opened
 from tools.crash.journal import Promises
 from tools.powerloss.campaign import Result, check, look_at_pool, look_at_store, run_campaign
 from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Pending, Sync, Tree, Write, tree_of
 from tools.powerloss.recorder import Recorder
-from tools.powerloss.sessions import record_pools, record_store
+from tools.powerloss.sessions import record_pools, record_store, write_tree
 from tools.powerloss.states import Case, build, plan
+from trajstore.testing.witness import witness
 
 
 def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
@@ -57,6 +59,31 @@ def test_a_segment_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> 
     result = Result()
     check(tmp_path / "state", ops, 25, 5, look_at_store, "killed", result)
     assert result.problems == []
+
+
+def test_a_folder_that_a_killed_writer_left_is_made_durable(tmp_path: Path) -> None:
+    """The first writer is killed when it has made the folder of its shard, which the second one takes."""
+    ops: list[Op] = []
+    for life in range(2):
+        place = tmp_path / f"{life}"
+        write_tree(place, tree_of(ops).listing())
+        with Recorder(place, ops).recording(), opened(place / "store", trajectory_format="zarr") as buffer:
+            buffer.add_trajectories([witness(3)])
+            buffer.flush()
+            flushed = len(ops)
+        if life == 0:
+            made = [
+                at
+                for at, op in enumerate(ops)
+                if isinstance(op, Entries) and any(name == "shard_00000000.zarr" for _, name, _ in op.changes)
+            ]
+            del ops[made[0] + 1 :]
+    pending = Pending()
+    for op in ops[:flushed]:
+        pending.add(op)
+    files = build(ops, Case(flushed, 0, frozenset(pending.open), ()))
+    write_tree(tmp_path / "left", files)
+    assert contents_of(tmp_path / "left" / "store") == [3]
 
 
 # -- the campaign sees faults ------------------------------------------------------------------------

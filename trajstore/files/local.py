@@ -57,6 +57,7 @@ class LocalDirectory(Directory):
         self._root = root or HeldFolder(path, where)
         self._mutex = locks.lock("LocalDirectory._mutex")
         self._known: set[str] = set()  # folders right in it that were there
+        self._durable: set[str] = set()  # those of them whose names are known to be durable
         self._segments: dict[str, int] = {}  # log segments appended to, whose names are durable: their ends
         self._uncut: dict[str, int] = {}  # segments with half a record at their end that could not be cut off
         self._lock: LocalWriterLock | None = None
@@ -201,8 +202,7 @@ class LocalDirectory(Directory):
                 with contextlib.suppress(OSError):
                     self._root.unlink(temporary)
             raise
-        for folder in folders:
-            self._root.sync(folder)
+        self._sync(folders)
 
     def bring(self, source: Directory, files: Sequence[tuple[str, str, int]]) -> None:
         if not isinstance(source, LocalDirectory):
@@ -216,8 +216,7 @@ class LocalDirectory(Directory):
             except OSError:  # another file system, or one without links; if the file is absent, copying says so
                 copies.append((old, new, size))
         super().bring(source, copies)
-        for folder in folders:
-            self._root.sync(folder)
+        self._sync(folders)
 
     def _write_file(self, name: str, pieces: Iterable[Buffer]) -> None:
         descriptor = self._root.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -229,7 +228,7 @@ class LocalDirectory(Directory):
             os.close(descriptor)
 
     def _make_folders(self, names: Iterable[str]) -> list[str]:
-        """Make the folders of files where they are absent; return all folders whose names change by that, to be synced.
+        """Make the folders of files where they are absent; return all folders whose names are to be synced then.
 
         Raises:
             FileNotFoundError: a folder right in the directory was there before, and was removed.
@@ -238,18 +237,31 @@ class LocalDirectory(Directory):
         for folder in list(changed):
             absent = []
             above = folder
-            while above and not self._root.has_folder(above):
-                absent.append(above)
+            while above:
+                present = self._root.has_folder(above)
+                if present and above in self._durable:
+                    break
+                if not present:
+                    absent.append(above)
+                # Also of a folder that is there: whoever made it may have been killed before its name was durable.
                 above = above.rpartition("/")[0]
+                changed[above] = None
             for made in reversed(absent):
                 if made in self._known:
                     self._check_folder(made)
                 self._root.make_folder(made)
-                changed[made.rpartition("/")[0]] = None
             if folder:
                 with self._mutex:
                     self._known.add(folder.partition("/")[0])
         return list(changed)
+
+    def _sync(self, folders: Iterable[str]) -> None:
+        """Make the names in folders durable, and those of the folders, which :meth:`_make_folders` told."""
+        folders = list(folders)
+        for folder in folders:
+            self._root.sync(folder)
+        with self._mutex:
+            self._durable.update(folder for folder in folders if folder and "/" not in folder)
 
     # -- the log -----------------------------------------------------------------------------------
 
@@ -262,8 +274,7 @@ class LocalDirectory(Directory):
         descriptor = self._root.open(name, os.O_WRONLY | (os.O_CREAT if known is None else 0))
         try:
             with self._root.naming(name):
-                for folder in folders:
-                    self._root.sync(folder)
+                self._sync(folders)
                 end = self._uncut.get(name)
                 if end is None:
                     end = os.lseek(descriptor, 0, os.SEEK_END)
