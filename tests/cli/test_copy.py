@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.cli.stores import Run
+from tests.stores import opened
 from trajstore import Retention, TrajectoryReplayBuffer
+from trajstore.buffer.runs import save_rank_point
 from trajstore.cli import DAMAGED, FAILED
 from trajstore.errors import CorruptStoreError
 from trajstore.inspection.copying import copy_store, repair_store
@@ -116,7 +118,9 @@ def test_runs_are_copied_rank_by_rank(tmp_path: Path) -> None:
     os.truncate(tmp_path / "run" / "rank_1" / "trajectory_index.json", 5)
     repaired = repair_store(tmp_path / "run", tmp_path / "whole")
     assert repaired.trajectories == 4
-    assert any("rank_1: is left out" in problem for problem in repaired.problems)
+    assert any("rank_1: is left out with 2 trajectories" in problem for problem in repaired.problems)
+    assert repaired.uncounted
+    assert repaired.lost_in_words == "trajectories that nobody can count, if any"
     assert content(tmp_path / "whole" / "rank_1") == {}, "so that the run can be opened"
     assert len(content(tmp_path / "whole" / "rank_2")) == 2
 
@@ -204,6 +208,45 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
         problems = verify(tmp_path / name).problems
         assert tuple(sorted(pair for problem in problems for pair in problem.lost)) == lost
         assert len(problems) <= 3, "not one for each record that is lost with the first"
+
+
+@pytest.mark.parametrize("lost", ["emptied", "highest"])
+def test_what_a_lost_rank_held_is_not_counted_as_nothing(run: Run, tmp_path: Path, lost: str) -> None:
+    for rank in range(3):
+        with opened(tmp_path / "run" / f"rank_{rank}") as buffer:
+            buffer.add_trajectories([witness(rank)])
+            save_rank_point(buffer, 1, None, 3)
+    gone = tmp_path / "run" / ("rank_1" if lost == "emptied" else "rank_2")
+    shutil.rmtree(gone)
+    if lost == "emptied":
+        gone.mkdir()
+    (problem,) = verify(tmp_path / "run").problems
+    assert (problem.file, problem.lost, problem.uncounted) == (gone.name, (), True)
+    code, out, _ = run("repair", tmp_path / "run", tmp_path / "new", "--json")
+    assert (code, json.loads(out)["uncounted"]) == (DAMAGED, True)
+    code, out, _ = run("repair", tmp_path / "run", tmp_path / "again")
+    assert (code, "lost: trajectories that nobody can count" in out) == (DAMAGED, True)
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl"])
+def test_unreadable_files_of_rlinf_are_left_out_or_refused_as_asked(tmp_path: Path, form: Any) -> None:
+    source = tmp_path / "rlinf"
+    with TrajectoryReplayBuffer(sample_window_size=0, trajectory_format=form) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(4)])
+        buffer.save_checkpoint(source, layout="rlinf")
+    files = sorted(source.glob("trajectory_[0-9]*"))
+    os.truncate(files[2], 200)
+    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
+        assert reader.load_checkpoint(source, strict=False) == 1
+        assert reader.trajectory_ids.tolist() == [0, 1, 3]
+        assert [check_trajectory(reader.get(number)) for number in (0, 1, 3)] == [0, 1, 3]
+        with pytest.raises(
+            CorruptStoreError, match=rf"{files[2].name}.*lost: trajectory 2; strict=False loads the rest"
+        ):
+            reader.load_checkpoint(source, strict=True)
+        assert reader.load_checkpoint(source) == 0  # as RLinf, which reads a file when it draws from it
+        with pytest.raises(CorruptStoreError, match="`trajstore repair` makes a store of it"):
+            reader.get(2)
 
 
 def test_files_that_rlinf_left_of_an_earlier_run_are_named(run: Run, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trajstore.errors import (
 )
 from trajstore.files.base import Directory, ReaderLease
 from trajstore.reading.places import absent_above, kind_of, loadable_in, mixed_sentence, nothing_at, place_in, ranks_of
-from trajstore.reading.rlinf_source import RLinfSource
+from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.reading.sources import Source, StoreSource
 from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.index import TrajectoryIndex
@@ -103,10 +103,8 @@ def load_sources(
         loaded = Loaded([], kept, state, new_rank, skipped=sum(item.skipped for item in found))
         loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
         for error, directory in errors.items():
-            count = _count_of(directory)
-            loaded.skipped += count or 0
-            lost = "an unknown number of" if count is None else f"{count:,}"
-            loaded.warnings.append(f"{directory.url} is left out with {lost} trajectories: {error}")
+            loaded.skipped += count_told(directory) or 0
+            loaded.warnings.append(f"{directory.url} {left_out_in_words(directory, error)}")
         _unite(loaded, [(item.source, item.index) for item in found], share)
         if strict is not False:
             _check_present(loaded, path)
@@ -151,7 +149,14 @@ def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
     )
 
 
-def _count_of(directory: Directory) -> int | None:
+def left_out_in_words(directory: Directory, error: Exception) -> str:
+    """Return what is said of a directory that cannot be read, with how many trajectories it has if that is known."""
+    count = count_told(directory)
+    lost = "an unknown number of" if count is None else f"{count:,}"
+    return f"is left out with {lost} trajectories: {error}"
+
+
+def count_told(directory: Directory) -> int | None:
     """Return how many trajectories a directory that cannot be read says it has; None if it does not say."""
     try:
         size = orjson.loads(directory.read(METADATA_NAME))["size"]
@@ -200,8 +205,11 @@ def _open(directory: Directory, strict: bool | None, pin: str | None) -> _Opened
         if pin is not None:
             raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
         rlinf = RLinfSource.open(directory, strict)
-        left_out = len(rlinf.missing) + sum(one.count for one in rlinf.damaged)
-        told = (*map(str, rlinf.damaged), *rlinf.missing_in_words())
+        unreadable = [] if strict is None else rlinf.leave_out_unreadable()  # as RLinf, which reads them when it draws
+        if unreadable and strict:
+            raise CorruptStoreError(f"{'; '.join(map(str, unreadable))}{OR_WITHOUT_IT}")
+        left_out = len(rlinf.missing) + sum(one.count for one in (*rlinf.damaged, *unreadable))
+        told = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
         return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, told)
     if strict is not False:
         catalog = Catalog.open(directory)

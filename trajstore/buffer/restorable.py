@@ -234,8 +234,10 @@ class RestorableBuffer(ReadableBuffer):
                 sizes are compared), or leave out what cannot be read, work out what can be, and log a warning on each
                 (False). By default a directory of RLinf is loaded as RLinf loads it: its usual checkpoints in memory
                 only list more trajectories than they hold, which is told in a warning; any other directory is refused.
-                Of RLinf's directories, files absent before the oldest one that is there are counted by
-                ``len`` and ``is_ready``, as RLinf counts them, and never drawn.
+                Of RLinf's directories, True and False open every file (some tenths of a millisecond each): one that
+                cannot be read is refused or left out; by default it fails when it is drawn, as in RLinf. Files absent
+                before the oldest one that is there are counted by ``len`` and ``is_ready``, as RLinf counts them, and
+                never drawn.
             pin: name of a pin of the store.
 
         Returns:

@@ -53,6 +53,8 @@ def _write_one(copied: Copied, out: Output) -> None:
         out.line(f"{copied.source}: {problem}")
     if len(copied.problems) > _SHOWN:
         out.line(f"{copied.source}: and {len(copied.problems) - _SHOWN:,} more; --json lists all")
+    for note in copied.notes:
+        out.line(f"{copied.source}: note: {note}")
     if lost := copied.lost_in_words:
         out.line(f"{copied.source}: lost: {lost}")
     size = format_bytes(copied.nbytes)

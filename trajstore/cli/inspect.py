@@ -357,7 +357,7 @@ def _ids(ids: dict[str, Any] | None) -> str:
         return ""
     text = f"{ids['first']:,} to {ids['last']:,}"
     without = f"; {ids['without_file']:,} of them have no file" if ids.get("without_file") else ""
-    return text + (f", {ids['absent']:,} absent" if ids["absent"] else ", none absent") + without
+    return text + (f", {ids['absent']:,} evicted or never given" if ids["absent"] else ", none absent") + without
 
 
 def _problems(count: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trajstore.buffer.loading import left_out_in_words
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.view import LoadRequest
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
@@ -38,6 +39,7 @@ class Copied:
         parts: of a run, one each.
         left_out: trajectories, and stores of a run, that were passed over because they cannot be read.
         uncounted: whether more may be lost than ``lost`` says.
+        notes: of a repair, what ``verify`` notes of the source besides damage.
     """
 
     source: str
@@ -49,6 +51,7 @@ class Copied:
     parts: list[Copied] = field(default_factory=list)
     left_out: int = 0
     uncounted: bool = False
+    notes: list[str] = field(default_factory=list)
 
     @property
     def lost_in_words(self) -> str:
@@ -63,7 +66,7 @@ class Copied:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        told = ("source", "target", "trajectories", "problems", "lost", "uncounted")
+        told = ("source", "target", "trajectories", "problems", "lost", "uncounted", "notes")
         values = {name: getattr(self, name) for name in told}
         parts = {"parts": [part.to_json() for part in self.parts]} if self.parts else {}
         return {**values, "bytes": self.nbytes, **parts}
@@ -131,6 +134,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         if unwritten:
             copied.problems.append(_unwritten_in_words(unwritten))
         copied.uncounted = any(problem.uncounted for problem in found.problems)
+        copied.notes = found.notes
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
             copied.problems.append(
@@ -161,6 +165,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     if ranks:
         result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")
     for text in (*place.lacking, *absent):
+        result.uncounted = True
         _put_empty(text.split()[0], text, result)
     for part in place.parts:
         name = "own" if part.url == place.url else part.name
@@ -171,10 +176,12 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
             if not lenient:
                 raise
             result.left_out += 1
+            result.uncounted = True
+            why = f"{name}: {left_out_in_words(part.directory, error)}"
             if part.kind in ("store", "rlinf") and is_of_rank(name):
-                _put_empty(name, f"{name}: is left out: {error}", result)
+                _put_empty(name, why, result)
             else:
-                result.problems.append(f"{name}: is left out: {error}")
+                result.problems.append(why)
             continue
         result.parts.append(copied)
         result.trajectories += copied.trajectories

@@ -15,7 +15,7 @@ from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.files.base import Directory
 from trajstore.inspection.measure import row_keys, seam_names, turns_of
 from trajstore.inspection.statistics import RewardStatistics, Seam, id_gaps, policy_report, range_of
-from trajstore.reading.rlinf_source import RLinfSource
+from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 
 Report = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -78,7 +78,7 @@ def _measure_rlinf(found: RLinfSource, rows: range, progress: Progress | None, p
         try:
             flat = found.flat(row)
         except (CorruptStoreError, UnsafeContentError) as error:
-            problems.append(str(error).removeprefix(f"{found.directory.url}/"))
+            problems.append(str(error).removeprefix(f"{found.directory.url}/").removesuffix(OR_WITHOUT_IT))
             continue
         measured += 1
         tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))

@@ -52,6 +52,7 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
         check_state(METADATA_NAME, metadata, result)
         if metadata.get("store_id") != catalog.store_id:
             result.problems.append(Problem(METADATA_NAME, f"belongs to another store than {INDEX_NAME}"))
+        result.pinned = len(catalog.pinned)
         _check_pins(catalog, result)
         _check_saved_states(catalog, result)
         _check_entries(catalog, result)

@@ -56,6 +56,7 @@ class Verification:
         problems: damage; of a run, also that of its parts.
         notes: things that are no damage: what an interrupted writer left, files of others.
         trajectories: trajectories whose data was checked.
+        pinned: how many of them were evicted, and are kept by pins.
         files: files read.
         nbytes: bytes read.
         parts: of a run, one each.
@@ -66,6 +67,7 @@ class Verification:
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     trajectories: int = 0
+    pinned: int = 0
     files: int = 0
     nbytes: int = 0
     parts: list[Verification] = field(default_factory=list)
@@ -82,6 +84,7 @@ class Verification:
             "kind": self.kind,
             "sound": self.sound,
             "trajectories": self.trajectories,
+            "pinned": self.pinned,
             "files": self.files,
             "bytes": self.nbytes,
             "problems": [problem.to_json() for problem in self.problems],

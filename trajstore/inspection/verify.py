@@ -18,7 +18,7 @@ from trajstore.inspection.points import absent_ranks, incomplete_points
 from trajstore.inspection.store_damage import check_state, check_store
 from trajstore.inspection.verification import Problem, Verification, problem_of
 from trajstore.reading.places import Place, find_place, mixed_sentence
-from trajstore.reading.rlinf_source import RLinfSource
+from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.store.lost_records import Damage
 from trajstore.store.sealed import METADATA_NAME
 
@@ -55,7 +55,8 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
     if place.kind == "run":
         if place.mixed:
             result.problems.append(Problem("", mixed_sentence(place.url, [part.name for part in place.parts[1:]])))
-        result.problems += [Problem(text.split()[0], text) for text in (*place.lacking, *absent_ranks(place))]
+        absent = (*place.lacking, *absent_ranks(place))
+        result.problems += [Problem(text.split()[0], text, uncounted=True) for text in absent]
         result.parts = [verify_place(part, progress) for part in place.parts]
         for part, found in zip(place.parts, result.parts, strict=True):
             name = "" if part.url == place.url else part.name + "/"
@@ -65,8 +66,8 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
             result.notes.append(
                 f"{listed(place.beside)} are checked and counted too; opening the run shows rank_* only"
             )
-        result.trajectories, result.files, result.nbytes = (
-            sum(getattr(part, name) for part in result.parts) for name in ("trajectories", "files", "nbytes")
+        result.trajectories, result.pinned, result.files, result.nbytes = (
+            sum(getattr(part, name) for part in result.parts) for name in ("trajectories", "pinned", "files", "nbytes")
         )
         return result
     check = {"store": check_store, "rlinf": _verify_rlinf, "experience_pool": _verify_pool}[place.kind]
@@ -92,7 +93,7 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
         result.notes.append(found.unwritten_in_words())
     for done, (name, found_one) in enumerate(iterate_rlinf(found)):
         number = found.entries[done].trajectory_id
-        lost, messages = ((number, number),), [str(found_one)]
+        lost, messages = ((number, number),), [str(found_one).removesuffix(OR_WITHOUT_IT)]
         if not isinstance(found_one, TrajstoreError):
             messages = found.damage(done)
             result.notes += [f"{name}: {message}" for message in found.unrepresented(done)]

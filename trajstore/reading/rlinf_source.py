@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _OPEN_FILES = 8
 
+OR_WITHOUT_IT = "; strict=False loads the rest, and `trajstore repair` makes a store of it"
+"""How errors of a file that cannot be read end."""
+
 NO_SHARD = -1
 
 
@@ -180,13 +183,7 @@ class RLinfSource(Source):
         found = self._files.get(row)
         if found is None:
             name = self.entries[row].file_name(self.suffix)
-            found = RLinfFile(self.directory, name)
-            extent = found.content.extent
-            if (extent.steps, extent.batch) != self.entries[row].shape[:2]:
-                raise CorruptStoreError(
-                    f"{found.source}: is {[extent.steps, extent.batch]} steps x environments, "
-                    f"the index says {list(self.entries[row].shape[:2])}"
-                )
+            found = _opened(self.directory, name, self.entries[row])
             self._tell(found)
             self._files[row] = found  # only what fits: its rows are read by the index's numbers
             if len(self._files) > _OPEN_FILES:
@@ -197,6 +194,26 @@ class RLinfSource(Source):
                     del self._files[row]
                     raise CorruptStoreError(f"{found.source}: {'; '.join(damage)}; restore it from a copy")
                 self._sound.add(row)
+        return found
+
+    def leave_out_unreadable(self) -> list[Damage]:
+        """Open every file, and leave out those that cannot be read; return what is wrong with them.
+
+        Checksums are not compared.
+        """
+        found, readable = [], []
+        for entry in self.entries:
+            try:
+                _opened(self.directory, entry.file_name(self.suffix), entry)
+            except (CorruptStoreError, UnsafeContentError) as error:
+                text = str(error).removesuffix(OR_WITHOUT_IT)
+                found.append(Damage(text, ((entry.trajectory_id, entry.trajectory_id),)))
+            else:
+                readable.append(entry)
+        if found:
+            self.entries = readable
+            self.index = _index_of(self.directory, self.before, self.entries)
+            self._files.clear()
         return found
 
     def _tell(self, file: RLinfFile) -> None:
@@ -276,6 +293,25 @@ class RLinfSource(Source):
             entry.model_weights_id,
             versions,
         )
+
+
+def _opened(directory: Directory, name: str, entry: RLinfEntry) -> RLinfFile:
+    """Return a trajectory's file, opened.
+
+    Raises:
+        CorruptStoreError, UnsafeContentError: it cannot be read, or is not what the index says.
+    """
+    try:
+        found = RLinfFile(directory, name)
+        extent = found.content.extent
+        if (extent.steps, extent.batch) != entry.shape[:2]:
+            raise CorruptStoreError(
+                f"{found.source}: is {[extent.steps, extent.batch]} steps x environments, "
+                f"the index says {list(entry.shape[:2])}"
+            )
+    except (CorruptStoreError, UnsafeContentError) as error:
+        raise type(error)(f"{error}{OR_WITHOUT_IT}") from error
+    return found
 
 
 def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfEntry]) -> TrajectoryIndex:

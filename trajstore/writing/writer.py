@@ -40,6 +40,8 @@ from trajstore.writing.rewriting import Rewriter
 
 logger = logging.getLogger(__name__)
 
+_TRIED_AGAIN = "; they are kept in memory and tried again"
+
 
 class StoreWriter:
     """Adds trajectories to a directory and evicts them. Safe to call from several threads.
@@ -276,10 +278,10 @@ class StoreWriter:
         if isinstance(error, StoreWriteError):
             failure = error
         else:
-            ids = [number for group in groups for number in group.ids]
+            ids = self.queue.pending_ids
             failure = StoreWriteError(
-                f"{error or repr(error)}: {len(ids)} trajectories from id {min(ids, default=-1)} on are not on disk; "
-                "they are kept in memory and tried again"
+                f"{error or repr(error)}: {len(ids):,} trajectories from id {min(ids, default=-1)} on are not on disk"
+                f"{_TRIED_AGAIN}"
             )
             failure.__cause__ = error
         # An error of the disk says all that there is to say; others are bugs, and need the place.
@@ -329,8 +331,9 @@ class StoreWriter:
         lost = self.queue.pending_ids
         if lost:
             kind = WriterFencedError if isinstance(failure, WriterFencedError) else StoreWriteError
+            what = str(failure).removesuffix(_TRIED_AGAIN)
             raise kind(
-                f"{failure}; the store was closed, and {len(lost)} trajectories from id {min(lost)} on are lost"
+                f"{what}; the store was closed, and {len(lost):,} trajectories from id {min(lost)} on are lost"
             ) from failure
         if failure is not None:
             raise failure
