@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from tools.mutate.pristine import RULES, Kind, agent_witness, files_of
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience import ExperienceManager
 from trajstore.experience.store import BufferStore
+from trajstore.inspection.copying import repair_store
 from trajstore.inspection.inspect import inspect
-from trajstore.inspection.verification import Verification
+from trajstore.inspection.verification import Problem, Verification
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import WitnessError, check_batch, witness
 
@@ -28,6 +30,7 @@ _OPENING = (*_READING, errors.StoreNotFoundError, errors.UnsupportedVersionError
 ALLOWED: dict[str, tuple[type[Exception], ...]] = {
     "verify": (errors.StoreNotFoundError, errors.UnsupportedVersionError),
     "inspect": _OPENING,
+    "repair": _OPENING,
     "load_checkpoint": _OPENING,
     "sample": (*_READING, errors.EmptyBufferError, errors.SchemaMismatchError),
     "get": (*_READING, errors.TrajectoryUnavailableError),
@@ -58,10 +61,13 @@ class Report:
         reported: whether ``verify`` found damage, or refused the directory.
         notes: how many things ``verify`` noted besides.
         told: the first thing that it said.
+        lost: how many trajectories it says are lost, None if there may be more, which nobody can count.
         strict: everything loaded.
         lenient: the same with ``strict=False``.
         pins: the checkpoints inside the store.
         opened: whether a writer could go on, None if none tried.
+        repaired: what a new store has that ``repair_store`` made.
+        repaired_whole: whether it said that this is all; None if it made none.
         rewritten: what was there afterwards.
         reported_after: as ``reported``, afterwards.
         ended: False if the process hung or died.
@@ -71,10 +77,13 @@ class Report:
     reported: bool = False
     notes: int = 0
     told: str = ""
+    lost: int | None = None
     strict: Look = field(default_factory=Look)
     lenient: Look = field(default_factory=Look)
     pins: dict[str, Look] = field(default_factory=dict)
     opened: bool | None = None
+    repaired: Look = field(default_factory=Look)
+    repaired_whole: bool | None = None
     rewritten: Look = field(default_factory=Look)
     reported_after: bool = False
     ended: bool = True
@@ -86,12 +95,14 @@ def probe(path: Path, kind: Kind) -> Report:
     report = Report()
     found, error = _call("verify", lambda: verify(path), report)
     report.reported, report.notes, report.told = _verdict(found, error)
+    report.lost = _lost(found)
     _call("inspect", lambda: inspect(path, measure=0), report)
     if kind.content == "pool":
         report.strict = report.lenient = _look_at_pool(path, report)
         return report
     report.strict = _look(path, kind, report, strict=True)
     report.lenient = _look(path, kind, report, strict=False)
+    _repair(path, kind, report)
     report.pins = {name: _look(path, kind, report, strict=True, pin=name) for name in kind.pins}
     if kind.writable:
         _write(path, kind, report)
@@ -119,6 +130,31 @@ def _verdict(found: Verification | None, error: str | None) -> tuple[bool, int, 
     notes = [note for part in parts for note in part.notes]
     first = [f"{problem.file}: {problem.message}" for problem in problems] + notes
     return not found.sound, len(notes), first[0][:200] if first else ""
+
+
+def _lost(found: Verification | None) -> int | None:
+    if found is None or any(problem.uncounted for problem in found.problems):
+        return None
+    ids = {(problem.file.rpartition("rank_")[2][:2], number) for problem in found.problems for number in _ids(problem)}
+    return len(ids)
+
+
+def _ids(problem: Problem) -> Iterator[int]:
+    for low, high in problem.lost:
+        yield from range(low, min(high, low + 1000) + 1)
+
+
+def _repair(path: Path, kind: Kind, report: Report) -> None:
+    """Make a new store of what is whole, and look at it."""
+    new = path.with_name(path.name + ".repaired")
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        made, error = _call("repair", lambda: repair_store(path, new), report)
+        if error is None:
+            report.repaired_whole = made.is_whole
+            report.repaired = _look(new, kind, report, strict=True)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _look(path: Path, kind: Kind, report: Report, *, strict: bool, pin: str | None = None) -> Look:

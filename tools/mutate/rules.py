@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,11 +66,13 @@ class Stakes:
         level: how much it matters.
         records: with ``TAIL``, how many records of the log are left.
         changed: names of the files that differ, or are gone.
+        cut: whether a log also ends as a crash leaves it, and nothing that is left tells of its end.
     """
 
     level: Level
     records: int = 0
     changed: frozenset[str] = frozenset()
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def weigh(kind: Kind, before: Files, after: Files, *, forged: bool) -> Stakes:
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         for stakes in found:
             if stakes.level is level:
-                return Stakes(level, stakes.records, changed)
+                return Stakes(level, stakes.records, changed, any(one.cut for one in found))
     return Stakes(Level.NOTHING, changed=changed)
 
 
@@ -142,11 +145,12 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
             levels.add(Level.CONTENT if name.startswith("shards/") and _pins_are_gone(before, after) else Level.DAMAGE)
     if left < len(whole) or torn:
         beyond = any(name in after for name in pins_beyond(before, left))
-        levels.add(Level.DAMAGE if beyond or _counter(before) > next_id(before, left) else Level.TAIL)
+        known = after.get("metadata.json") == before["metadata.json"] and _counter(before) > next_id(before, left)
+        levels.add(Level.DAMAGE if beyond or known else Level.TAIL)
     # Of several, the first says most.
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         if level in levels:
-            return Stakes(level, left)
+            return Stakes(level, left, cut=Level.TAIL in levels)
     return Stakes(Level.NOTHING)
 
 
@@ -262,6 +266,8 @@ def judge(kind: Kind, stakes: Stakes, report: Report, pristine: Pristine) -> lis
         problems += [] if _has_unwritten(kind, report) else _readable(report)
     problems += _at_stake(stakes, report, pristine)
     problems += _untouched(stakes, report, pristine)
+    if kind.content != "pool" and stakes.level in (Level.DAMAGE, Level.CONTENT) and not stakes.cut:
+        problems += _losses(kind, report, pristine)
     if report.opened:
         problems += _rewritten(stakes, report, pristine)
     return problems
@@ -338,6 +344,32 @@ def _untouched(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
     if not lost:
         return []
     return [f"not touched, but not served as it was: {', '.join(lost)} ({report.lenient.error})"]
+
+
+def _losses(kind: Kind, report: Report, pristine: Pristine) -> list[str]:
+    """What is not served, ``verify`` says is lost; ``repair`` saves what is served, and says whether that is all."""
+    wanted, served, saved = (
+        Counter(fact for name, fact in look.facts.items() if name.startswith("trajectory "))
+        for look in (pristine.whole.lenient, report.lenient, report.repaired)
+    )
+    missing = (wanted - served).total()
+    problems = []
+    if report.reported and report.lost is not None and report.lost < missing:
+        problems.append(f"{missing} trajectories are not served, verify says that {report.lost} are lost")
+    if report.repaired_whole is None:
+        if report.lenient.error is None:
+            problems.append("strict=False loads it, and repair makes nothing")
+        return problems
+    if report.repaired.error is not None:
+        return [*problems, f"what repair made raises {report.repaired.error}"]
+    left = (wanted - saved).total()
+    if report.repaired_whole and left:
+        problems.append(f"repair says that all is there, and {left} of {wanted.total()} are not")
+    if saved - (wanted | served):  # evictions may be what was lost
+        problems.append("repair made something that was not there")
+    if report.lost is not None and (wanted & served).total() - (wanted & saved).total() > report.lost:
+        problems.append(f"repair saved {(wanted & saved).total()} of the {(wanted & served).total()} that are served")
+    return problems
 
 
 def _rewritten(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:

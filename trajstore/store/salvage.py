@@ -133,7 +133,8 @@ class SalvagedCatalog(Catalog):
         }
 
     def _damaged_pin(self, error: CorruptStoreError) -> None:
-        self._warn(f"{str(error).removesuffix(FROM_A_COPY)}; what only this pin named is left out")
+        damage = self._warn(f"{str(error).removesuffix(FROM_A_COPY)}; what only this pin named is left out")
+        damage.uncounted = True
 
     # -- the index --------------------------------------------------------------------------------
 
