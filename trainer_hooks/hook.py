@@ -35,7 +35,7 @@ from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan
 from trajstore.arguments import finite, share, whole
-from trajstore.checked import checked
+from trajstore.checked import Offered, checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.experience import CurrentEntropy, ExperienceManager
 from trajstore.experience.cut import PoolCut
@@ -271,7 +271,7 @@ class ReplayHook(Closing, Generic[Task]):
 
     def rollouts_done(
         self,
-        done: Sequence[AgentTrajectory],
+        done: Sequence[Offered],
         task_ids: Sequence[str],
         is_experience_replay: Sequence[bool],
         policy_versions: Sequence[int | None],
@@ -307,7 +307,7 @@ class ReplayHook(Closing, Generic[Task]):
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
         return {**taken, **replay.collate.metrics, **figures}
 
-    def admit(self, done: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> dict[str, float]:
+    def admit(self, done: Sequence[Offered], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
 
         It is also the way for rollouts that exist already (``ExperienceManager.admit``, ``trajstore pool import``):

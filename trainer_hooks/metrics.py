@@ -16,12 +16,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trajstore.checked import checked
-from trajstore.errors import ConfigurationError
+from trajstore.checked import Offered, checked
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import is_success
 from trajstore.experience.entry import is_demonstration, llm_mask
 from trajstore.experience.outcomes import outcome_of
 from trajstore.experience.rows import response_length, row_count
+from trajstore.experience.wellformed import field_problem
 from trajstore.trajectory import AgentTrajectory
 
 PREFIX = "experience_replay/"
@@ -112,26 +113,35 @@ def distance_metrics(importance_ratio: Tensor, response_mask: Tensor, exp_mask: 
 
 @checked
 def rollout_metrics(
-    fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory], success_threshold: float
+    fresh: Sequence[Offered], replayed: Sequence[AgentTrajectory], success_threshold: float
 ) -> dict[str, float]:
     """Return figures of fresh rollouts alone, of replayed ones, and of both together.
 
     ``fresh_``, ``replayed_``, ``mixed_``, each with ``score_mean`` (outcomes), ``success_rate``,
     ``response_length_mean`` (tokens, of all rows of a rollout) and ``entropy_mean`` (nats, of the rollouts' means).
     Trainers show the mixed ones: successes are replayed, so these are better than the policy is. What no rollout tells
-    is left out.
+    is left out; a malformed one, which the pool refuses, tells its outcome only.
     """
     figures: dict[str, float] = {}
     for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
         outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
+        whole = [one for one in rollouts if not field_problem(one)]
         columns = {
             "score_mean": outcomes,
             "success_rate": [float(is_success(outcome, success_threshold)) for outcome in outcomes],
-            "response_length_mean": [float(length) for one in rollouts if (length := response_length(one)) is not None],
-            "entropy_mean": [one.entropy for one in rollouts if one.entropy is not None],
+            "response_length_mean": [float(length) for one in whole if (length := _length_of(one)) is not None],
+            "entropy_mean": [one.entropy for one in whole if one.entropy is not None],
         }
         figures |= {f"{PREFIX}{side}_{name}": sum(found) / len(found) for name, found in columns.items() if found}
     return figures
+
+
+def _length_of(rollout: AgentTrajectory) -> int | None:
+    """Return a rollout's response tokens; ``None`` also of one whose ``metadata["rows"]`` are no rows."""
+    try:
+        return response_length(rollout)
+    except InvalidTrajectoryError:  # the pool refuses it as malformed, and tells why
+        return None
 
 
 @checked

@@ -8,7 +8,7 @@ import typing
 from collections import abc
 from collections.abc import Callable
 from types import FunctionType, NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
+
+_LATER = "its other fields are looked at later"
+
+Offered: TypeAlias = Annotated[AgentTrajectory, _LATER]
+"""A rollout among others, to be refused by itself where a field is wrong. :func:`checked` looks only at what says whose
+rollout it is and what it came to: texts, metadata and reward."""
 
 _Found = tuple[str, Any, str]
 """Where in an argument something else stands, what it is, and what must be there."""
@@ -82,7 +88,7 @@ def _checks_of(function: Callable[..., Any]) -> dict[str, _Check]:
     for name, text in plain.__annotations__.items():
         try:
             holder = SimpleNamespace(__annotations__={name: text})
-            hint = get_type_hints(holder, globalns=plain.__globals__)[name]
+            hint = get_type_hints(holder, globalns=plain.__globals__, include_extras=True)[name]
         except NameError:  # of a package that is imported for the annotation alone
             continue
         check = None if name == "return" else _check_of(hint)
@@ -105,7 +111,7 @@ def _check_of(hint: Any) -> _Check | None:
     if hint in _SCALARS:
         return _kind(*_SCALARS[hint])
     if origin is Annotated:
-        return _check_of(arguments[0])
+        return _wrong_in_offered if _LATER in arguments else _check_of(arguments[0])
     return _check_of_class(origin or hint, arguments)
 
 
@@ -145,29 +151,47 @@ _TENSORS = (
     "rollout_log_probs",
 )
 
-_FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+_TOLD: tuple[tuple[str, tuple[type, ...], str], ...] = (
     *((name, (str,), "a text") for name in ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")),
+    ("metadata", (dict,), "a dict"),
+    ("reward", (NoneType, Reward), "a Reward or None"),
+)
+"""What says whose rollout it is, and what it came to."""
+
+_FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
     *((name, (NoneType, torch.Tensor), "a tensor of one dimension, or None") for name in _TENSORS),
     *((name, (NoneType, int, np.integer), "a whole number or None") for name in ("response_start", "policy_version")),
     ("entropy", (NoneType, int, float, np.number), "a number or None"),
     ("is_terminated", (NoneType, bool, np.bool_), "true, false or None"),
-    ("metadata", (dict,), "a dict"),
     ("messages", (list,), "a list of dicts"),
-    ("reward", (NoneType, Reward), "a Reward or None"),
 )
 
 _OF_REWARD: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("outcome", (NoneType, int, float, np.number), "a number or None"),
-    ("success_rate", (NoneType, int, float, np.number), "a number or None"),
+    ("outcome", (NoneType, int, float, np.integer, np.floating), "a number or None"),
+    ("success_rate", (NoneType, int, float, np.integer, np.floating), "a number or None"),
     ("description", (str,), "a text"),
     ("metadata", (dict,), "a dict"),
 )
 
 
-def _wrong_in_rollout(value: Any) -> _Found | None:
-    """Return what of an agent trajectory is of another kind than its field; called for every rollout of a step."""
+def _wrong_in_offered(value: Any) -> _Found | None:
+    """Return what of a rollout that may be refused by itself is of another kind than its field."""
     if not isinstance(value, AgentTrajectory):
         return "", value, "an AgentTrajectory"
+    for name, kinds, wanted in _TOLD:
+        if not isinstance(getattr(value, name), kinds):
+            return _in_rollout(value, name), getattr(value, name), wanted
+    if value.reward is not None:
+        for name, kinds, wanted in _OF_REWARD:
+            if not isinstance(getattr(value.reward, name), kinds):
+                return _in_rollout(value, f"reward.{name}"), getattr(value.reward, name), wanted
+    return None
+
+
+def _wrong_in_rollout(value: Any) -> _Found | None:
+    """Return what of an agent trajectory is of another kind than its field; called for every rollout of a step."""
+    if (found := _wrong_in_offered(value)) is not None:
+        return found
     for name, kinds, wanted in _FIELDS:
         if not isinstance(getattr(value, name), kinds):
             return _in_rollout(value, name), getattr(value, name), wanted
@@ -182,10 +206,6 @@ def _wrong_in_rollout(value: Any) -> _Found | None:
     for number, message in enumerate(value.messages):
         if not isinstance(message, dict):
             return _in_rollout(value, f"messages[{number}]"), message, "a dict"
-    if value.reward is not None:
-        for name, kinds, wanted in _OF_REWARD:
-            if not isinstance(getattr(value.reward, name), kinds):
-                return _in_rollout(value, f"reward.{name}"), getattr(value.reward, name), wanted
     return None
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.experience.conftest import build
 from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules, Refusal, persistence
 from trajstore.experience.entry import DEMONSTRATION
 from trajstore.experience.exchange import import_pool
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=4)
 LOG_PROBS = torch.tensor([-0.5, -9.0, -0.25, -1.0])
@@ -60,6 +66,62 @@ NOT_STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
     "too few ids": ({"input_ids": torch.arange(3)}, Refusal.LOG_PROBS_MISMATCH),
 }
 """What a store of rollouts does not take, so that it comes by no import from one."""
+ENTROPYS = torch.tensor([1.0, 2.0, 3.0, 4.0])
+NOT_STORABLE |= {
+    case: (fields, Refusal.MALFORMED)
+    for case, fields in {
+        "too few entropys": {"entropys": ENTROPYS[:3]},
+        "too many entropys": {"entropys": torch.ones(9)},
+        "no entropys in the tensor": {"entropys": torch.ones(0)},
+        "entropys of two dimensions": {"entropys": ENTROPYS[None]},
+        "an entropy without dimension": {"entropys": torch.tensor(1.0)},
+        "complex entropys": {"entropys": ENTROPYS * 1j},
+        "too short an attention_mask": {"attention_mask": torch.ones(3, dtype=torch.int64)},
+        "attention_mask with NaN": {"attention_mask": torch.full((6,), math.nan)},
+        "attention_mask of another kind": {"attention_mask": torch.full((6,), 0.5)},
+        "too many rollout_log_probs": {"rollout_log_probs": -torch.ones(7)},
+        "rollout_log_probs of two dimensions": {"rollout_log_probs": -torch.ones(4, 1)},
+        "log-probs of two dimensions": {"old_log_probs": LOG_PROBS[None]},
+        "loss_mask of two dimensions": {"loss_mask": torch.ones(1, 6, dtype=torch.int64)},
+        "response_mask of two dimensions": {"response_mask": torch.ones(4, 1, dtype=torch.int64)},
+        "ids with a fraction": {"input_ids": torch.arange(6.0) + 0.5},
+        "ids that are NaN": {"input_ids": torch.full((6,), math.nan)},
+        "ids of two dimensions": {"input_ids": torch.arange(6)[None]},
+        "response_start below 0": {"response_start": -2},
+        "response_start beyond the tokens": {"response_start": 7},
+        "response_start without end": {"response_start": 10**30},
+        "response_start that is a text": {"response_start": "2"},
+        "policy_version of more than 64 bits": {"policy_version": 10**30},
+        "policy_version that is true": {"policy_version": True},
+        "entropy that no float reaches": {"entropy": 10**400},
+        "entropy that is a text": {"entropy": "low"},
+        "metadata with NaN": {"metadata": {"score": math.nan}},
+        "metadata with a number of more than 64 bits": {"metadata": {"score": 2**70}},
+        "half a character": {"messages": [{"role": "user", "content": "\ud800"}]},
+        "a message that is none": {"messages": [None]},
+        "is_terminated that is a text": {"is_terminated": "yes"},
+        "demonstration with too many entropys": {**DEMONSTRATED, "entropys": torch.ones(5)},
+        "success_rate that is NaN": {"reward": Reward(outcome=1.0, success_rate=math.nan)},
+    }.items()
+}
+NOT_STORABLE |= {
+    "too many ids": ({"input_ids": torch.arange(9)}, Refusal.LOG_PROBS_MISMATCH),
+    "log-probs without any": ({"old_log_probs": torch.ones(0)}, Refusal.LOG_PROBS_MISMATCH),
+}
+STORABLE: dict[str, tuple[dict[str, Any], Refusal]] = {
+    case: (fields, Refusal.MALFORMED)
+    for case, fields in {
+        "whole log-probs": {"old_log_probs": -torch.ones(4, dtype=torch.int64)},
+        "log-probs that are true or false": {"old_log_probs": torch.zeros(4, dtype=torch.bool)},
+        "whole entropys": {"entropys": torch.ones(4, dtype=torch.int64)},
+        "rollout_log_probs that are true or false": {"rollout_log_probs": torch.zeros(4, dtype=torch.bool)},
+        "ids that are true or false": {"input_ids": torch.ones(6, dtype=torch.bool)},
+        "rows that are none": {"metadata": {"rows": 3}},
+        "rows of other tokens": {"metadata": {"rows": [{"tokens": 9, "prompt": 2}]}},
+    }.items()
+}
+"""What a store of rollouts takes, and no pool."""
+ALL_REFUSED = REFUSED | NOT_STORABLE | STORABLE
 
 
 def rollout(**fields: Any) -> AgentTrajectory:
@@ -138,11 +200,11 @@ WAYS: dict[str, Callable[[AgentTrajectory, Path], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", [*REFUSED, *NOT_STORABLE])
+@pytest.mark.parametrize("case", ALL_REFUSED)
 def test_every_way_in_names_what_is_lacking(case: str, way: str, tmp_path: Path) -> None:
     if case in NOT_STORABLE and way == "import of rollouts":
         return
-    fields, reason = (REFUSED | NOT_STORABLE)[case]
+    fields, reason = ALL_REFUSED[case]
     assert WAYS[way](rollout(**fields), tmp_path) == {reason.value: 1}
 
 
@@ -167,8 +229,134 @@ def test_an_outcome_that_says_nothing_is_named(way: str, outcome: float | None, 
     assert WAYS[way](rollout(outcome=outcome, loss_mask=NOBODY), tmp_path / "nobody") == {reason: 1}
 
 
+@pytest.mark.parametrize("way", ["save", "import of files"])
+@pytest.mark.parametrize("outcome", [math.nan, -math.inf, 10**400])
+def test_an_outcome_that_is_no_number_never_enters(way: str, outcome: float, tmp_path: Path) -> None:
+    assert WAYS[way](rollout(outcome=outcome), tmp_path) == {"outcome_not_finite": 1}
+
+
 def test_no_outcome_is_named_by_an_import(tmp_path: Path) -> None:
     assert by_import_of_rollouts(rollout(outcome=None), tmp_path) == {"no_outcome": 1}
+
+
+@contextlib.contextmanager
+def managers(folder: Path, **options: Any) -> Iterator[list[ExperienceManager]]:
+    """A pool in memory and one on disk."""
+    store = BufferStore.open(folder / "pool")
+    try:
+        yield [ExperienceManager(RULES, **options), ExperienceManager(RULES, store=store, **options)]
+    finally:
+        store.close()
+
+
+MALFORMED = [case for case, (_, reason) in ALL_REFUSED.items() if reason is Refusal.MALFORMED]
+
+
+def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: Path) -> None:
+    broken = [rollout(**ALL_REFUSED[case][0], rollout_id=case) for case in MALFORMED]
+    neighbours = [build("a", 50), build("a", 51, 0.0), build("b", 52), build("b", 53, 0.0)]
+    with managers(tmp_path, reward_fingerprint="ours") as both:
+        for manager in both:
+            offered, refused = manager.admit([*broken, *neighbours])
+            assert (offered, refused) == (len(broken) + 2, len(broken))
+            assert manager.refused == {"malformed": len(broken)}
+            assert {one.rollout_id for held in manager.task2trajectories.values() for one in held} == {"a/50", "b/52"}
+            assert manager.difficulty2task_dict == {3: ["a"], 2: ["b"]}
+            manager.save_trajectories_to_memory([*broken, build("b", 54)])
+            assert manager.seed([*broken, build("b", 55)]) == {"malformed": len(broken)}
+            assert len(manager) == 4
+            assert manager.refused == {"malformed": 3 * len(broken)}
+
+
+def test_the_numbers_of_an_import_with_malformed_rollouts_add_up(tmp_path: Path) -> None:
+    broken = [rollout(**ALL_REFUSED[case][0], rollout_id=case) for case in MALFORMED]
+    held = {"a": [*broken, build("a", 50)], "b": [build("b", 51)]}
+    persistence.write_pool(tmp_path / "files", persistence.PoolContents({1: ["a"]}, [], held))
+    done = import_pool(tmp_path / "pool", tmp_path / "files", RULES)
+    assert (done.read, done.entered, done.trajectories) == (len(broken) + 2, 2, 2)
+    assert done.refused == {"malformed": len(broken)}
+
+
+def test_the_log_names_the_field_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with managers(tmp_path) as both:
+        for manager in both:
+            caplog.clear()
+            several = [rollout(entropys=torch.ones(size), rollout_id=f"r{size}") for size in (2, 3, 5)]
+            manager.admit(with_a_failure(several[0]) + several[1:])
+            manager.admit(with_a_failure(rollout(input_ids=torch.ones(6), rollout_id="floats")))
+            told = [record.getMessage() for record in caplog.records]
+            assert len(told) == 2
+            assert "rollout 'r2' of task 'a' is refused as malformed" in told[0]
+            assert "field entropys: has 2 entries, but old_log_probs has 4" in told[0]
+            assert "rollout 'floats'" in told[1]
+            assert "field input_ids: float32, must be whole numbers" in told[1]
+
+
+def test_a_step_of_another_tokenizer_changes_nothing(tmp_path: Path) -> None:
+    with managers(tmp_path, tokenizer_fingerprint="ours") as both:
+        for manager in both:
+            with pytest.raises(ConfigurationError, match="tokenizer_fingerprint"):
+                manager.admit([build("a", 1), *with_a_failure(rollout(tokenizer_fingerprint="other"))])
+            with pytest.raises(InvalidTrajectoryError, match="task_id"):
+                manager.admit([*with_a_failure(rollout()), rollout(task_id="")])
+            assert (manager.difficulty2task_dict, len(manager), manager.refused) == ({}, 0, {})
+
+
+DTYPES = [getattr(torch, name) for name in ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "complex64"]]
+DTYPES += [getattr(torch, name) for name in ["int64", "int32", "uint8", "int8", "uint16", "uint64", "bool"]]
+LENGTHS = st.integers(0, 7)
+COLUMNS = st.one_of(
+    st.none(),
+    st.builds(
+        lambda size, value, dtype: torch.full(size, value).to(dtype),
+        st.one_of(LENGTHS, st.tuples(LENGTHS, LENGTHS), st.just(())).map(
+            lambda one: one if isinstance(one, tuple) else (one,)
+        ),
+        st.sampled_from([0.0, 1.0, -0.5, 2.0, math.nan, math.inf, -math.inf, 1e30]),
+        st.sampled_from(DTYPES),
+    ),
+    st.sampled_from([1, "x", [1, 2], (), math.nan, b""]),
+)
+OTHERS = st.sampled_from(
+    [None, -1, 0, 2, 4, 7, 2**40, 2**63, 10**400, math.nan, 1.5, True, "x", [None], [{"role": {1: 2}}]]
+)
+BROKEN_FIELDS = st.dictionaries(
+    st.sampled_from([one.name for one in dataclasses.fields(AgentTrajectory) if "Tensor" in str(one.type)]),
+    COLUMNS,
+    max_size=3,
+).flatmap(
+    lambda columns: st.dictionaries(
+        st.sampled_from(["response_start", "entropy", "policy_version", "is_terminated", "messages"]),
+        OTHERS,
+        max_size=1,
+    ).map(lambda others: columns | others)
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(several=st.lists(BROKEN_FIELDS, min_size=1, max_size=12))
+def test_memory_and_disk_take_the_same(several: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Whatever fields hold: no error, the same figures, the same pool, and it opens again with all that entered."""
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    made = [rollout(**fields, task_id=f"t{at}", rollout_id=f"t{at}") for at, fields in enumerate(several)]
+    failed = [build(f"t{at}", 99, 0.0) for at in range(len(several))]
+    with managers(folder) as both:
+        counted = [manager.admit([*made, *failed]) for manager in both]
+        counted += [(manager.save_trajectories_to_memory(made), manager.refused.total()) for manager in both]
+        memory, disk = both
+        assert counted[::2] == counted[1::2]
+        assert memory.refused == disk.refused
+        assert memory.get_task_ids() == disk.get_task_ids()
+        assert memory.difficulty2task_dict == disk.difficulty2task_dict == {2: [f"t{at}" for at in range(len(several))]}
+        memory.save_experience_pool_to_disk(folder / "files")
+        assert len(disk.get_offpolicy_batch(disk.get_task_ids())) == len(disk) == len(memory)
+    again = BufferStore.open(folder / "pool")
+    try:
+        assert ExperienceManager(RULES, store=again).get_task_ids() == disk.get_task_ids()
+    finally:
+        again.close()
+    done = import_pool(folder / "imported", folder / "files", RULES)
+    assert (done.entered, done.refused) == (len(memory), {})
 
 
 def test_what_the_pool_holds_already_is_named_last() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.experience.test_refusals import REFUSED, rollout
+from tests.experience.test_refusals import ALL_REFUSED, MALFORMED, rollout
 from tests.reference.test_hook import TASKS, hook, roll_out
 from trainer_hooks.batch import build_batch
 from trainer_hooks.hook import ReplayHook
@@ -78,11 +78,36 @@ def test_a_batch_needs_masks() -> None:
         one_step(hook(), lambda one: dataclasses.replace(one, loss_mask=None))
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", ALL_REFUSED)
 def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
-    fields, reason = REFUSED[case]
+    fields, reason = ALL_REFUSED[case]
     replay = hook()
     replay.tasks_chosen(["a"], 0.0, 1)
     done = [rollout(**fields), rollout(outcome=0.0, rollout_id="failed")]
     figures = replay.rollouts_done(done, ["a"] * 2, [False] * 2, [1] * 2)
     assert reasons(figures) == {reason.value: 1.0}
+
+
+def test_a_malformed_rollout_of_a_step_is_refused_by_itself() -> None:
+    def change(one: AgentTrajectory) -> AgentTrajectory:
+        return dataclasses.replace(one, rollout_log_probs=torch.zeros(1))
+
+    figures = one_step(hook(), change)
+    assert reasons(figures) == {"malformed": 1.0}
+    assert figures["experience_replay/refused_share"] == 1.0
+    assert figures["experience_replay/tasks_at_difficulty/1"] == 1.0
+
+
+def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+    replay = hook()
+    replay.tasks_chosen(["a"], 0.0, 1)
+    broken = [rollout(**ALL_REFUSED[case][0], rollout_id=case) for case in MALFORMED]
+    done = [*broken, rollout(rollout_id="whole", entropy=0.5), rollout(outcome=0.0, rollout_id="failed", entropy=1.5)]
+    figures = replay.rollouts_done(done, ["a"] * len(done), [False] * len(done), [1] * len(done))
+    assert reasons(figures) == {"malformed": float(len(broken))}
+    assert figures["experience_replay/refused_share"] == len(broken) / (len(broken) + 1)
+    assert figures["experience_replay/pool_trajectories"] == 1.0
+    assert figures["experience_replay/fresh_score_mean"] == (len(broken) + 1) / len(done)
+    assert all(math.isfinite(value) for value in figures.values())
+    with pytest.raises(InvalidTrajectoryError, match="handed over already"):
+        replay.rollouts_done(done, ["a"] * len(done), [False] * len(done), [1] * len(done))

@@ -19,6 +19,7 @@ _REFUSED = {
     "no_llm_token": "have no token that the model wrote",
     "no_response_mask": "have no loss_mask with response_start, nor response_mask: whose tokens are they?",
     "log_probs_mismatch": "have no old_log_probs, or none that fit the response, or some that are not finite",
+    "malformed": "have a field that no store could keep, which the log names",
     "no_tokens": "are demonstrations without token ids",
     "log_probs_above_zero": "have old_log_probs above 0, which are none",
     "no_outcome": "have no outcome: neither success nor failure",

@@ -6,12 +6,15 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import orjson
 import torch
 
-from trajstore.checked import checked
+from trajstore.checked import Offered, checked
+from trajstore.columns.document import encode_document
 from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.wellformed import as_recorded, field_problem, record_problem
 from trajstore.trajectory import AgentTrajectory
 
 REWARD_FINGERPRINT = "reward_fingerprint"
@@ -38,12 +41,16 @@ class Refusal(StrEnum):
         LOG_PROBS_MISMATCH: recorded log-probabilities are absent (of what is no demonstration), of another length than
             the response, or not finite where they count; or ``response_mask``, ``loss_mask`` and ``input_ids`` differ
             in the length of the response.
+        MALFORMED: a field has another shape, length, dtype or value than it can have, so that no store could keep the
+            rollout: ``entropys`` of another length than ``old_log_probs``, token ids that are no whole numbers,
+            metadata that is no JSON. The log names the field.
         NO_TOKENS: a demonstration without token ids: there is nothing of which the policy could give log-probabilities.
         LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding: it is none.
         NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
         OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.
         NO_ENTROPY: it has neither log-probabilities nor a finite entropy, as a demonstration among the rollouts of a
-            step; or the entropies that were handed over beside it have no finite mean.
+            step; or the entropies that were handed over beside it have no finite mean, or are more or fewer than its
+            mask.
         NOT_WORTH_KEEPING: a demonstration whose outcome does not let it enter: no success, by ``save_filter``.
         DUPLICATE: the task has a trajectory with the same tokens already.
         NOT_BETTER: the task has its full number of trajectories, and this one's entropy is no improvement.
@@ -52,6 +59,7 @@ class Refusal(StrEnum):
     NO_LLM_TOKEN = "no_llm_token"
     NO_RESPONSE_MASK = "no_response_mask"
     LOG_PROBS_MISMATCH = "log_probs_mismatch"
+    MALFORMED = "malformed"
     NO_TOKENS = "no_tokens"
     LOG_PROBS_ABOVE_ZERO = "log_probs_above_zero"
     NO_OUTCOME = "no_outcome"
@@ -104,10 +112,14 @@ class PoolEntry:
 def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float | None:
     """Return the mean of ``entropys`` over positions with ``response_mask == 1``; ``None`` if that is no number.
 
+    Also ``None`` if the two differ in shape.
+
     Args:
         entropys: ``[R]`` floating point, nats.
         response_mask: ``[R]`` integer or bool.
     """
+    if entropys.shape != response_mask.shape:
+        return None
     valid = entropys.detach()[response_mask.detach() == 1].double()
     if valid.numel() == 0:
         return None
@@ -119,8 +131,10 @@ def own_entropy(trajectory: AgentTrajectory) -> float | None:
     """Return the mean entropy that a trajectory tells of itself, in nats; ``None`` if it tells none.
 
     The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
-    estimates it from the tokens that were sampled.
+    estimates it from the tokens that were sampled. What has a field that cannot be read tells none.
     """
+    if field_problem(trajectory):
+        return None
     mask = llm_mask(trajectory)
     known = trajectory.entropy if trajectory.entropy is not None and math.isfinite(trajectory.entropy) else None
     for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
@@ -143,10 +157,18 @@ def token_digest(trajectory: AgentTrajectory) -> bytes:
         digest.update(b"ids" + trajectory.input_ids.to(torch.int64).cpu().contiguous().numpy().tobytes())
         return digest.digest()
     said = [(message.get("role"), message.get("content")) for message in trajectory.messages]
-    digest.update(b"messages" + orjson.dumps(said))
+    digest.update(b"messages" + _json(said))
     if trajectory.old_log_probs is not None:
         digest.update(trajectory.old_log_probs.to(torch.float32).cpu().contiguous().numpy().tobytes())
     return digest.digest()
+
+
+def _json(said: list[Any]) -> bytes:
+    """Return what messages say as JSON, the same as when they are read back."""
+    try:
+        return orjson.dumps(said)
+    except TypeError:  # numpy's numbers, say, which a store keeps as plain ones
+        return orjson.dumps(orjson.loads(encode_document({"said": said}))["said"])
 
 
 def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
@@ -165,14 +187,14 @@ def is_demonstration(trajectory: AgentTrajectory) -> bool:
 
 
 @checked
-def of_earlier_run(trajectory: AgentTrajectory) -> AgentTrajectory:
+def of_earlier_run(trajectory: Offered) -> AgentTrajectory:
     """Return a rollout of an earlier run as one whose age is unknown; tensors and messages are shared.
 
     Its ``policy_version`` is on that run's count of steps and says nothing on another's. It goes to
     ``metadata["earlier_run"]``, and a pool does not fill it in again. Demonstrations, which have none, stay as they
-    are.
+    are, and so does what a pool will refuse as malformed.
     """
-    if is_demonstration(trajectory) or EARLIER_RUN in trajectory.metadata:
+    if is_demonstration(trajectory) or EARLIER_RUN in trajectory.metadata or field_problem(trajectory):
         return trajectory
     metadata = {**trajectory.metadata, EARLIER_RUN: {"policy_version": trajectory.policy_version}}
     return replace(trajectory, policy_version=None, metadata=metadata)
@@ -193,25 +215,62 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
         return Refusal.LOG_PROBS_MISMATCH
     if trajectory.response_mask is not None and trajectory.response_mask.shape != mask.shape:
         return Refusal.LOG_PROBS_MISMATCH
-    if trajectory.input_ids is not None and len(trajectory.input_ids) < len(mask):
-        return Refusal.LOG_PROBS_MISMATCH
+    if trajectory.input_ids is not None:
+        tokens, start = len(trajectory.input_ids), trajectory.response_start
+        if tokens < len(mask) if start is None else tokens - start != len(mask):
+            return Refusal.LOG_PROBS_MISMATCH
     if log_probs is None:
         return None
-    counted = log_probs[mask]
+    counted = log_probs[mask].double()  # some kinds of float have no comparison
     if not bool(torch.isfinite(counted).all()):
         return Refusal.LOG_PROBS_MISMATCH
     return Refusal.LOG_PROBS_ABOVE_ZERO if bool((counted > LOG_PROB_ROUNDING).any()) else None
 
 
 def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
-    """Return why a trajectory is refused whatever the pool holds; ``None`` if it is not.
+    """Return why a trajectory does not enter whatever the pool holds; ``None`` if it may.
 
-    What its tokens lack comes before what its entropy lacks, which is a mean over these tokens.
+    A field that cannot be read comes first, then what its tokens lack, then what its entropy lacks, which is a mean
+    over these tokens, and last what no store could keep.
 
     Args:
         trajectory: what is to enter.
         entropy: its mean entropy in nats; ``None`` = unknown. Of a demonstration it does not count.
     """
+    if field_problem(trajectory):
+        return Refusal.MALFORMED
+    refusal = _replay_refusal(trajectory, entropy)
+    if refusal is None and record_problem(as_recorded(trajectory, entropy)):
+        return Refusal.MALFORMED
+    return refusal
+
+
+def problem_of(trajectory: AgentTrajectory) -> str:
+    """Return what is wrong with a trajectory that is refused as ``malformed``; empty if nothing is."""
+    return field_problem(trajectory) or record_problem(as_recorded(trajectory, _entropy_of(trajectory)))
+
+
+def new_entry(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory that is to enter, or why it does not, whatever the pool holds."""
+    if field_problem(trajectory):
+        return Refusal.MALFORMED
+    outcome, entropy = outcome_of(trajectory), _entropy_of(trajectory)
+    if outcome is not None and not math.isfinite(outcome):
+        return Refusal.OUTCOME_NOT_FINITE
+    return refusal_of(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
+
+
+def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory that a store keeps, or why it cannot be replayed.
+
+    Its entropy is the ``entropy`` that it says; without a finite one, :func:`own_entropy`.
+    """
+    entropy = _entropy_of(trajectory)
+    return _replay_refusal(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
+
+
+def _replay_refusal(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
+    """Return why a well-formed trajectory cannot be replayed; ``None`` if it can."""
     refusal = token_refusal(trajectory)
     if is_demonstration(trajectory) or (entropy is not None and math.isfinite(entropy)):
         return refusal
@@ -219,32 +278,33 @@ def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | 
     return Refusal.NO_ENTROPY if refusal is None or neither else refusal
 
 
-def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a trajectory, or why it is refused whatever the pool holds.
+def _entropy_of(trajectory: AgentTrajectory) -> float | None:
+    """Return the entropy by which a trajectory is compared; ``None`` of a demonstration, or if it is unknown."""
+    if is_demonstration(trajectory):
+        return None
+    if trajectory.entropy is not None and math.isfinite(trajectory.entropy):
+        return float(trajectory.entropy)
+    return own_entropy(trajectory)
 
-    Its entropy is the ``entropy`` that it says; without a finite one, :func:`own_entropy`.
-    """
-    demonstration = is_demonstration(trajectory)
-    entropy = None if demonstration else trajectory.entropy
-    if not demonstration and (entropy is None or not math.isfinite(entropy)):
-        entropy = own_entropy(trajectory)
-    refusal = refusal_of(trajectory, entropy)
-    if refusal is not None:
-        return refusal
+
+def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | None) -> PoolEntry:
     return PoolEntry(
         trajectory_id=trajectory_id,
         task_id=trajectory.task_id,
-        entropy=None if entropy is None else float(entropy),
+        entropy=entropy,
         outcome=outcome_of(trajectory),
         policy_version=trajectory.policy_version,
         digest=token_digest(trajectory),
         reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
-        is_demonstration=demonstration,
+        is_demonstration=is_demonstration(trajectory),
     )
 
 
 def with_reward_fingerprint(trajectory: AgentTrajectory, fingerprint: str) -> AgentTrajectory:
-    """Return a trajectory that says which reward function gave its outcome, unless it says so already."""
-    if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata:
+    """Return a trajectory that says which reward function gave its outcome, unless it says so already.
+
+    One that is malformed stays as it is.
+    """
+    if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata or field_problem(trajectory):
         return trajectory
     return replace(trajectory, metadata={**trajectory.metadata, REWARD_FINGERPRINT: fingerprint})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,7 @@ class KeptPool:
         )
         plan = plan_admissions({}, [one for one in rated if is_worth_keeping(one, self.rules)], self.rules)
         self._ledger.replace(fresh, plan, self.global_steps, self._generator)
+        self._refuse(plan.refused, rated)
         return len(self)
 
     def flush(self) -> None:
@@ -249,7 +250,9 @@ class KeptPool:
         found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
         check_demonstrations(found, self.rules)
         self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
-        self.refused = Counter(cut.refused) + plan.refused
+        self.refused = Counter(cut.refused)
+        self._refuse(plan.refused, [one for held in cut.trajectories.values() for one in held])
+        warn_of_refusals("the saved pool", plan.refused, sum(map(len, cut.trajectories.values())))
         self.draws = list(cut.draws)
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
@@ -303,13 +306,19 @@ class KeptPool:
         if global_steps is not None:  # not before: the pool that the files replace is no longer of interest
             self._counting = True
             self._notices.ages(self._state.all_entries(), self.rules, global_steps)
-        self.refused.update(plan.refused)
+        self._refuse(plan.refused, held)
         warn_of_refusals(directory, plan.refused, len(held))
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = fingerprint
         return len(held)
 
     # ---- inside ----
+
+    def _refuse(self, refused: Counter[str], among: Sequence[AgentTrajectory]) -> None:
+        """Count what was not taken, and tell what is wrong with what is malformed."""
+        self.refused.update(refused)
+        if refused[Refusal.MALFORMED.value]:
+            self._notices.malformed(among)
 
     def _held(self) -> dict[str, list[AgentTrajectory]]:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""

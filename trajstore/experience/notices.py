@@ -9,9 +9,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from trajstore.experience.entry import PoolEntry
+from trajstore.experience.entry import PoolEntry, problem_of
 from trajstore.experience.rules import PoolRules, version_needs
 from trajstore.experience.selection import has_known_age
+from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class PoolNotices:
     def __init__(self) -> None:
         self._newer = False
         self._without = False
+        self._fields: set[str] = set()
 
     def ages(self, entries: Iterable[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories whose age is not known where that matters.
@@ -42,6 +44,25 @@ class PoolNotices:
                 without,
                 " and ".join(f"{option} ({remedy} to replay them)" for option, remedy in needs),
             )
+
+    def malformed(self, among: Iterable[AgentTrajectory]) -> None:
+        """Tell what is wrong with rollouts that were refused as malformed: of each field the first, once.
+
+        Args:
+            among: the rollouts, and others.
+        """
+        for one in among:
+            problem = problem_of(one)
+            field = problem.partition(":")[0]
+            if problem and field not in self._fields:
+                self._fields.add(field)
+                logger.warning(
+                    "experience pool: rollout %r of task %r is refused as malformed, and so are others like it,"
+                    " which refused/malformed counts: %s",
+                    one.rollout_id,
+                    one.task_id,
+                    problem,
+                )
 
     def _newer_versions(self, entries: Sequence[PoolEntry], rules: PoolRules, global_steps: int) -> None:
         """Warn of trajectories that a policy newer than the step that is going on made."""

@@ -82,9 +82,17 @@ class TaskOutcome:
 
 
 def outcome_of(trajectory: AgentTrajectory) -> float | None:
-    """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one."""
+    """Return the trajectory's outcome; ``None`` if it has no reward or an unknown one.
+
+    A whole number that no float reaches is infinite.
+    """
     outcome = None if trajectory.reward is None else trajectory.reward.outcome
-    return None if outcome is None else float(outcome)
+    if outcome is None:
+        return None
+    try:
+        return float(outcome)
+    except OverflowError:
+        return math.inf if outcome > 0 else -math.inf
 
 
 def is_known(outcome: float | None) -> bool:

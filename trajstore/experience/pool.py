@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trajstore.arguments import whole, whole_or_none
-from trajstore.checked import checked
+from trajstore.checked import Offered, checked
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import journal
@@ -30,7 +30,7 @@ from trajstore.experience.keeping import KeptPool
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
-from trajstore.experience.selection import is_worth_keeping, outcome_refusal, plan_admissions, rollouts_to_keep
+from trajstore.experience.selection import is_worth_keeping, outcome_refusal, plan_admissions, rollouts_to_keep, worthy
 from trajstore.experience.store import PoolStore
 from trajstore.sampling import LeastUsedSampler
 from trajstore.trajectory import AgentTrajectory
@@ -89,7 +89,7 @@ class ExperienceManager(KeptPool):
     # ---- after a step ----
 
     def update_difficulty2task_dict(
-        self, trajectories: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None
+        self, trajectories: Sequence[Offered], asked: Mapping[str, int] | None = None
     ) -> None:
         """Put every task of this step's rollouts into the bucket of its difficulty (``TaskOutcome.difficulty``).
 
@@ -115,7 +115,7 @@ class ExperienceManager(KeptPool):
 
     def update_skip_uid_set_and_filter_trajectories(
         self,
-        trajectories: Sequence[AgentTrajectory],
+        trajectories: Sequence[Offered],
         entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
         response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
         asked: Mapping[str, int] | None = None,
@@ -152,16 +152,16 @@ class ExperienceManager(KeptPool):
         kept, refused = rollouts_to_keep(
             trajectories,
             means,
-            outcomes={task: one for task, one in outcomes.items() if self._may_enter(task, one)},
+            outcomes=self._open(outcomes),
             rules=self.rules,
             global_steps=self.global_steps,
             generator=self._generator,
         )
-        self.refused.update(refused)
+        self._refuse(refused, trajectories)
         self._retire(outcomes)
         return kept
 
-    def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
+    def judge(self, rollouts: Sequence[Offered], asked: Mapping[str, int] | None = None) -> None:
         """Let rollouts that shall not be replayed say what they say of their tasks: both updates, and no more.
 
         None of them enters the pool, and none is refused: a trainer that drops groups has no log-probs of them.
@@ -177,7 +177,7 @@ class ExperienceManager(KeptPool):
         self.update_difficulty2task_dict(rollouts, asked)
         self._retire(count_outcomes(rollouts, self.rules.success_threshold, asked))
 
-    def admit(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
+    def admit(self, rollouts: Sequence[Offered], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
 
         It is also the way for rollouts that exist already, such as those of a store: step by step. They need no
@@ -194,17 +194,20 @@ class ExperienceManager(KeptPool):
             refused.
 
         Raises:
-            InvalidTrajectoryError: a trajectory has no ``task_id``.
+            ConfigurationError: a success was made with another tokenizer; nothing was noted or taken.
+            InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was noted or taken.
             StoreWriteError: the store could not write.
         """
         before = self.refused.total()
+        outcomes = self._open(count_outcomes(rollouts, self.rules.success_threshold, asked))
+        check_trajectories(worthy(rollouts, outcomes, self.rules), self._fingerprint)  # before all changes
         self.update_difficulty2task_dict(rollouts, asked)
         kept = self.update_skip_uid_set_and_filter_trajectories(rollouts, asked=asked)
         offered = len(kept) + self.refused.total() - before
         self.save_trajectories_to_memory(kept)
         return offered, self.refused.total() - before
 
-    def save_trajectories_to_memory(self, trajectories: Sequence[AgentTrajectory]) -> int:
+    def save_trajectories_to_memory(self, trajectories: Sequence[Offered]) -> int:
         """Take trajectories into the pool and return how many of them it holds now.
 
         The store has its own copies. What cannot be replayed, is there already, or is no improvement for a
@@ -220,11 +223,11 @@ class ExperienceManager(KeptPool):
         marked = [with_reward_fingerprint(one, self.reward_fingerprint) for one in trajectories]
         plan = plan_admissions(self._state.entries, marked, self.rules)
         self._ledger.add(plan)
-        self.refused.update(plan.refused)
+        self._refuse(plan.refused, trajectories)
         self._fingerprint = fingerprint
         return len(plan.accepted)
 
-    def seed(self, demonstrations: Sequence[AgentTrajectory]) -> Counter[str]:
+    def seed(self, demonstrations: Sequence[Offered]) -> Counter[str]:
         """Take demonstrations in: trajectories that no policy of this run sampled, without log-probs.
 
         Each has ``metadata["demonstration"]`` true and token ids. Its task comes into the bucket of difficulty 0, where
@@ -381,14 +384,12 @@ class ExperienceManager(KeptPool):
                 changes[task] = journal.TaskChange(self._state.buckets.difficulty(task), skip=False)
         self._ledger.change(changes)
 
-    def _may_enter(self, task: str, outcome: TaskOutcome) -> bool:
-        """Return whether a task's rollouts may enter: not if it is solved, or skipped and no failure was seen."""
-        return not outcome.solved(self.rules.n_rollout) and (outcome.failed or task not in self._state.skip)
+    def _open(self, outcomes: Mapping[str, TaskOutcome]) -> dict[str, TaskOutcome]:
+        """Return the tasks whose rollouts may enter: not if it is solved, or skipped and no failure was seen."""
+        n, skip = self.rules.n_rollout, self._state.skip
+        return {task: one for task, one in outcomes.items() if not one.solved(n) and (one.failed or task not in skip)}
 
     def _candidates(self, tasks: Sequence[Any]) -> dict[str, list[tuple[PoolEntry, AgentTrajectory]]]:
-        result = {}
-        for task in dict.fromkeys(task_id_of(task) for task in tasks):
-            found = self._ledger.read(self._state.eligible(task, self.rules, self.global_steps))
-            if found:
-                result[task] = found
-        return result
+        names = dict.fromkeys(map(task_id_of, tasks))
+        found = {one: self._ledger.read(self._state.eligible(one, self.rules, self.global_steps)) for one in names}
+        return {task: held for task, held in found.items() if held}

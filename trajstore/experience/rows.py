@@ -165,7 +165,7 @@ def _places(trajectory: AgentTrajectory, said: Any, tokens: int) -> list[tuple[i
     """Return length, prompt's length and own metadata of each row."""
     try:
         rows = [(int(row["tokens"]), int(row["prompt"]), dict(row)) for row in said]
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise InvalidTrajectoryError(
             f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}]: not the rows of a rollout: {error!r}"
         ) from error

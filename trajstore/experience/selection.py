@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, entry_of, refusal_of
+from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, refusal_of
 from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
 from trajstore.experience.rules import PoolRules
+from trajstore.experience.wellformed import as_recorded
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -60,6 +61,21 @@ def choose_to_save(
     return [worthy[entropies.index(best(entropies))]]
 
 
+def worthy(
+    trajectories: Sequence[AgentTrajectory], outcomes: Mapping[str, TaskOutcome], rules: PoolRules
+) -> list[AgentTrajectory]:
+    """Return the rollouts of one step whose task and outcome let them enter, whatever else they lack.
+
+    Args:
+        trajectories: the step's rollouts; replayed ones are left out.
+        outcomes: of each task that may enter; others are left out.
+        rules: the pool's rules.
+    """
+    tasks = {task for task, one in outcomes.items() if in_bounds(one, rules)}
+    fresh = [one for one in trajectories if one.task_id in tasks and not is_replayed(one)]
+    return [one for one in fresh if is_worth_keeping(one, rules)]
+
+
 def rollouts_to_keep(
     trajectories: Sequence[AgentTrajectory],
     entropies: Sequence[float | None],
@@ -95,22 +111,25 @@ def rollouts_to_keep(
             continue
         if task not in outcomes or not in_bounds(outcomes[task], rules):
             continue
+        held = candidates.setdefault(task, [])
+        if not is_worth_keeping(trajectory, rules):
+            continue
+        # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
+        refusal = _rollout_refusal(trajectory, entropy)
+        if refusal is not None:
+            refused[refusal.value] += 1
+            continue
         version = trajectory.policy_version
         if version is None and EARLIER_RUN not in trajectory.metadata:
             version = global_steps
-        candidates.setdefault(task, []).append(replace(trajectory, entropy=entropy, policy_version=version))
-    kept: list[AgentTrajectory] = []
-    for rollouts in candidates.values():
-        worthy = [(one, _rollout_refusal(one)) for one in rollouts if is_worth_keeping(one, rules)]
-        refused.update(refusal.value for _, refusal in worthy if refusal is not None)
-        # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
-        kept.extend(choose_to_save([one for one, refusal in worthy if refusal is None], rules, generator))
+        held.append(replace(trajectory, entropy=entropy, policy_version=version))
+    kept = [one for rollouts in candidates.values() for one in choose_to_save(rollouts, rules, generator)]
     return kept, refused
 
 
-def _rollout_refusal(rollout: AgentTrajectory) -> Refusal | None:
+def _rollout_refusal(rollout: AgentTrajectory, entropy: float | None) -> Refusal | None:
     """Return why a rollout of a step cannot be replayed; a demonstration is none, and enters by itself (``seed``)."""
-    return refusal_of(rollout, rollout.entropy) or (Refusal.NO_ENTROPY if rollout.entropy is None else None)
+    return refusal_of(rollout, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
 
 
 def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
@@ -213,7 +232,7 @@ def plan_admissions(
     refused: Counter[str] = Counter()
     left = 0
     for number, trajectory in enumerate(trajectories):
-        entry = entry_of(trajectory, -1 - number)
+        entry = new_entry(trajectory, -1 - number)
         if isinstance(entry, Refusal):
             refused[entry.value] += 1
             continue
@@ -223,8 +242,7 @@ def plan_admissions(
             refused[outcome.value] += 1
             continue
         entries[task], displaced = outcome
-        told = trajectory.entropy == entry.entropy or entry.is_demonstration
-        accepted[entry.trajectory_id] = trajectory if told else replace(trajectory, entropy=entry.entropy)
+        accepted[entry.trajectory_id] = as_recorded(trajectory, entry.entropy)
         if displaced is None:
             continue
         left += 1
