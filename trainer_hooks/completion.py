@@ -31,8 +31,13 @@ def completed_rollouts(
         policy_version: of that policy.
 
     Raises:
+        ConfigurationError: ``old_log_probs`` or ``entropys`` is of another shape than the batch's responses.
         InvalidTrajectoryError: a rollout is not in the batch, or two have the same ids.
     """
+    shape = batch.tensors["response_mask"].shape
+    for name, given in (("old_log_probs", old_log_probs), ("entropys", entropys)):
+        if given.shape != shape:
+            raise ConfigurationError(f"{name}: shape {list(given.shape)}, must be {list(shape)} as response_mask")
     places = _fresh_rows(batch, fresh)
     log_probs, entropy = old_log_probs.detach().float().cpu(), entropys.detach().float().cpu()
     mask = batch.tensors["response_mask"].cpu()

@@ -252,8 +252,8 @@ class ReplayHook(Closing, Generic[Task]):
             entropys: [B, R], nats, under the same policy.
 
         Raises:
-            InvalidTrajectoryError: a rollout is not in the batch, two have the same ids, or one was handed over already
-                in this step.
+            ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape.
+            InvalidTrajectoryError: a rollout is not in the batch, two have the same ids, or was handed over already.
             StoreWriteError: the pool's store could not write.
         """
         replay = self._replay

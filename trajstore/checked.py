@@ -188,6 +188,12 @@ def _wrong_in_offered(value: Any) -> _Found | None:
     return None
 
 
+def offered_problem(value: Any) -> str:
+    """Return why something cannot be offered to a pool at all, as :data:`Offered` are; empty if it can."""
+    found = _wrong_in_offered(value)
+    return "" if found is None else f"{found[0]}: {shown(found[1])}, must be {found[2]}".lstrip(": ")
+
+
 def _wrong_in_rollout(value: Any) -> _Found | None:
     """Return what of an agent trajectory is of another kind than its field; called for every rollout of a step."""
     if (found := _wrong_in_offered(value)) is not None:

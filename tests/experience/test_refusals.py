@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules, Refusal, persistence
 from trajstore.experience.entry import DEMONSTRATION
 from trajstore.experience.exchange import import_pool
+from trajstore.inspection.inspect import inspect
+from trajstore.inspection.verify import verify
 from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=4)
@@ -275,6 +278,40 @@ def test_the_numbers_of_an_import_with_malformed_rollouts_add_up(tmp_path: Path)
     done = import_pool(tmp_path / "pool", tmp_path / "files", RULES)
     assert (done.read, done.entered, done.trajectories) == (len(broken) + 2, 2, 2)
     assert done.refused == {"malformed": len(broken)}
+
+
+UNREADABLE: dict[str, Any] = {
+    "no metadata": {"metadata": None},
+    "a reward that is a number": {"reward": 1},
+    "an outcome that is a text": {"reward": {"outcome": "x"}},
+    "rows of several lengths": {"entropys": [[1.0], [2.0, 3.0]]},
+    "no dtypes": {"dtypes": {}},
+    "ids that are a text": {"input_ids": "abc"},
+    "ids of more than 64 bits": {"input_ids": [2**70] * 6},
+    "a list for a name": {"rollout_id": [1]},
+    "another task": {"task_id": "z"},
+    "a number for a task": {"task_id": 3},
+    "no dict": None,
+}
+
+
+@pytest.mark.parametrize("same_run", [True, False])
+def test_a_trajectory_of_files_that_cannot_be_read_is_refused_by_itself(
+    same_run: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = persistence.to_plain(rollout())
+    persistence.write_pool(tmp_path / "files", persistence.PoolContents({1: ["a"]}, [], {}))
+    several = [None if change is None else {**whole, **change} for change in UNREADABLE.values()]
+    path = tmp_path / "files" / persistence.TRAJECTORIES_FILE
+    path.write_bytes(pickle.dumps({"a": [*several, whole], "b": [{**whole, "task_id": "b"}]}))
+    done = import_pool(tmp_path / "pool", tmp_path / "files", RULES, same_run=same_run)
+    assert (done.read, done.entered, done.tasks) == (len(several) + 2, 2, 2)
+    assert done.refused == {"malformed": len(several)}
+    assert f"{path}: task 'a' has a trajectory (1) that cannot be read" in caplog.text
+    assert len(verify(tmp_path / "files").problems) == len(several)
+    told = inspect(tmp_path / "files")
+    assert (told["trajectories"], told["replayable"]) == (len(several) + 2, 2)
+    assert told["refused"] == {"malformed": len(several)}
 
 
 def test_the_log_names_the_field_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

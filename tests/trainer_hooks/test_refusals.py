@@ -14,7 +14,7 @@ from tests.experience.test_refusals import ALL_REFUSED, MALFORMED, rollout
 from tests.reference.test_hook import TASKS, hook, roll_out
 from trainer_hooks.batch import build_batch
 from trainer_hooks.hook import ReplayHook
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Change = Callable[[AgentTrajectory], AgentTrajectory]
@@ -111,3 +111,19 @@ def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCapture
     assert all(math.isfinite(value) for value in figures.values())
     with pytest.raises(InvalidTrajectoryError, match="handed over already"):
         replay.rollouts_done(done, ["a"] * len(done), [False] * len(done), [1] * len(done))
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "entropys"])
+def test_what_does_not_fit_the_batch_is_refused_before_anything_is_noted(name: str) -> None:
+    replay = hook()
+    plan = replay.before_rollout(replay.tasks_chosen(TASKS[:1], 0.0, 1))
+    fresh = roll_out(plan, 1, successes=1)
+    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
+    fine = torch.full(batch.tensors["responses"].shape, -2.0)
+    for wrong in (fine[:, 1:], torch.cat([fine, fine], dim=1), fine[1:], fine[0]):
+        with pytest.raises(ConfigurationError, match=rf"{name}: shape .* must be"):
+            replay.step_done(batch, fresh, **{"old_log_probs": fine, "entropys": -fine, name: wrong})
+    manager = replay.manager
+    assert manager is not None
+    assert (manager.difficulty2task_dict, manager.refused, len(manager)) == ({}, {}, 0)
+    assert not reasons(replay.step_done(batch, fresh, fine, -fine))

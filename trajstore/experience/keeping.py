@@ -30,6 +30,9 @@ from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
+MOST_TOLD = 3
+"""Trajectories of files that cannot be read and are logged each; all of them are counted."""
+
 
 @checked
 class KeptPool:
@@ -274,7 +277,8 @@ class KeptPool:
     ) -> int:
         """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
 
-        Trajectories that the rules do not admit are refused and counted. The random generator goes on as it is.
+        Trajectories that the rules do not admit, or that cannot be read, are refused and counted. The random generator
+        goes on as it is.
 
         Args:
             directory: with the three files.
@@ -286,7 +290,7 @@ class KeptPool:
 
         Raises:
             StoreNotFoundError: no such directory.
-            CorruptStoreError: files are absent or not what their names say.
+            CorruptStoreError: files are absent or not what their names say, or not one trajectory can be read.
             UnsafeContentError: the pickle names something that a pool does not contain.
             ConfigurationError: the pool was made with another tokenizer, or has demonstrations that could never come
                 out; nothing was changed.
@@ -307,10 +311,14 @@ class KeptPool:
             self._counting = True
             self._notices.ages(self._state.all_entries(), self.rules, global_steps)
         self._refuse(plan.refused, held)
-        warn_of_refusals(directory, plan.refused, len(held))
+        for told in contents.unreadable[:MOST_TOLD]:
+            logger.warning("experience pool: refused as malformed: %s", told)
+        unreadable = +Counter({Refusal.MALFORMED.value: len(contents.unreadable)})
+        self.refused.update(unreadable)
+        warn_of_refusals(directory, plan.refused + unreadable, len(held) + len(contents.unreadable))
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = fingerprint
-        return len(held)
+        return len(held) + len(contents.unreadable)
 
     # ---- inside ----
 

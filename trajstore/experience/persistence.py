@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.checked import checked
+from trajstore.checked import checked, offered_problem
 from trajstore.columns.schema import dtypes
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
 from trajstore.experience.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
@@ -62,6 +62,8 @@ class PoolContents:
     difficulty2task_dict: dict[int, list[str]]
     skip_uid_set: list[str]
     task2trajectories: dict[str, list[AgentTrajectory]]
+    unreadable: list[str] = dataclasses.field(default_factory=list)
+    """Of each trajectory that was left out, since it cannot be read, where it stands and why."""
 
 
 @checked
@@ -107,6 +109,8 @@ def write_pool(directory: Path, contents: PoolContents) -> None:
 def read_pool(directory: Path) -> PoolContents:
     """Return a saved pool, ours or AgentEvolver's. Nothing that the pickle names is run.
 
+    A trajectory that cannot be read is left out and named, unless none can.
+
     Raises:
         StoreNotFoundError: no such directory.
         IncompleteCheckpointError: a file is absent.
@@ -126,18 +130,33 @@ def read_pool(directory: Path) -> PoolContents:
     if not isinstance(value, dict):
         raise CorruptStoreError(f"{path}: must hold a dict of task ids, holds a {type(value).__name__}")
     trajectories: dict[str, list[AgentTrajectory]] = {}
+    unreadable: list[str] = []
     for task, held in value.items():
         if not isinstance(task, str) or not task or not isinstance(held, list):
             raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
-        try:
-            trajectories[task] = [
-                from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one) for one in held
-            ]
-        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CorruptStoreError(f"{path}: task {task!r} has a trajectory that cannot be read: {error!r}") from error
-        if any(one.task_id != task for one in trajectories[task]):
-            raise CorruptStoreError(f"{path}: a trajectory under task {task!r} says that it is of another task")
-    return PoolContents(buckets, skip, trajectories)
+        trajectories[task] = []
+        for number, one in enumerate(held):
+            try:
+                trajectories[task].append(_trajectory(one, task))
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+                unreadable.append(f"{path}: task {task!r} has a trajectory ({number}) that cannot be read: {error!r}")
+    if unreadable and not any(trajectories.values()):
+        raise CorruptStoreError(unreadable[0])  # this is no damage of one: another program's, or another version's
+    return PoolContents(buckets, skip, trajectories, unreadable)
+
+
+def _trajectory(one: Any, task: str) -> AgentTrajectory:
+    """Return what the list of a task holds as a trajectory.
+
+    Raises:
+        ValueError: it is none of that task (also AttributeError, KeyError, OverflowError, RuntimeError, TypeError).
+    """
+    found = from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
+    if problem := offered_problem(found):
+        raise ValueError(problem)
+    if found.task_id != task:
+        raise ValueError("it says that it is of another task")
+    return found
 
 
 def _bytes(path: Path) -> bytes:

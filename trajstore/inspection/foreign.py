@@ -122,17 +122,23 @@ def _seam(flat: FlatTrajectory, tensors: dict[str, torch.Tensor], number: int) -
 
 def inspect_pool(directory: Directory) -> Report:
     """Return the report of :func:`trajstore.inspection.inspect.inspect` on the three files of an experience pool."""
-    from trajstore.experience.entry import token_refusal
+    from trajstore.experience.entry import Refusal, new_entry
     from trajstore.experience.persistence import read_pool
 
     contents = read_pool(Path(directory.url))
     refused: Counter[str] = Counter()
-    trajectories = [item for items in contents.task2trajectories.values() for item in items]
+    held = [item for items in contents.task2trajectories.values() for item in items]
+    malformed = Refusal.MALFORMED.value
+    refused[malformed] = len(contents.unreadable)
+    trajectories = []  # of which something can be told
     sizes = directory.sizes()
-    for item in trajectories:
-        refusal = token_refusal(item)
-        if refusal is not None:
-            refused[refusal.value] += 1
+    for item in held:
+        found = new_entry(item, 0)
+        if isinstance(found, Refusal):
+            refused[found.value] += 1
+        if found is not Refusal.MALFORMED:
+            trajectories.append(item)
+    total = len(trajectories) + refused[malformed]
     versions = [item.policy_version for item in trajectories if item.policy_version is not None]
     lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
     outcomes = [
@@ -141,14 +147,14 @@ def inspect_pool(directory: Directory) -> Report:
     return {
         "kind": "experience_pool",
         "path": directory.url,
-        "trajectories": len(trajectories),
-        "samples": len(trajectories),
+        "trajectories": total,
+        "samples": total,
         "files": len(sizes),
         "size_on_disk": sum(sizes.values()),
         "measured": len(trajectories),
         "tokens": range_of(lengths),
-        "replayable": len(trajectories) - refused.total(),
-        "refused": dict(refused),
+        "replayable": total - refused.total(),
+        "refused": dict(+refused),
         "agents": {
             "rollouts": len(trajectories),
             "tasks": len(contents.task2trajectories),

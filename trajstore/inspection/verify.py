@@ -134,6 +134,7 @@ def _wrong_totals(found: RLinfSource) -> list[Problem]:
 def _verify_pool(directory: Directory, result: Verification, progress: Progress | None) -> None:
     from trajstore.experience.persistence import (
         BUCKETS_FILE,
+        TRAJECTORIES_FILE,
         read_pool,
     )  # loads the experience package, needed only here
 
@@ -141,6 +142,7 @@ def _verify_pool(directory: Directory, result: Verification, progress: Progress 
     sizes = directory.sizes()
     result.files, result.nbytes = len(sizes), sum(sizes.values())
     result.trajectories = sum(map(len, contents.task2trajectories.values()))
+    result.problems += [Problem(TRAJECTORIES_FILE, told) for told in contents.unreadable]
     bucket_of: dict[str, str] = {}
     for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # read_pool has seen that it is one
         for task in tasks:
