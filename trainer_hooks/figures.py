@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer_hooks import metrics
 from trainer_hooks.batch import Batch
 from trainer_hooks.masks import compute_response_mask
+from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_of, label_sums, token_sums
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience import ExperienceManager
@@ -32,7 +33,7 @@ Replayed successes are often shorter than other rollouts, and a pool may have to
 """
 
 WASTED_SHARE_LIMIT = 0.5
-"""Share of off-policy tokens with ratios below ``metrics.RATIO_NEAR_ZERO`` above which there is a warning."""
+"""Share of off-policy tokens with ratios below ``token_sums.RATIO_NEAR_ZERO`` above which there is a warning."""
 
 OFF_POLICY_RATIO_LIMIT = 10.0
 """Importance ratio of an off-policy token above which there is a warning."""
@@ -82,7 +83,7 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
     wasted = figures.get(f"{metrics.PREFIX}off_ratio_near_zero_share", 0.0)
     if wasted > WASTED_SHARE_LIMIT:
         found["wasted"] = (
-            f"{wasted:.0%} of the replayed tokens have importance ratios below {metrics.RATIO_NEAR_ZERO}, so next to no"
+            f"{wasted:.0%} of the replayed tokens have importance ratios below {RATIO_NEAR_ZERO}, so next to no"
             " gradient: the policy has left these histories, set max_policy_age"
         )
     if math.isnan(figures.get(f"{metrics.PREFIX}off_pg_loss", 0.0)):
@@ -97,6 +98,7 @@ class ReplayFigures:
         self.times = metrics.StepTimes()
         self._manager = manager
         self._figures: list[Mapping[str, float]] = []
+        self._losses = StepLosses()
         self._difficulty: dict[str, int] = {}
         self._quiet_until: dict[str, int] = {}
         self._zero_steps = 0
@@ -125,7 +127,7 @@ class ReplayFigures:
         self._manager.draws = [*self._manager.draws, (dict(valid), dict(drawn))][-STARVING_STEPS:]
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Take figures; :meth:`take` returns each name's mean."""
+        """Take figures of log-probs; :meth:`take` returns each name's mean."""
         self._figures.append(figures)
 
     def note_loss(
@@ -146,14 +148,13 @@ class ReplayFigures:
             )
         response_mask = batch.tensors["response_mask"][list(rows)]
         exp_mask = compute_response_mask(batch.tensors["exp_mask"], response_mask.shape[1])[list(rows)]
-        self.note(metrics.loss_metrics(loss, response_mask, exp_mask))
-        self.note(metrics.distance_metrics(loss["importance_ratio"], response_mask, exp_mask))
+        self._losses.add(loss, response_mask, exp_mask)
         ratio, off_policy = loss["importance_ratio"], exp_mask * response_mask
         for name, labels in (("age", self._ages(batch, rows)), ("difficulty", self._difficulties(batch, rows))):
-            clipped = metrics.clip_fraction_by(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high)
-            self.note(metrics.named(f"off_clipped_by_{name}", clipped))
-            sizes = _sample_sizes(labels, ratio, off_policy)
-            self.note(metrics.named(f"off_effective_sample_size_by_{name}", sizes))
+            self._losses.add_labels(
+                name,
+                label_sums(labels, ratio, advantages, off_policy, cliprange_low, off_cliprange_high),
+            )
 
     def _ages(self, batch: Batch, rows: Sequence[int]) -> list[int | None]:
         """Return the age of each replayed row's policy in steps; None for other rows."""
@@ -180,7 +181,7 @@ class ReplayFigures:
         self, task_ids: Sequence[str], is_experience_replay: Sequence[bool], policy_versions: Sequence[int | None]
     ) -> dict[str, float]:
         """Return all metrics of the step, and begin anew. Every argument has one entry per row of the batch."""
-        figures = _means(self._figures)
+        figures = _means(self._figures) | self._losses.figures()
         self.warn(figures)
         result = figures | self._manager.metrics() | self.times.take()
         result |= metrics.batch_metrics(
@@ -191,7 +192,7 @@ class ReplayFigures:
             valid: Counter[int] = sum((Counter(could) for could, _ in draws), Counter())
             drawn: Counter[int] = sum((Counter(did) for _, did in draws), Counter())
             result[f"{metrics.PREFIX}starving_buckets"] = float(len(metrics.starving_buckets(valid, drawn)))
-        self._figures = []
+        self._figures, self._losses = [], StepLosses()
         return result
 
     def rollouts(
@@ -225,6 +226,43 @@ class ReplayFigures:
             if step >= self._quiet_until.get(kind, 0):
                 self._quiet_until[kind] = step + WARN_EVERY
                 logger.warning("experience replay: %s", message)
+
+
+class StepLosses:
+    """What the losses of one step amount to together, over their tokens."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._by: dict[tuple[str, int], LabelSums] = {}
+        self._losses: list[float] = []
+        self._kl = 0.0
+
+    def add(self, loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> None:
+        """Take what ``het_compute_token_on_off_policy_loss`` returned for some rows, and their masks, [M, R]."""
+        sums = token_sums(loss, response_mask, exp_mask)
+        pg_loss, kl = torch.stack([loss["pg_loss"].detach(), loss["ppo_kl"]]).tolist()
+        self._losses.append(pg_loss)
+        self._kl += kl * (sums["on_tokens"] + sums["off_tokens"])
+        self._sums = added([self._sums, sums])
+
+    def add_labels(self, kind: str, sums: Mapping[int, LabelSums]) -> None:
+        """Take the sums of rows by ``kind`` of label: their age, or the difficulty of their task."""
+        for label, one in sums.items():
+            before = self._by.get((kind, label))
+            self._by[kind, label] = one if before is None else before.plus(one)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of all losses so far; nothing if there was none."""
+        result = figures_of(self._sums)
+        if self._losses:
+            result[f"{metrics.PREFIX}pg_loss"] = fmean(self._losses)
+        if total := self._sums.get("on_tokens", 0.0) + self._sums.get("off_tokens", 0.0):
+            result[f"{metrics.PREFIX}ppo_kl"] = self._kl / total
+        for (kind, label), one in self._by.items():
+            result |= metrics.named(f"off_clipped_by_{kind}", {label: one.clip_fraction})
+            if (size := one.effective_sample_size) is not None:
+                result |= metrics.named(f"off_effective_sample_size_by_{kind}", {label: size})
+        return result
 
 
 class ReplayWatch:
@@ -282,26 +320,10 @@ class ReplayWatch:
         logger.warning("experience replay: %s: %s (%s)", what, reason or "exp_ratio leaves no place for it", best)
 
 
-def _sample_sizes(labels: Sequence[int | None], ratio: Tensor, off_policy: Tensor) -> dict[int, float]:
-    """Return the effective sample size of each label's tokens; labels without a token are left out."""
-    sizes: dict[int, float] = {}
-    for label in dict.fromkeys(labels):
-        if label is None:
-            continue
-        chosen = torch.tensor([other == label for other in labels], device=ratio.device)
-        size = metrics.effective_sample_size(ratio[chosen], off_policy[chosen])
-        if size is not None:
-            sizes[label] = size
-    return sizes
-
-
 def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return each name's mean over the mappings that have it; of maxima the largest, of minima the smallest."""
+    """Return each name's mean over the mappings that have it; of maxima the largest."""
     values: dict[str, list[float]] = {}
     for one in figures:
         for name, value in one.items():
             values.setdefault(name, []).append(value)
-    return {
-        name: (max if name.endswith("_max") else min if name.endswith("_min") else fmean)(found)
-        for name, found in values.items()
-    }
+    return {name: (max if name.endswith("_max") else fmean)(found) for name, found in values.items()}

@@ -219,7 +219,10 @@ class ReplayHook(Closing, Generic[Task]):
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
     ) -> None:
-        """Take the figures of one loss computation; :meth:`step_done` returns their means.
+        """Take the figures of one loss computation; :meth:`step_done` returns those of all tokens of the step's losses.
+
+        A token counts in each loss that it was in, ``pg_loss`` is the mean of the losses, and a side without tokens in
+        all of them has no figures.
 
         Args:
             batch: the whole batch.
@@ -234,7 +237,7 @@ class ReplayHook(Closing, Generic[Task]):
                 replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
     def watch(self, figures: Mapping[str, float]) -> None:
-        """Take figures of the loss under the names of ``metrics.loss_metrics``, to warn of what is wrong with them."""
+        """Take figures of the loss under the names of ``token_sums.figures_of``, to warn of what is wrong with them."""
         if self._replay is not None:
             self._replay.figures.warn(figures)
 

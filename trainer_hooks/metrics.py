@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trajstore.checked import Offered, checked
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError
 from trajstore.experience import is_success
 from trajstore.experience.entry import is_demonstration, llm_mask
 from trajstore.experience.outcomes import outcome_of
@@ -28,87 +28,7 @@ from trajstore.trajectory import AgentTrajectory
 PREFIX = "experience_replay/"
 """Begins every name."""
 
-RATIO_NEAR_ZERO = 0.1
-"""Importance ratio below which a token's gradient is next to nothing."""
-
-_LOSS_KEYS_BY_SIDE = {
-    side: (f"{side}_pg_loss", f"{side}_pg_clipfrac", f"{side}_pg_clipfrac_lower") for side in ("on", "off")
-}
-
 Label = TypeVar("Label", bound=Hashable)
-
-
-@checked
-@torch.no_grad()
-def loss_metrics(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
-    """Return the figures of one loss computation. Synchronizes with the device once.
-
-    ``off_policy_share`` (of tokens), ``pg_loss``, ``ppo_kl``; for each side that has tokens, with ``on_`` or
-    ``off_``: ``pg_loss``, ``pg_clipfrac``, ``pg_clipfrac_lower``, ``ratio_mean``, ``ratio_max``, ``ratio_min``;
-    and ``off_effective_sample_size``, see :func:`effective_sample_size`.
-
-    Args:
-        loss: what ``het_compute_token_on_off_policy_loss`` returned.
-        response_mask: [B, R], as given to it.
-        exp_mask: [B, R], as given to it.
-    """
-    needed = ("pg_loss", "ppo_kl", "importance_ratio", *(key for keys in _LOSS_KEYS_BY_SIDE.values() for key in keys))
-    if lacking := [key for key in needed if key not in loss]:
-        raise ConfigurationError(
-            f"loss: lacks {', '.join(lacking)}; give what het_compute_token_on_off_policy_loss returned"
-        )
-    valid, ratio = response_mask.bool(), loss["importance_ratio"]
-    off = valid & exp_mask.bool()
-    values = {"pg_loss": loss["pg_loss"], "ppo_kl": loss["ppo_kl"]}
-    for side, mask in (("on", valid ^ off), ("off", off)):
-        values |= {key: loss[key] for key in _LOSS_KEYS_BY_SIDE[side]}
-        values |= {
-            f"{side}_tokens": mask.sum(),
-            f"{side}_ratio_mean": torch.where(mask, ratio, 0.0).sum(dtype=torch.float64) / mask.sum().clamp(min=1),
-            f"{side}_ratio_max": _extreme(ratio, mask, torch.amax, -torch.inf),
-            f"{side}_ratio_min": _extreme(ratio, mask, torch.amin, torch.inf),
-        }
-    values["off_effective_sample_size"] = _effective_sample_size(ratio, off)
-    names = list(values)
-    result = dict(zip(names, torch.stack([values[name].double() for name in names]).tolist(), strict=True))
-    tokens = {side: result.pop(f"{side}_tokens") for side in ("on", "off")}
-    absent = tuple(f"{side}_" for side in tokens if not tokens[side])
-    figures = {name: value for name, value in result.items() if not name.startswith(absent)}
-    if total := sum(tokens.values()):
-        figures["off_policy_share"] = tokens["off"] / total
-    return {PREFIX + name: value for name, value in figures.items()}
-
-
-@checked
-@torch.no_grad()
-def distance_metrics(importance_ratio: Tensor, response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
-    """Return how far each side is from the policy in training. Synchronizes with the device once.
-
-    ``on_ppo_kl``, ``off_ppo_kl``: mean of old - current log-prob in nats over the side's tokens, of which
-    ``ppo_kl`` is the mixture; ``off_ratio_near_zero_share``: of the off-policy tokens, those whose ratio is
-    below 0.1. A side without tokens has none.
-
-    Args:
-        importance_ratio: [B, R].
-        response_mask: [B, R].
-        exp_mask: [B, R].
-    """
-    valid = response_mask.bool()
-    off = valid & exp_mask.bool()
-    limits = torch.finfo(torch.float32)
-    kl = -importance_ratio.double().clamp(limits.tiny, limits.max).log()
-    parts = [torch.stack([torch.where(mask, kl, 0.0).sum(), mask.sum().double()]) for mask in (valid & ~off, off)]
-    near_zero = (off & (importance_ratio < RATIO_NEAR_ZERO)).sum().double()
-    (on_kl, on), (off_kl, off_count), (small, _) = torch.stack(
-        [*parts, torch.stack([near_zero, torch.zeros_like(near_zero)])]
-    ).tolist()
-    result: dict[str, float] = {}
-    if on:
-        result[f"{PREFIX}on_ppo_kl"] = on_kl / on
-    if off_count:
-        result[f"{PREFIX}off_ppo_kl"] = off_kl / off_count
-        result[f"{PREFIX}off_ratio_near_zero_share"] = small / off_count
-    return result
 
 
 @checked
@@ -243,67 +163,8 @@ def refused_metrics(refused: int, offered: int) -> dict[str, float]:
 
 
 @checked
-@torch.no_grad()
-def effective_sample_size(importance_ratio: Tensor, mask: Tensor) -> float | None:
-    """Return (sum of w)² / (n · sum of w²) over the n masked ratios w: in (0, 1], 1 when all are equal.
-
-    The share of the tokens that carries the weight of all; a ratio of infinity carries all of it (Kish 1965).
-    ``None`` without tokens, nan when all ratios are 0.
-
-    Args:
-        importance_ratio: any shape.
-        mask: the same shape, nonzero where the ratio counts.
-    """
-    counted = mask.bool()
-    return float(_effective_sample_size(importance_ratio, counted)) if bool(counted.any()) else None
-
-
-@checked
-@torch.no_grad()
-def clip_fraction_by(
-    labels: Sequence[Label | None],
-    importance_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cliprange_low: float,
-    cliprange_high: float,
-) -> dict[Label, float]:
-    """Return the share of tokens at which the clip range changes the loss, for every label of rows.
-
-    A token is clipped where ``A > 0, r > 1 + cliprange_high`` or ``A < 0, r < 1 - cliprange_low``. With the age of
-    each row's policy, or the bucket of its task, as labels, this shows which history has become useless.
-
-    Args:
-        labels: one per row; rows with ``None`` are left out.
-        importance_ratio: [B, R].
-        advantages: [B, R].
-        mask: [B, R], nonzero on tokens that count.
-        cliprange_low: l.
-        cliprange_high: h of the rows' side.
-
-    Returns:
-        Label -> share in [0, 1], in order of first appearance; labels without a token are left out.
-
-    Raises:
-        ConfigurationError: not one label per row.
-    """
-    if len(labels) != len(importance_ratio):
-        raise ConfigurationError(f"labels: {len(labels)} entries for {len(importance_ratio)} rows")
-    counted = mask.bool()
-    above = (advantages > 0) & (importance_ratio > 1.0 + cliprange_high)
-    below = (advantages < 0) & (importance_ratio < 1.0 - cliprange_low)
-    per_row = torch.stack([((above | below) & counted).sum(dim=-1), counted.sum(dim=-1)], dim=-1).tolist()
-    totals: dict[Label, tuple[int, int]] = {}
-    for label, (clipped, tokens) in zip(labels, per_row, strict=True):
-        if label is not None and tokens:
-            before = totals.get(label, (0, 0))
-            totals[label] = (before[0] + clipped, before[1] + tokens)
-    return {label: clipped / tokens for label, (clipped, tokens) in totals.items()}
-
-
-@checked
 def named(name: str, by_label: Mapping[Label, float]) -> dict[str, float]:
-    """Return ``{"experience_replay/<name>/<label>": value}``, e.g. of :func:`clip_fraction_by`."""
+    """Return ``{"experience_replay/<name>/<label>": value}``, e.g. shares by age."""
     return {f"{PREFIX}{name}/{label}": value for label, value in by_label.items()}
 
 
@@ -352,12 +213,3 @@ def _extreme(values: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor], n
     """Return the largest or smallest masked value; ``neutral`` if there is none, also in an empty tensor."""
     flat = torch.where(mask, values, neutral).flatten()
     return reduce(torch.cat([flat, flat.new_full((1,), neutral)]))
-
-
-def _effective_sample_size(ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return the effective sample size as a scalar; nan without tokens."""
-    weights = torch.where(mask, ratio.double(), 0.0)
-    # Only relations between weights count: scaling keeps the squares, and an infinite weight, in range.
-    weights = weights.clamp(max=torch.finfo(torch.float64).max)
-    weights = weights / _extreme(weights, mask, torch.amax, 0.0)
-    return weights.sum().square() / (weights.square().sum() * mask.sum())

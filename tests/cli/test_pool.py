@@ -208,7 +208,10 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1, "--json")
     told = json.loads(out)
     assert (told["trajectories"], told["read"]) == (0, 15)
-    assert told["left_out"] == ["15 are of solved tasks: every rollout of a step is a success, and no later one failed"]
+    assert told["left_out"] == [
+        "15 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"
+        " failure since, is a success"
+    ]
     words = ("--success-threshold", 0.7, "--n-rollout", 40)
     code, out, _ = run("pool", "import", tmp_path / "bounds", tmp_path / "rollouts", *words)
     assert "4 are of tasks with not more than 0 or not fewer than 8 successes out of 40 (n_rollout)" in out

@@ -138,3 +138,30 @@ def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_s
         assert second.refused["duplicate"] >= first.trajectories
     else:
         assert second.entered == second.left["replaced"] > 0
+
+
+def test_what_a_solved_task_had_enters_and_leaves_once_more(tmp_path: Path) -> None:
+    rules = PoolRules(n_rollout=2, max_trajectories_per_task=1)
+    made = [build("a", step, 1.0, policy_version=step, entropy=1 / step) for step in (1, 2)]
+    made += [build("a", 10 + step, 0.0, policy_version=step) for step in (1, 2)]
+    made += [build("a", 20 + number, 1.0, policy_version=3) for number in range(2)]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        buffer.add_trajectories(made)
+    for _ in range(2):
+        done = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
+        check_sums(done)
+        assert (done.entered, done.left, done.trajectories) == (2, {"replaced": 1, "task_solved": 1}, 0)
+
+
+def test_why_a_rollout_was_left_out_is_said_as_it_was_then(tmp_path: Path) -> None:
+    """A task that failed after it was solved; and outcomes that no threshold keeps out."""
+    made = [build("a", number, 1.0, policy_version=1) for number in range(2)]
+    made += [build("a", 10 + number, 0.0, policy_version=2) for number in range(2)]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        buffer.add_trajectories(made)
+    rules = PoolRules(n_rollout=2, save_filter="positive")
+    assert import_pool(tmp_path / "pool", tmp_path / "rollouts", rules).left_out == (
+        "2 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"
+        " failure since, is a success",
+        "2 have no outcome above 0: the highest outcome is 0, save_filter positive",
+    )

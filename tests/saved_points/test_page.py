@@ -1,4 +1,4 @@
-"""The program of docs/howto/resume.md with a loader, killed again and again, ends as if nobody had killed it."""
+"""The whole programs of the guides, killed again and again, end as if nobody had killed them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path("docs") / "howto" / "resume.md"
-STEPS = 40
+GUIDES = Path("docs") / "howto"
 
 _DRIVER = '''
 import json, os, signal, sys
@@ -19,11 +18,12 @@ from pathlib import Path
 
 import torch._dynamo  # an optimizer imports it: here once for all processes
 
+from trainer_hooks.hook import ReplayHook
 from trajstore import TrajectoryReplayBuffer
 
-code, folder, steps, kills = json.load(sys.stdin)
+code, name, folder, steps, kills = json.load(sys.stdin)
 program = {"__name__": "program"}
-exec(compile(code, "resume.md", "exec"), program)
+exec(compile(code, name, "exec"), program)
 
 
 def replacing(source, target):
@@ -34,6 +34,7 @@ CALLS = {
     "add": (TrajectoryReplayBuffer, "add_trajectories", lambda *_: True),
     "save": (TrajectoryReplayBuffer, "save_point", lambda *_: True),
     "replace": (os, "replace", replacing),
+    "step": (ReplayHook, "step_done", lambda *_: True),
 }
 
 
@@ -60,7 +61,7 @@ def life(where, kill):
         try:
             if kill:
                 die_at(*kill)
-            result = program["train_with_loader"](Path(where), steps)
+            result = program[name](Path(where), steps)
             Path(where, "result.json").write_text(json.dumps(result))
             os._exit(0)
         except BaseException:
@@ -78,21 +79,51 @@ json.dump(ends, sys.stdout)
 
 
 @pytest.mark.timeout(300)
-def test_program_with_a_loader_survives_kills(project_root: Path, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (project_root / PAGE).read_text(), re.MULTILINE | re.DOTALL)
-    [code] = [block for block in blocks if "def train_with_loader" in block]
-    kills = [
-        ("add", 1, "after"),  # something was added, and nothing saved
-        ("replace", 1, "before"),  # point 0 without its model
-        ("add", 8, "before"),  # within the first ten steps
-        ("replace", 2, "before"),  # point 20 without its model: back to 10
-        ("save", 2, "before"),  # back to 20
-        ("replace", 1, "after"),  # both of step 30
-        ("add", 3, "before"),
-    ]
+@pytest.mark.parametrize(
+    ("page", "name", "steps", "kills"),
+    [
+        pytest.param(
+            "resume.md",
+            "train_with_loader",
+            40,
+            [
+                ("add", 1, "after"),  # something was added, and nothing saved
+                ("replace", 1, "before"),  # point 0 without its model
+                ("add", 8, "before"),  # within the first ten steps
+                ("replace", 2, "before"),  # point 20 without its model: back to 10
+                ("save", 2, "before"),  # back to 20
+                ("replace", 1, "after"),  # both of step 30
+                ("add", 3, "before"),
+            ],
+            id="loader",
+        ),
+        pytest.param(
+            "agents.md",
+            "train_agents",
+            20,
+            [
+                ("replace", 1, "before"),  # point 0 without its model and pool
+                ("add", 1, "after"),  # rollouts of step 1, which no model learned from
+                ("add", 7, "before"),  # the pool has successes, and there is but the checkpoint of step 0
+                ("replace", 2, "before"),  # point 10 without its model: back to 5
+                ("step", 3, "after"),  # step 8 is in the pool
+                ("save", 2, "before"),  # back to 10
+                ("add", 4, "after"),
+                ("replace", 1, "after"),  # all of step 15
+                ("step", 2, "before"),
+            ],
+            id="agents",
+        ),
+    ],
+)
+def test_program_survives_kills(
+    project_root: Path, tmp_path: Path, page: str, name: str, steps: int, kills: list[tuple[str, int, str]]
+) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (project_root / GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
+    [code] = [block for block in blocks if f"def {name}" in block]
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER],
-        input=json.dumps([code, str(tmp_path), STEPS, kills]),
+        input=json.dumps([code, name, str(tmp_path), steps, kills]),
         env={"PYTHONPATH": str(project_root), "PATH": ""},
         capture_output=True,
         text=True,
@@ -100,6 +131,6 @@ def test_program_with_a_loader_survives_kills(project_root: Path, tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[0], [*[-9] * len(kills), 0]], done.stderr
-    whole, killed = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed"))
+    whole, killed = (json.loads((tmp_path / part / "result.json").read_text()) for part in ("whole", "killed"))
     assert killed == whole
     assert "stay on disk" not in done.stderr

@@ -21,7 +21,6 @@ from tests.trainer_hooks.public_calls import (
     rollouts,
     template,
 )
-from trainer_hooks import metrics
 from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import BatchRow, assign_group_ids, build_batch, to_tensordict
 from trainer_hooks.completion import completed_rollouts
@@ -37,6 +36,7 @@ from trainer_hooks.masks import (
     replace_recorded_old_log_probs,
 )
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, rows_of_rollout
+from trainer_hooks.token_sums import token_sums
 from trajstore.experience import (
     BufferStore,
     ChatTemplate,
@@ -322,5 +322,5 @@ def calls_of_functions(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]
             },
         ),
         (aggregate_loss, {"losses": rows, "response_mask": mask.bool(), "loss_agg_mode": "token-mean"}),
-        (metrics.loss_metrics, {"loss": loss, "response_mask": mask, "exp_mask": exp[:, -shape[1] :]}),
+        (token_sums, {"loss": loss, "response_mask": mask, "exp_mask": exp[:, -shape[1] :]}),
     )

@@ -29,9 +29,8 @@ def install() -> None:
 
     @functools.wraps(verls)
     def validate_config(config: Any, *args: Any, **named: Any) -> Any:
-        result = verls(config, *args, **named)
-        check_options(config)
-        return result
+        check_options(config)  # first: verl ends with the words that all checks passed
+        return verls(config, *args, **named)
 
     module.validate_config = validate_config
 

@@ -19,7 +19,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX, RATIO_NEAR_ZERO
+from trainer_hooks.token_sums import EXTREMES, SUMS, figures_of, token_sums
 from trajstore.errors import ConfigurationError
 
 LOSS_MODE = "het"
@@ -30,10 +30,6 @@ EXP_MASK = "exp_mask"
 
 FIGURES = "experience_replay/loss/"
 """Begins the names of the sums and extremes that a micro-batch reports; :func:`take_figures` makes metrics of them."""
-
-_SIDE_SUMS = ("tokens", "ratio", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "kl")
-_SUMS = (*(f"{side}_{name}" for side in ("on", "off") for name in _SIDE_SUMS), "off_ratio_squared", "off_near_zero")
-_EXTREMES = ("on_ratio_max", "off_ratio_max", "on_ratio_min", "off_ratio_min")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ def het_policy_loss(
     losses = terms["pg_losses"] if rollout_is_weights is None else terms["pg_losses"] * rollout_is_weights
     # verl divides by the tokens or rows of the whole batch, over all ranks; these numbers only it knows.
     loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
-    call.figures.update(_figures(terms, response_mask.bool(), call.exp_mask.bool()))
+    call.figures.update(_figures(terms, response_mask, call.exp_mask))
     tokens = response_mask.sum().clamp(min=1)
     on, off = (response_mask * (1 - call.exp_mask)).sum(), (response_mask * call.exp_mask).sum()
     values = torch.stack(
@@ -160,60 +156,24 @@ def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
 def take_figures(metrics: dict[str, Any], prefix: str = "actor/") -> dict[str, float]:
     """Take the sums that all micro-batches of all ranks reported out of ``metrics``; return what they amount to.
 
-    The names are those of ``trainer_hooks.metrics.loss_metrics``; of a side without tokens there are none.
+    The figures are those of ``trainer_hooks.token_sums``.
 
     Args:
-        metrics: verl's metrics of an actor update; changed.
+        metrics: verl's metrics of an actor update; changed. verl takes means of the sums over the mini-batches, and the
+            extremes of extremes.
         prefix: what verl has put before the names.
     """
-    found = {name: metrics.pop(f"{prefix}{FIGURES}{name}", None) for name in (*_SUMS, *_EXTREMES)}
-    known = {name: float(value) for name, value in found.items() if value is not None}
-    total = known.get("on_tokens", 0.0) + known.get("off_tokens", 0.0)
-    if not total:
-        return {}
-    result = {"off_policy_share": known["off_tokens"] / total}
-    for side in ("on", "off"):
-        tokens = known[f"{side}_tokens"]
-        if not tokens:
-            continue
-        for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"):
-            result[f"{side}_{name}"] = known[f"{side}_{name}"] / tokens
-        result[f"{side}_ppo_kl"] = known[f"{side}_kl"] / tokens
-        result[f"{side}_ratio_mean"] = known[f"{side}_ratio"] / tokens
-        result |= {f"{side}_ratio_{end}": known[f"{side}_ratio_{end}"] for end in ("max", "min")}
-    if known["off_tokens"]:
-        result["off_ratio_near_zero_share"] = known["off_near_zero"] / known["off_tokens"]
-    if known["off_ratio_squared"]:
-        size = known["off_ratio"] ** 2 / (known["off_ratio_squared"] * known["off_tokens"])
-        result["off_effective_sample_size"] = size
-    return {PREFIX + name: value for name, value in result.items()}
+    found = {name: metrics.pop(f"{prefix}{FIGURES}{name}", None) for name in (*SUMS, *EXTREMES)}
+    return figures_of({name: float(value) for name, value in found.items() if value is not None})
 
 
-@torch.no_grad()
-def _figures(terms: dict[str, Tensor], valid: Tensor, exp_mask: Tensor) -> dict[str, Metric]:
-    """Return sums and extremes of one micro-batch, which can be added over micro-batches and ranks."""
-    ratio = terms["importance_ratio"]
-    # A ratio that overflowed stays in range: sums of it are divided by each other afterwards.
-    ratio = ratio.clamp(max=torch.finfo(torch.float32).max).double()
-    off = valid & exp_mask
-    kl = -ratio.clamp(min=torch.finfo(torch.float32).tiny).log()
-    values = {
-        "off_ratio_squared": torch.where(off, ratio, 0.0).square().sum(),
-        "off_near_zero": (off & (ratio < RATIO_NEAR_ZERO)).sum().double(),
-    }
-    for side, mask in (("on", valid & ~exp_mask), ("off", off)):
-        tokens = mask.sum().double()
-        values[f"{side}_tokens"] = tokens
-        values[f"{side}_kl"] = torch.where(mask, kl, 0.0).sum()
-        values[f"{side}_ratio"] = torch.where(mask, ratio, 0.0).sum()
-        for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower"):
-            values[f"{side}_{name}"] = terms[f"{side}_{name}"].double() * tokens
-        # A micro-batch without tokens of a side reports too: all ranks must have the same names.
-        values[f"{side}_ratio_max"] = torch.where(mask, ratio, -torch.inf).amax()
-        values[f"{side}_ratio_min"] = torch.where(mask, ratio, torch.inf).amin()
+def _figures(terms: dict[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, Metric]:
+    """Return sums and extremes of one micro-batch, for verl to add over micro-batches and ranks.
+
+    A micro-batch without tokens of a side reports too: all ranks must have the same names.
+    """
     kinds = {"max": AggregationType.MAX, "min": AggregationType.MIN}
-    names = (*_SUMS, *_EXTREMES)
     return {
         FIGURES + name: Metric(kinds.get(name.rsplit("_", 1)[-1], AggregationType.SUM), value)
-        for name, value in zip(names, torch.stack([values[name] for name in names]).tolist(), strict=True)
+        for name, value in token_sums(terms, response_mask, exp_mask).items()
     }

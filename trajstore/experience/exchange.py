@@ -200,7 +200,7 @@ class _Reasons:
             self._counts[reason] += number
 
     def look(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int], skipped: Collection[str]) -> int:
-        """Count those rollouts of one step that are no successes, or whose task does not enter; return how many.
+        """Count those rollouts of one step that are not worth keeping, or whose task does not enter; return how many.
 
         Args:
             rollouts: of the step.
@@ -222,7 +222,11 @@ class _Reasons:
             elif (task := outcomes[one.task_id]).solved(rules.n_rollout) or (
                 one.task_id in skipped and not task.failed
             ):
-                self.count("are of solved tasks: every rollout of a step is a success, and no later one failed", 1)
+                self.count(
+                    "are of tasks that were solved when they came: every rollout of that step, or of an earlier one"
+                    " without a failure since, is a success",
+                    1,
+                )
             elif not in_bounds(task, rules):
                 low, high = rules.experience_lbound, rules.experience_rbound
                 self.count(
@@ -236,10 +240,11 @@ class _Reasons:
         """Return what was counted, the most frequent first."""
         counts = self._counts.copy()
         if self._below:
-            threshold = self._rules.success_threshold
-            counts[f"are no successes: the highest outcome is {self._highest:g}, success_threshold {threshold:g}"] = (
-                self._below
-            )
+            if self._rules.save_filter == "positive":
+                what, least = "have no outcome above 0", "save_filter positive"
+            else:
+                what, least = "are no successes", f"success_threshold {self._rules.success_threshold:g}"
+            counts[f"{what}: the highest outcome is {self._highest:g}, {least}"] = self._below
         return tuple(f"{count:,} {reason}" for reason, count in counts.most_common())
 
 

@@ -26,7 +26,8 @@ from verl.workers.utils.losses import ppo_loss
 
 from tests.trainer_hooks.verl.builders import GlobalBatch, jagged, loss_rows, micro_batch
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import PREFIX, distance_metrics, loss_metrics
+from trainer_hooks.metrics import PREFIX
+from trainer_hooks.token_sums import figures_of, token_sums
 from trainer_hooks.verl import loss as module
 from trainer_hooks.verl.loss import EXP_MASK, FIGURES, HetOptions, align, het_policy_loss, het_ppo_loss, take_figures
 from trajstore.errors import ConfigurationError
@@ -391,8 +392,7 @@ def split(
 def reference(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Return the figures of the whole batch at once."""
     terms, masks = own_terms(rows, current_log_probs(rows)), (padded(rows, "response_mask"), padded(rows, EXP_MASK))
-    figures = loss_metrics(terms, *masks) | distance_metrics(terms["importance_ratio"], *masks)
-    return {name: value for name, value in figures.items() if name not in (f"{PREFIX}pg_loss", f"{PREFIX}ppo_kl")}
+    return figures_of(token_sums(terms, *masks))
 
 
 @settings(max_examples=40, deadline=None)

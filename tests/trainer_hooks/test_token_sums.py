@@ -1,0 +1,159 @@
+"""Figures of the loss against plain Python over the tokens, in one loss and in several."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.reference.test_hook import TASKS, do_step, hook, log_probs_of, roll_out
+from trainer_hooks.batch import build_batch
+from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.metrics import PREFIX
+from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums
+from trajstore.errors import ConfigurationError
+
+
+def kish(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(0, 3), tokens=st.integers(0, 4))
+def test_figures_equal_plain_python(seed: int, rows: int, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old, new, advantages = (2 * torch.randn(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(3))
+    response_mask, exp_mask = torch.randint(2, (2, rows, tokens), generator=generator)
+    loss = het_compute_token_on_off_policy_loss(old, new, advantages, response_mask, exp_mask, 0.2)
+    found = figures_of(token_sums(loss, response_mask, exp_mask))
+    ratios: dict[str, list[float]] = {"on": [], "off": []}
+    for row in range(rows):
+        for column in range(tokens):
+            if response_mask[row, column]:
+                side = "off" if exp_mask[row, column] else "on"
+                ratios[side].append(math.exp(float(new[row, column] - old[row, column])))
+    expected = {}
+    if ratios["on"] or ratios["off"]:
+        expected["off_policy_share"] = len(ratios["off"]) / (len(ratios["on"]) + len(ratios["off"]))
+    for side, values in ratios.items():
+        if values:
+            expected |= {f"{side}_{key}": float(loss[f"{side}_{key}"]) for key in ("pg_loss", "pg_clipfrac")}
+            expected[f"{side}_pg_clipfrac_lower"] = float(loss[f"{side}_pg_clipfrac_lower"])
+            expected[f"{side}_ratio_mean"] = sum(values) / len(values)
+            expected[f"{side}_ratio_max"], expected[f"{side}_ratio_min"] = max(values), min(values)
+            expected[f"{side}_ppo_kl"] = -sum(map(math.log, values)) / len(values)
+    if ratios["off"]:
+        expected["off_effective_sample_size"] = kish(ratios["off"])
+        expected["off_ratio_near_zero_share"] = sum(value < 0.1 for value in ratios["off"]) / len(ratios["off"])
+    assert found == pytest.approx({f"experience_replay/{name}": value for name, value in expected.items()}, abs=1e-12)
+    assert all(type(value) is float for value in found.values())
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_parts_of_any_size_add_up_to_the_whole(seed: int, sizes: list[int]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sum(sizes), 3)
+    old, new, advantages = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    masks = torch.randint(2, (2, *shape), generator=generator)
+
+    def sums(rows: slice) -> dict[str, float]:
+        old_part, new_part, advantages_part, *mask_parts = (one[rows] for one in (old, new, advantages, *masks))
+        response_mask, exp_mask = mask_parts
+        loss = het_compute_token_on_off_policy_loss(old_part, new_part, advantages_part, response_mask, exp_mask, 0.2)
+        return token_sums(loss, response_mask, exp_mask)
+
+    begins = [sum(sizes[:part]) for part in range(len(sizes))]
+    parts = [sums(slice(begin, begin + size)) for begin, size in zip(begins, sizes, strict=True)]
+    assert figures_of(added(parts)) == pytest.approx(figures_of(sums(slice(None))))
+
+
+def test_nan_is_seen_wherever_it_came() -> None:
+    for one in ([1.0, math.nan], [math.nan, 1.0]):
+        together = added({"on_ratio": value, "on_ratio_max": value, "on_ratio_min": value} for value in one)
+        assert all(map(math.isnan, together.values()))
+    assert figures_of(added([])) == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20))
+def test_effective_sample_size(weights: list[float]) -> None:
+    ratio = torch.tensor([[*weights, math.inf]])
+    mask = torch.tensor([[1] * len(weights) + [0]])
+    found = label_sums(["all"], ratio, ratio, mask, 0.2, 1.0)["all"].effective_sample_size
+    assert found == pytest.approx(kish(ratio[0, :-1].tolist()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        (torch.ones(4), 1.0),
+        (torch.tensor([math.inf, 1.0, 1.0, 1.0]), 0.25),
+        (torch.full((4,), 1e300, dtype=torch.float64), 1.0),
+        (torch.zeros(4), None),
+    ],
+)
+def test_effective_sample_size_at_the_edges(ratios: torch.Tensor, expected: float | None) -> None:
+    ratio = ratios[None]
+    found = label_sums(["all"], ratio, ratio, torch.ones(1, 4), 0.2, 1.0)["all"].effective_sample_size
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_clip_fraction_by_age() -> None:
+    ratio = torch.tensor([[1.0, 2.5, 0.5], [2.5, 2.5, 0.5], [1.0, 1.0, 1.0], [9.0, 9.0, 9.0]])
+    advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, 0.0, -1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [0, 0, 0], [1, 1, 1]])
+    found = label_sums([3, 3, 5, None], ratio, advantages, mask, 0.2, 1.0)
+    assert {label: one.clip_fraction for label, one in found.items()} == {3: pytest.approx(2 / 6)}
+    with pytest.raises(ConfigurationError, match="labels"):
+        label_sums([3], ratio, advantages, mask, 0.2, 1.0)
+
+
+def test_clip_fraction_agrees_with_the_loss() -> None:
+    generator = torch.Generator().manual_seed(1)
+    old, new, advantages = (torch.randn(6, 20, generator=generator) for _ in range(3))
+    mask = torch.randint(2, (6, 20), generator=generator)
+    loss = het_compute_token_on_off_policy_loss(old, new, advantages, mask, mask, 0.2, off_cliprange_high=0.7)
+    by_label = label_sums(["all"] * 6, loss["importance_ratio"], advantages, mask, 0.2, 0.7)
+    assert by_label["all"].clip_fraction == pytest.approx(float(loss["off_pg_clipfrac"]))
+
+
+def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
+    """Mini-batches of unequal size, one of them without a replayed token."""
+    found = []
+    for sizes in ([16], [1, 2, 13], [3, 13], [13, 3]):
+        replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
+        do_step(replay, 1)
+        do_step(replay, 2, tasks=TASKS[:2])
+        plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.03, 3))
+        fresh = roll_out(plan, step=3)
+        rows = replay.batch_rows(plan, fresh)
+        batch = build_batch(rows, pad_token_id=0)
+        replayed = [extras["is_experience_replay"] for extras in batch.non_tensors["extras"]]
+        assert len(rows) == 16
+        order = sorted(range(16), key=replayed.__getitem__)
+        current = log_probs_of(batch, 3)
+        old = replay.log_probs_computed(batch, current)
+        spread = torch.linspace(-3, 3, old.numel()).reshape(old.shape)
+        advantages = torch.ones(old.shape) * torch.tensor([1.0, -1.0]).repeat(8)[:, None]
+        masks = (batch.tensors["response_mask"], batch.tensors["exp_mask"][:, -old.shape[1] :])
+        for size in sizes:
+            part, order = order[:size], order[size:]
+            old_part, advantages_part, response_mask, exp_mask = (one[part] for one in (old, advantages, *masks))
+            current_part = old_part + spread[part]
+            loss = het_compute_token_on_off_policy_loss(
+                old_part, current_part, advantages_part, response_mask, exp_mask, 0.2, **replay.loss_options
+            )
+            replay.loss_computed(batch, part, loss, advantages_part, 0.2)
+        metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
+        valid, off = masks[0].bool(), masks[0].bool() & masks[1].bool()
+        assert metrics[f"{PREFIX}off_policy_share"] == int(off.sum()) / int(valid.sum())
+        beginnings = tuple(PREFIX + beginning for beginning in ("on_", "off_", "ppo_kl"))
+        found.append({name: value for name, value in metrics.items() if name.startswith(beginnings)})
+    whole, *cut = found
+    assert {f"{PREFIX}off_effective_sample_size_by_age/2", f"{PREFIX}on_ppo_kl", f"{PREFIX}ppo_kl"} <= whole.keys()
+    for one in cut:
+        assert one == pytest.approx(whole, rel=1e-5)

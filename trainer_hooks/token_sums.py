@@ -1,0 +1,208 @@
+"""Sums over the tokens of one loss computation, and the figures that the sums of several amount to. Torch only.
+
+Sums add up over the losses of a step, over micro-batches and over ranks, however many tokens each had; means of means
+do not. So a figure is made of the sums once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainer_hooks.metrics import PREFIX
+from trajstore.checked import checked
+from trajstore.errors import ConfigurationError
+
+RATIO_NEAR_ZERO = 0.1
+"""Importance ratio below which a token's gradient is next to nothing."""
+
+SIDES = ("on", "off")
+
+_TOKEN_MEANS = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower")
+"""What the loss returns of each side, as means over its tokens."""
+
+_SIDE_SUMS = ("tokens", "ratio", *_TOKEN_MEANS, "kl")
+
+SUMS = (*(f"{side}_{name}" for side in SIDES for name in _SIDE_SUMS), "off_ratio_squared", "off_near_zero")
+EXTREMES = ("on_ratio_max", "off_ratio_max", "on_ratio_min", "off_ratio_min")
+
+Label = TypeVar("Label", bound=Hashable)
+
+
+@checked
+@torch.no_grad()
+def token_sums(loss: Mapping[str, Tensor], response_mask: Tensor, exp_mask: Tensor) -> dict[str, float]:
+    """Return sums and extremes of one loss computation, always all of them. Synchronizes with the device once.
+
+    ``on_`` of fresh tokens, ``off_`` of replayed ones. Of a side without tokens the sums are 0, ``_ratio_max`` is
+    -inf and ``_ratio_min`` inf.
+
+    Args:
+        loss: what ``het_compute_token_on_off_policy_loss`` returned.
+        response_mask: [B, R], as given to it.
+        exp_mask: [B, R], as given to it.
+
+    Raises:
+        ConfigurationError: ``loss`` lacks something.
+    """
+    needed = ("importance_ratio", *(f"{side}_{name}" for side in SIDES for name in _TOKEN_MEANS))
+    if lacking := [key for key in needed if key not in loss]:
+        raise ConfigurationError(
+            f"loss: lacks {', '.join(lacking)}; give what het_compute_token_on_off_policy_loss returned"
+        )
+    valid, ratio = response_mask.bool(), _in_range(loss["importance_ratio"])
+    replayed = exp_mask.bool()
+    off = valid & replayed
+    kl = -ratio.clamp(min=torch.finfo(torch.float32).tiny).log()
+    values = {
+        "off_ratio_squared": torch.where(off, ratio, 0.0).square().sum(),
+        "off_near_zero": (off & (ratio < RATIO_NEAR_ZERO)).sum(),
+    }
+    for side, mask in zip(SIDES, (valid & ~replayed, off), strict=True):
+        tokens = mask.sum()
+        values[f"{side}_tokens"] = tokens
+        values[f"{side}_kl"] = torch.where(mask, kl, 0.0).sum()
+        values[f"{side}_ratio"] = torch.where(mask, ratio, 0.0).sum()
+        values |= {f"{side}_{name}": loss[f"{side}_{name}"].double() * tokens for name in _TOKEN_MEANS}
+        lowest, highest = ratio.new_full((1,), -torch.inf), ratio.new_full((1,), torch.inf)  # of an empty tensor
+        values[f"{side}_ratio_max"] = torch.cat([torch.where(mask, ratio, -torch.inf).flatten(), lowest]).amax()
+        values[f"{side}_ratio_min"] = torch.cat([torch.where(mask, ratio, torch.inf).flatten(), highest]).amin()
+    names = (*SUMS, *EXTREMES)
+    return dict(zip(names, torch.stack([values[name].double() for name in names]).tolist(), strict=True))
+
+
+@checked
+def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums and extremes of several of :func:`token_sums` together; nothing of none."""
+    result: dict[str, float] = {}
+    for one in sums:
+        for name, value in one.items():
+            before = result.get(name)
+            if before is None or value != value:  # NaN stays, wherever it came
+                result[name] = value
+            elif name in EXTREMES:
+                result[name] = max(before, value) if name.endswith("_max") else min(before, value)
+            else:
+                result[name] = before + value
+    return result
+
+
+@checked
+def figures_of(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return what sums amount to; a side without tokens has no entry, and without a token there is nothing.
+
+    ``off_policy_share`` (of tokens); for each side, with ``on_`` or ``off_``: ``pg_loss``, ``pg_clipfrac``,
+    ``pg_clipfrac_lower``, ``ppo_kl`` (mean of old - current log-prob in nats), ``ratio_mean``, ``ratio_max``,
+    ``ratio_min``; ``off_ratio_near_zero_share``: of the replayed tokens, those whose ratio is below 0.1; and
+    ``off_effective_sample_size``, see :func:`effective_sample_size`.
+
+    Args:
+        sums: all of :func:`token_sums`, or each of these sums divided by the same number. Without any there is nothing.
+    """
+    total = sum(sums.get(f"{side}_tokens", 0.0) for side in SIDES)
+    if not total:
+        return {}
+    result = {"off_policy_share": sums["off_tokens"] / total}
+    for side in SIDES:
+        if not (tokens := sums[f"{side}_tokens"]):
+            continue
+        result |= {f"{side}_{name}": sums[f"{side}_{name}"] / tokens for name in _TOKEN_MEANS}
+        result[f"{side}_ppo_kl"] = sums[f"{side}_kl"] / tokens
+        result[f"{side}_ratio_mean"] = sums[f"{side}_ratio"] / tokens
+        result |= {f"{side}_ratio_{end}": sums[f"{side}_ratio_{end}"] for end in ("max", "min")}
+    if sums["off_tokens"]:
+        result["off_ratio_near_zero_share"] = sums["off_near_zero"] / sums["off_tokens"]
+        size = effective_sample_size(sums["off_tokens"], sums["off_ratio"], sums["off_ratio_squared"])
+        if size is not None:
+            result["off_effective_sample_size"] = size
+    return {PREFIX + name: value for name, value in result.items()}
+
+
+def effective_sample_size(tokens: float, ratio: float, ratio_squared: float) -> float | None:
+    """Return (sum of r)² / (n · sum of r²): in (0, 1], 1 when all are equal; ``None`` where all ratios are 0.
+
+    The share of the tokens that carries the weight of all (Kish 1965).
+
+    Args:
+        tokens: n, above 0.
+        ratio: sum of the ratios r.
+        ratio_squared: sum of their squares.
+    """
+    return ratio**2 / (ratio_squared * tokens) if ratio_squared else None
+
+
+class LabelSums(NamedTuple):
+    """Sums over the replayed tokens of the rows of one label."""
+
+    tokens: float
+    clipped: float
+    """Tokens at which the clip range changes the loss: ``A > 0, r > 1 + h`` or ``A < 0, r < 1 - l``."""
+    ratio: float
+    ratio_squared: float
+
+    def plus(self, other: LabelSums) -> LabelSums:
+        """Return both together."""
+        return LabelSums(*(one + more for one, more in zip(self, other, strict=True)))
+
+    @property
+    def clip_fraction(self) -> float:
+        """Share of the tokens that are clipped, in [0, 1]."""
+        return self.clipped / self.tokens
+
+    @property
+    def effective_sample_size(self) -> float | None:
+        """As :func:`effective_sample_size` says."""
+        return effective_sample_size(self.tokens, self.ratio, self.ratio_squared)
+
+
+@checked
+@torch.no_grad()
+def label_sums(
+    labels: Sequence[Label | None],
+    importance_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cliprange_low: float,
+    cliprange_high: float,
+) -> dict[Label, LabelSums]:
+    """Return the sums of the rows of every label. Synchronizes with the device once.
+
+    With the age of each row's policy, or the bucket of its task, as labels, this shows which history has become
+    useless.
+
+    Args:
+        labels: one per row; rows with ``None`` are left out.
+        importance_ratio: [B, R].
+        advantages: [B, R].
+        mask: [B, R], nonzero on tokens that count.
+        cliprange_low: l.
+        cliprange_high: h of the rows' side.
+
+    Returns:
+        Label -> sums, in order of first appearance; labels without a token are left out.
+
+    Raises:
+        ConfigurationError: not one label per row.
+    """
+    if len(labels) != len(importance_ratio):
+        raise ConfigurationError(f"labels: {len(labels)} entries for {len(importance_ratio)} rows")
+    counted = mask.bool()
+    above = (advantages > 0) & (importance_ratio > 1.0 + cliprange_high)
+    below = (advantages < 0) & (importance_ratio < 1.0 - cliprange_low)
+    ratio = torch.where(counted, _in_range(importance_ratio), 0.0)
+    columns = (counted, (above | below) & counted, ratio, ratio.square())
+    per_row = torch.stack([column.sum(dim=-1, dtype=torch.float64) for column in columns], dim=-1).tolist()
+    totals: dict[Label, LabelSums] = {}
+    for label, values in zip(labels, per_row, strict=True):
+        one = LabelSums(*values)
+        if label is not None and one.tokens:
+            totals[label] = totals[label].plus(one) if label in totals else one
+    return totals
+
+
+def _in_range(ratio: Tensor) -> Tensor:
+    """Return ratios in float64; one that overflowed counts as the largest of float32: sums of them are divided."""
+    return ratio.double().clamp(max=torch.finfo(torch.float32).max)
