@@ -118,6 +118,23 @@ def test_segment_written_twice_with_the_same_content_is_one_commit(memory_url: s
     assert directory.read("log/1") == b"line\n"
 
 
+def test_a_segment_that_the_next_writer_had_and_deleted_is_not_of_the_earlier_one(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = open_directory(memory_url)
+    assert isinstance(directory, RemoteDirectory)
+    directory.append("log/1", b"theirs\n")
+    read = directory._objects.read
+
+    def too_late(name: str) -> bytes:
+        directory._objects.delete(name)  # by the next writer's snapshot
+        return read(name)
+
+    monkeypatch.setattr(directory._objects, "read", too_late)
+    with pytest.raises(FileExistsError, match="another writer has written this log segment"):
+        directory.append("log/1", b"ours\n")
+
+
 def _read_in_child(directory: Directory) -> bytes:
     return directory.read("a") + directory.map("a").view.tobytes()
 

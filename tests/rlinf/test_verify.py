@@ -80,7 +80,8 @@ def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path) -> None:
     assert (report["ids"]["without_file"], report["integrity"]["problems"]) == (1, [])
     copied = copy_store(path, tmp_path / "store")
     assert (copied.trajectories, copied.is_whole) == (2, True)
-    assert "never written" in copied.problems[0]
+    assert copied.problems == []
+    assert "have no file (ids 0)" in copied.notes[0]
     next(path.glob("trajectory_2_*")).unlink()
     (problem,) = verify(path).problems
     assert problem.lost == ((2, 2),)

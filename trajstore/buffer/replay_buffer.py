@@ -270,6 +270,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, durably. Files go when no pin and no reader needs them.
 
+        Those of the buffer's own store that are not shown because their files are missing or cut can be deleted too.
+
         Raises:
             TrajectoryUnavailableError: an id is not in the buffer; nothing was deleted.
             StoreWriteError: the log could not be written; nothing was deleted. Or trajectories that wait to be written

@@ -83,6 +83,8 @@ class View:
         self._cache_bounds = cache_bounds
         self._verify_shards = verify_shards
         self._own: Catalog | None = None
+        self._own_lost: frozenset[int] = frozenset()
+        """Ids in the buffer's own store whose files are missing or cut; they are not shown."""
         self._leases: list[ReaderLease] = []
         self.released = False
         """Whether the buffer was closed."""
@@ -173,7 +175,11 @@ class View:
         index = self._own.index.slice(0, len(self._own.index))
         lost = source.lost(index)
         if lost is not None:
-            self._tell(f"{self._own.directory.url}: {lost}; they are not shown. Copy the files back and open it again")
+            self._tell(
+                f"{self._own.directory.url}: {lost}; they are not shown. Copy the files back and open it again; where "
+                "there is no copy, evict them: the rest is sound then"
+            )
+            self._own_lost = frozenset(lost.ids.tolist())
             index.drop(lost.positions)
         contents.show(OWN_SOURCE, index)
 
@@ -297,19 +303,22 @@ class View:
             return int(ids.max()) if len(ids) else None
 
     def check_shown(self, ids: Sequence[int]) -> None:
-        """Refuse ids of which one is not shown.
+        """Refuse ids of which one is neither shown nor lost with a file of the buffer's own store.
 
         Raises:
             TrajectoryUnavailableError: names it.
         """
         with self.contents.lock:
             for number in ids:
-                self.contents.index.position_of(number)
+                if number not in self._own_lost or number < self.own_first:
+                    self.contents.index.position_of(number)
 
     def forget(self, ids: Sequence[int]) -> None:
         """Show these trajectories no longer; unknown ids are passed over."""
         if not len(ids):
             return
+        if self._own_lost:
+            self._own_lost -= set(ids)
 
         def drop(contents: Contents) -> None:
             found = [contents.index.find(number) for number in ids]

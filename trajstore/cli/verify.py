@@ -49,7 +49,7 @@ def _write(result: Verification, out: Output) -> None:
     for note in result.notes:
         out.line(f"{result.path}: note: {note}")
     verdict = "sound" if result.sound else "DAMAGED"
-    kept = f" ({result.pinned:,} of them evicted, kept by pins)" if result.pinned else ""
+    kept = f" ({result.pinned:,} of them evicted or set aside, kept by pins)" if result.pinned else ""
     checked = (
         f"{result.trajectories:,} trajectories{kept}, {result.files:,} files, {format_bytes(result.nbytes)} checked"
     )

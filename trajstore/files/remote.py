@@ -229,7 +229,7 @@ class RemoteDirectory(Directory):
         self._check_lock()
         content = bytes(data)
         # A retried request finds what its first attempt has written: that is success.
-        if not self._objects.create(name, content) and self._objects.read(name) != content:
+        if not self._objects.create(name, content) and self._content(name) != content:
             if self._lock is not None:
                 self._lock.confirm()
             raise FileExistsError(
@@ -237,6 +237,13 @@ class RemoteDirectory(Directory):
             )
         if self._lock is not None and self._lock.is_late:
             self._lock.confirm()  # the segment may be one that the next writer had written and deleted again
+
+    def _content(self, name: str) -> bytes | None:
+        """Return what an object holds; None if another writer has deleted it since it was there."""
+        try:
+            return self._objects.read(name)
+        except FileNotFoundError:
+            return None
 
     def copy_files(self, names: Mapping[str, str]) -> None:
         """Let the server copy files of this directory to other names, several at once; what is there is replaced.

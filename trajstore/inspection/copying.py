@@ -20,6 +20,7 @@ from trajstore.reading.rlinf_source import RLinfSource
 from trajstore.store.log_records import ranges_of
 from trajstore.store.lost_records import lost_in_words
 from trajstore.store.saved_points import PINS_FOLDER
+from trajstore.store.sealed import without_advice
 
 Progress = Callable[[int, int], None]
 """Told (done, total) shards."""
@@ -39,7 +40,7 @@ class Copied:
         parts: of a run, one each.
         left_out: trajectories, and stores of a run, that were passed over because they cannot be read.
         uncounted: whether more may be lost than ``lost`` says.
-        notes: of a repair, what ``verify`` notes of the source besides damage.
+        notes: what is to be told besides damage; of a repair, what ``verify`` notes of the source.
     """
 
     source: str
@@ -94,10 +95,10 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
             return _copy(place.url, to, [], progress)
-        unwritten = len(RLinfSource.open(place.directory, strict=None).unwritten)
-        copied = _copy(place.url, to, [], progress, strict=None, unwritten=unwritten)
-        if unwritten:
-            copied.problems.insert(0, _unwritten_in_words(unwritten))
+        found = RLinfSource.open(place.directory, strict=None)
+        copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(found.unwritten))
+        if found.unwritten:
+            copied.notes.append(found.unwritten_in_words())
         return copied
 
     return _each(find_place(source), str(target), copy, lenient=False)
@@ -131,8 +132,6 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
         copied = _copy(place.url, to, lost, progress, strict=False, unwritten=unwritten)
         copied.problems = [_told(problem, place.url) for problem in found.problems]
-        if unwritten:
-            copied.problems.append(_unwritten_in_words(unwritten))
         copied.uncounted = any(problem.uncounted for problem in found.problems)
         copied.notes = found.notes
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
@@ -199,12 +198,8 @@ def _put_empty(rank: str, why: str, result: Copied) -> None:
 
 def _told(problem: Problem, url: str) -> str:
     """Return a sentence on damage that names its file once; the store's own path is written before it."""
-    text = problem.message.removeprefix(f"{url}/").removeprefix(f"{url}: ")
+    text = without_advice(problem.message).removeprefix(f"{url}/").removeprefix(f"{url}: ")
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
-
-
-def _unwritten_in_words(count: int) -> str:
-    return f"{count:,} trajectories are in its index, but were never written; not in the store"
 
 
 def _copy(

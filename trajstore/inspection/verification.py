@@ -56,7 +56,7 @@ class Verification:
         problems: damage; of a run, also that of its parts.
         notes: things that are no damage: what an interrupted writer left, files of others.
         trajectories: trajectories whose data was checked.
-        pinned: how many of them were evicted, and are kept by pins.
+        pinned: how many of them were evicted or set aside, and are kept by pins.
         files: files read.
         nbytes: bytes read.
         parts: of a run, one each.

@@ -16,7 +16,7 @@ from trajstore.files.base import Directory
 from trajstore.reading.rlinf_file import RLinfFile
 from trajstore.store.lost_records import Damage
 from trajstore.store.rlinf_layout import INDEX_NAMES, SUFFIXES, RLinfEntry, parse_index, parse_metadata
-from trajstore.store.sealed import FROM_A_COPY, METADATA_NAME
+from trajstore.store.sealed import FROM_A_COPY, METADATA_NAME, without_advice
 
 _FILE = re.compile(rf"trajectory_(\d{{1,18}})_(.*)\.({'|'.join(SUFFIXES)})", re.DOTALL)
 
@@ -93,7 +93,7 @@ def _with_advice(error: StoreError, what: str, source: str) -> StoreError:
 
 def _damage(error: StoreError, source: str, outcome: str) -> Damage:
     absent = isinstance(error, StoreNotFoundError)
-    return Damage(f"{f'{source}: missing' if absent else str(error).removesuffix(FROM_A_COPY)} ({outcome})")
+    return Damage(f"{f'{source}: missing' if absent else without_advice(str(error))} ({outcome})")
 
 
 def _take_files(directory: Directory, names: list[str], found: RLinfContents) -> None:

@@ -32,6 +32,7 @@ from trajstore.store.sealed import (
     OR_WHAT_IS_WHOLE,
     parse_metadata,
     unseal,
+    without_advice,
 )
 from trajstore.store.shard_table import ShardTable
 
@@ -170,8 +171,7 @@ class Catalog(Committed):
         try:
             value = unseal("snapshot", data, source)
         except CorruptStoreError as error:
-            text = str(error).removesuffix(FROM_A_COPY)
-            raise CorruptStoreError(f"{text}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
+            raise CorruptStoreError(f"{without_advice(str(error))}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
         self.snapshot_bytes = len(data)
         del data
         try:

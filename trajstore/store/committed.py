@@ -26,7 +26,16 @@ from trajstore.store.lifetimes import Lifetimes
 from trajstore.store.log_records import LOG_FOLDER, manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
 from trajstore.store.saved_points import PinHead, Pins, pin_name
-from trajstore.store.sealed import INDEX_NAME, LAYOUT, LAYOUT_VERSION, METADATA_NAME, metadata_json, seal
+from trajstore.store.sealed import (
+    FROM_A_COPY,
+    INDEX_NAME,
+    LAYOUT,
+    LAYOUT_VERSION,
+    METADATA_NAME,
+    OR_WHAT_IS_WHOLE,
+    metadata_json,
+    seal,
+)
 from trajstore.store.shard_table import ShardTable
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
@@ -299,8 +308,7 @@ class Committed:
             if head.back_to is None and head.generation > self.generation:
                 raise CorruptStoreError(
                     f"{LOG_FOLDER}/: ends with generation {self.generation}, and {pin_name(head.name)} was made at "
-                    f"generation {head.generation}: the log was cut or lost; restore it from a copy before anything is "
-                    "written here, or load what is whole with strict=False"
+                    f"generation {head.generation}: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
                 )
 
     def check_ids(self, told: int) -> None:
@@ -315,8 +323,7 @@ class Committed:
         if told > self.next_id:
             raise CorruptStoreError(
                 f"{LOG_FOLDER}/: ends with id {self.next_id - 1}, and by {METADATA_NAME} all up to {told - 1} were "
-                "committed: the log was cut or lost; restore it from a copy before anything is written here, or load "
-                "what is whole with strict=False"
+                f"committed: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
             )
 
     # -- pins -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from trajstore.store.sealed import (
     is_of_rlinf,
     parse_metadata,
     unseal,
+    without_advice,
 )
 from trajstore.store.shard_table import ShardTable
 
@@ -123,7 +124,7 @@ class SalvagedCatalog(Catalog):
                 raise StoreNotFoundError(f"{self.directory.url}: no such directory") from error
             self._warn(f"{self.directory.url}/{METADATA_NAME} is missing: {_WORKED_OUT}")
         except CorruptStoreError as error:
-            self._warn(f"{error} ({_WORKED_OUT})")
+            self._warn(f"{without_advice(str(error))} ({_WORKED_OUT})")
         return {
             "layout": LAYOUT,
             "layout_version": LAYOUT_VERSION,
@@ -133,7 +134,7 @@ class SalvagedCatalog(Catalog):
         }
 
     def _damaged_pin(self, error: CorruptStoreError) -> None:
-        damage = self._warn(f"{str(error).removesuffix(FROM_A_COPY)}; what only this pin named is left out")
+        damage = self._warn(f"{without_advice(str(error))}; what only this pin named is left out")
         damage.uncounted = True
 
     # -- the index --------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class SalvagedCatalog(Catalog):
             segments = log_segments(self.directory)
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names(SHARDS_FOLDER):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
-            what = str(error).removeprefix(f"{source}: ").removesuffix(FROM_A_COPY)
+            what = without_advice(str(error)).removeprefix(f"{source}: ")
             reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {what}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()

@@ -13,12 +13,6 @@ from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
 
-_OF_METADATA = (
-    "it says format and generation of the store and where its draws stand, and holds no trajectory: put it back from a "
-    "copy, or let `trajstore repair` make a new store of all trajectories"
-)
-"""What is lost with a ``metadata.json``, and what to do."""
-
 FROM_A_COPY = "; restore it from a copy"
 """How sentences on damaged files end."""
 
@@ -27,6 +21,20 @@ OR_WHAT_IS_WHOLE = "; strict=False loads what is whole, and `trajstore repair` m
 
 OR_FROM_THE_LOG = f"{OR_WHAT_IS_WHOLE}, if the log still has every commit"
 """The same, where the index cannot be read."""
+
+
+def without_advice(text: str) -> str:
+    """Return a sentence on damage without what can be done about it, for whoever does it."""
+    for advice in (OR_FROM_THE_LOG, OR_WHAT_IS_WHOLE, FROM_A_COPY):
+        text = text.removesuffix(advice)
+    return text
+
+
+_OF_METADATA = (
+    "it says format and generation of the store and where its draws stand, and holds no trajectory"
+    f"{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
+)
+"""What is lost with a ``metadata.json``, and what to do."""
 
 LAYOUT = "trajstore"
 LAYOUT_VERSION = 4
