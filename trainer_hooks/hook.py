@@ -219,10 +219,9 @@ class ReplayHook(Closing, Generic[Task]):
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
     ) -> None:
-        """Take the figures of one loss computation; :meth:`step_done` returns those of all tokens of the step's losses.
+        """Take the figures of one loss computation; those that :meth:`step_done` returns are over all tokens of a step.
 
-        A token counts in each loss that it was in, ``pg_loss`` is the mean of the losses, and a side without tokens in
-        all of them has no figures.
+        ``pg_loss`` is the mean of the losses; a side without tokens has no figures.
 
         Args:
             batch: the whole batch.
@@ -246,11 +245,9 @@ class ReplayHook(Closing, Generic[Task]):
     ) -> dict[str, float]:
         """Let what the step made enter the pool; return the step's metrics (none if switched off).
 
-        Rollouts are found in the batch by task and rollout id, wherever their rows stand.
-
         Args:
             batch: the padded batch.
-            fresh: the rollouts made; not changed.
+            fresh: the rollouts made, not changed; their rows are found by task and rollout id.
             old_log_probs: [B, R], natural logarithm, as the policy that sampled gives them: not the replaced ones.
             entropys: [B, R], nats, under the same policy.
 

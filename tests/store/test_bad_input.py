@@ -120,7 +120,7 @@ def test_a_torn_last_record_is_cut_off_by_the_next_writer(store: Path) -> None:
     (segment,) = (store / "log").iterdir()
     segment.write_bytes(segment.read_bytes()[:-7])
     tell_ids(store, 6)  # ids up to 5 were committed when it was renewed
-    with pytest.raises(errors.CorruptStoreError, match=r"ends with id 3, and by metadata\.json all up to 5"):
+    with pytest.raises(errors.CorruptStoreError, match=r"ends with id 3, and by metadata\.json all ids up to 5"):
         read(store)
     tell_ids(store, 4)
     assert read(store) == {key: key for key in range(4)}

@@ -81,7 +81,9 @@ def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_s
         lambda: TrajectoryReplayBuffer.open(path),
         lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
     ):
-        with pytest.raises(CorruptStoreError, match=f"ends with id {left - 1}, and by metadata.json all up to 4 were"):
+        with pytest.raises(
+            CorruptStoreError, match=r"(ends with id 2|has no trajectory), and by metadata\.json all ids up to 4 were"
+        ):
             opened()
     assert len(list((path / "shards").iterdir())) == 6
     (problem,) = verify(path).problems

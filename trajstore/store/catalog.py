@@ -20,6 +20,7 @@ from trajstore.files.base import Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.committed import NONSENSE, Change, Committed
 from trajstore.store.index import TrajectoryIndex
+from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
 from trajstore.store.packing import declared_rows
 from trajstore.store.saved_points import Pins
@@ -101,8 +102,8 @@ class Catalog(Committed):
             catalog._load_snapshot()
             # A snapshot may have been taken and older segments deleted between the two reads: then start again.
             if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
-                catalog.check_pins()
-                catalog.check_ids(catalog._told_ids)
+                check_pins(catalog)
+                check_ids(catalog, catalog._told_ids)
                 return catalog
         raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
 
@@ -300,12 +301,6 @@ class Catalog(Committed):
             self.pinned.drop(self.pinned.first + unpinned)
             # A reader of the pin shows this very generation: it is from the next one on that nobody needs them.
             self.lifetimes.note(self.needed_shards(), self.generation + 1)
-
-
-def ids_told(metadata: Mapping[str, Any]) -> int:
-    """Return up to which id trajectories were committed when ``metadata.json`` was written; 0 where it does not say."""
-    counter = metadata.get("trajectory_counter")
-    return counter if isinstance(counter, int) else 0
 
 
 def oldest_generation(directory: Directory) -> int:

@@ -23,16 +23,14 @@ from trajstore.store.additions import AddedShard, added_in, entries_from_json, r
 from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lifetimes import Lifetimes
-from trajstore.store.log_records import LOG_FOLDER, manifest_from_json, natural, parse_ranges
+from trajstore.store.log_records import manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
-from trajstore.store.saved_points import PinHead, Pins, pin_name
+from trajstore.store.saved_points import PinHead, Pins
 from trajstore.store.sealed import (
-    FROM_A_COPY,
     INDEX_NAME,
     LAYOUT,
     LAYOUT_VERSION,
     METADATA_NAME,
-    OR_WHAT_IS_WHOLE,
     metadata_json,
     seal,
 )
@@ -297,34 +295,6 @@ class Committed:
     def _in_force(self) -> list[PinHead]:
         """Return what rollbacks set aside, none of which has been taken back."""
         return [head for head in self.asides() if not len(self.index.positions_in(head.ids))]
-
-    def check_pins(self) -> None:
-        """Refuse a log that ends before commits that a pin was made after: they were acknowledged, and are gone.
-
-        Raises:
-            CorruptStoreError: it does; names the pin.
-        """
-        for head in self.pins.heads.values():
-            if head.back_to is None and head.generation > self.generation:
-                raise CorruptStoreError(
-                    f"{LOG_FOLDER}/: ends with generation {self.generation}, and {pin_name(head.name)} was made at "
-                    f"generation {head.generation}: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
-                )
-
-    def check_ids(self, told: int) -> None:
-        """Refuse a log that ends before ids that ``metadata.json``, which was read earlier, knows to be committed.
-
-        Args:
-            told: the next id by what it says.
-
-        Raises:
-            CorruptStoreError: it does.
-        """
-        if told > self.next_id:
-            raise CorruptStoreError(
-                f"{LOG_FOLDER}/: ends with id {self.next_id - 1}, and by {METADATA_NAME} all up to {told - 1} were "
-                f"committed: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
-            )
 
     # -- pins -------------------------------------------------------------------------------------
 

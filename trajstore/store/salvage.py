@@ -22,9 +22,10 @@ from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeConten
 from trajstore.files.base import Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.additions import added_in
-from trajstore.store.catalog import Catalog, ids_told, log_segments
+from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
 from trajstore.store.index import TrajectoryIndex
+from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import decode_each, natural, record_without_end
 from trajstore.store.lost_records import Damage, LostRecords
 from trajstore.store.sealed import (
@@ -93,9 +94,9 @@ class SalvagedCatalog(Catalog):
         newest = metadata["generation"] - catalog.generation
         if newest > 0:
             catalog._lost.missing(catalog._warn(f"{directory.url}: the newest {newest:,} commits are missing"))
-        for check in (catalog.check_pins, partial(catalog.check_ids, ids_told(metadata))):
+        for check in (check_pins, partial(check_ids, told=ids_told(metadata))):
             try:
-                check()
+                check(catalog)
             except CorruptStoreError as error:
                 if not catalog.damage:  # else it is what that damage has made
                     catalog._lost.missing(catalog._warn(f"{directory.url}/{error}"))
