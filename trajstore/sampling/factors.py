@@ -79,8 +79,8 @@ class Factor(ABC):
         """Return what cannot be worked out from the trajectories themselves; tensors are row by row of ``entries``."""
         return {}
 
-    def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:  # noqa: B027  # most have no state
-        """Take up what :meth:`state` said of these entries."""
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:  # noqa: B027  # most have no state
+        """Take up what :meth:`state` said of these entries; of the others it knew nothing: they came later."""
 
     def figures(self, alive: IntArray) -> dict[str, float]:
         """Return numbers for metrics; ``alive`` are the entries that are there."""
@@ -132,6 +132,7 @@ class Recency(Factor):
         newest = float(known.max())
         if self._base is None:
             self._base = newest
+            return np.arange(entries[0])
         if newest - self._base <= _REBASE_AFTER * self.half_life:
             return _NONE
         self._base = newest
@@ -149,9 +150,18 @@ class Recency(Factor):
     def state(self, entries: IntArray) -> dict[str, Any]:
         return {"stamp": torch.from_numpy(self._stamp.values[entries]), "next": self._next, "base": self._base}
 
-    def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:
-        self._stamp.values[entries] = state["stamp"]
-        self._next, self._base = int(state["next"]), state["base"]
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
+        self._base = state["base"]
+        if self.by == "versions":
+            return
+        stamps, self._next = np.asarray(state["stamp"], np.int64), int(state["next"])
+        self._stamp.values[entries] = stamps
+        later = others > (entries[-1] if len(entries) else -1)
+        came = int(np.count_nonzero(later))
+        self._stamp.values[others[later]] = np.arange(self._next, self._next + came)
+        self._next += came
+        # What was evicted then and is back, as after a rollback, is as old as what came after it.
+        self._stamp.values[others[~later]] = stamps[np.searchsorted(entries, others[~later])]
 
 
 @dataclass(slots=True)
@@ -293,7 +303,7 @@ class Staleness(Factor):
     def state(self, entries: IntArray) -> dict[str, Any]:
         return {"newest": self._newest}  # its trajectory may have been evicted
 
-    def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
         if state["newest"] is not None:
             self.reached(int(state["newest"]))
 
@@ -368,7 +378,7 @@ class UseLimit(Factor):
             "ready": torch.from_numpy(self._ready.values[entries]),
         }
 
-    def take_up(self, entries: IntArray, state: Mapping[str, Any]) -> None:
+    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
         self._batch = int(state["batch"])
         self._uses.values[entries] = state["uses"]
         self._ready.values[entries] = state["ready"]

@@ -337,17 +337,20 @@ class WeightedSampler(Sampler):
             np.asarray(state["leaves"])[there] != self._roster.leaf_counts(entries[there])
         ):
             raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
+        others = np.setdiff1d(np.flatnonzero(self._roster.alive), entries[there])
         for factor in self.factors:
             rows = {
                 name: value.numpy()[there] if isinstance(value, torch.Tensor) else value
                 for name, value in state["factors"][factor.name].items()
             }
-            factor.take_up(entries[there], rows)
+            factor.take_up(entries[there], others, rows)
         if self.priorities is not None:
             counts = np.asarray(state["leaves"])
             leaves, _ = self._roster.leaf_runs(entries[there])
             self._powers.values[leaves] = np.asarray(state["powers"])[np.repeat(there, counts)]
             self._largest = float(state["largest"])
+            leaves, _ = self._roster.leaf_runs(others)
+            self._powers.values[leaves] = self._power(np.array([self._largest]))  # as of any that is added
         self._weigh([np.arange(len(self._roster))])
 
     def figures(self) -> dict[str, float]:
