@@ -232,7 +232,7 @@ def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[R
     raise StoreNotFoundError(
         f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: bring it back from a copy "
         f"or its mirror, or begin a new run in another directory and load this one there (load_checkpoint({run!r}, "
-        "strict=False)). If none was lost, take the points away (unpin) and begin"
+        f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away (unpin) and begin"
     )
 
 

@@ -102,8 +102,8 @@ class Catalog(Committed):
             catalog._load_snapshot()
             # A snapshot may have been taken and older segments deleted between the two reads: then start again.
             if catalog._read_log() and catalog.metadata()["generation"] <= catalog.generation:
-                check_pins(catalog)
-                check_ids(catalog, catalog._told_ids)
+                check_pins(catalog, directory.url)
+                check_ids(catalog, directory.url, catalog._told_ids)
                 return catalog
         raise CorruptStoreError(f"{directory.url}: records are missing between {INDEX_NAME} and {LOG_FOLDER}/")
 

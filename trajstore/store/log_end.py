@@ -22,8 +22,12 @@ def ids_told(metadata: Mapping[str, Any]) -> int:
     return counter if isinstance(counter, int) else 0
 
 
-def check_pins(committed: Committed) -> None:
+def check_pins(committed: Committed, url: str) -> None:
     """Refuse a log that ends before commits that a pin was made after: they were acknowledged, and are gone.
+
+    Args:
+        committed: what snapshot and log tell.
+        url: of the store, for the message.
 
     Raises:
         CorruptStoreError: it does; names the pin.
@@ -31,16 +35,17 @@ def check_pins(committed: Committed) -> None:
     for head in committed.pins.heads.values():
         if head.back_to is None and head.generation > committed.generation:
             raise CorruptStoreError(
-                f"{LOG_FOLDER}/: ends with generation {committed.generation}, and {pin_name(head.name)} was made at "
-                f"generation {head.generation}: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
+                f"{url}/{LOG_FOLDER}: ends with generation {committed.generation}, and {pin_name(head.name)} was made "
+                f"at generation {head.generation}: the log was cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
             )
 
 
-def check_ids(committed: Committed, told: int) -> None:
+def check_ids(committed: Committed, url: str, told: int) -> None:
     """Refuse a log that ends before ids that ``metadata.json``, which was read earlier, knows to be committed.
 
     Args:
         committed: what snapshot and log tell.
+        url: of the store, for the message.
         told: the next id by the metadata.
 
     Raises:
@@ -49,6 +54,6 @@ def check_ids(committed: Committed, told: int) -> None:
     if told > committed.next_id:
         ends = f"ends with id {committed.next_id - 1}" if committed.next_id else "has no trajectory"
         raise CorruptStoreError(
-            f"{LOG_FOLDER}/: {ends}, and by {METADATA_NAME} all ids up to {told - 1} were committed: the log was cut "
-            f"or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
+            f"{url}/{LOG_FOLDER}: {ends}, and by {METADATA_NAME} all ids up to {told - 1} were committed: the log was "
+            f"cut or lost{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
         )

@@ -96,10 +96,10 @@ class SalvagedCatalog(Catalog):
             catalog._lost.missing(catalog._warn(f"{directory.url}: the newest {newest:,} commits are missing"))
         for check in (check_pins, partial(check_ids, told=ids_told(metadata))):
             try:
-                check(catalog)
+                check(catalog, directory.url)
             except CorruptStoreError as error:
                 if not catalog.damage:  # else it is what that damage has made
-                    catalog._lost.missing(catalog._warn(f"{directory.url}/{error}"))
+                    catalog._lost.missing(catalog._warn(without_advice(str(error))))
         catalog._settle(metadata)
         return catalog
 
@@ -123,7 +123,7 @@ class SalvagedCatalog(Catalog):
         except FileNotFoundError as error:
             if not self.directory.exists():
                 raise StoreNotFoundError(f"{self.directory.url}: no such directory") from error
-            self._warn(f"{self.directory.url}/{METADATA_NAME} is missing: {_WORKED_OUT}")
+            self._warn(f"{self.directory.url}/{METADATA_NAME}: missing ({_WORKED_OUT})")
         except CorruptStoreError as error:
             self._warn(f"{without_advice(str(error))} ({_WORKED_OUT})")
         return {
@@ -150,7 +150,7 @@ class SalvagedCatalog(Catalog):
             if isinstance(error, FileNotFoundError) and not segments and not self.directory.names(SHARDS_FOLDER):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
             what = without_advice(str(error)).removeprefix(f"{source}: ")
-            reason = f"{source} is missing" if isinstance(error, FileNotFoundError) else f"{source}: {what}"
+            reason = f"{source}: missing" if isinstance(error, FileNotFoundError) else f"{source}: {what}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()
                 too = f"; {METADATA_NAME} is damaged too" if self.damage else ""

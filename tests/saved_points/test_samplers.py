@@ -1,0 +1,99 @@
+"""A sampler in a saved point: the resumed run draws as the one that went on, whenever the sampler had drawn last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stores import opened
+from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.sampling import (
+    EpochSampler,
+    FreshestSampler,
+    LeastUsedSampler,
+    Priorities,
+    Recency,
+    Sampler,
+    Staleness,
+    UseLimit,
+    WeightedSampler,
+)
+
+MAKERS: dict[str, Callable[[], Sampler]] = {
+    "recency": lambda: WeightedSampler([Recency(half_life=2)]),
+    "recency of trajectories": lambda: WeightedSampler([Recency(half_life=1.5)], unit="trajectory"),
+    "recency by versions": lambda: WeightedSampler([Recency(half_life=2, by="versions")]),
+    "staleness": lambda: WeightedSampler([Staleness(max_age=2)]),
+    "priorities": lambda: WeightedSampler(priorities=Priorities()),
+    "recency and priorities": lambda: WeightedSampler([Recency(half_life=3)], priorities=Priorities()),
+    "uses": lambda: WeightedSampler([UseLimit(max_uses=9, cooldown=1)], unit="trajectory"),
+    "epochs": lambda: EpochSampler(),
+    "freshest": lambda: FreshestSampler(decay=2.0),
+    "least used": lambda: LeastUsedSampler(),
+}
+
+
+def rollout(version: int) -> Trajectory:
+    return Trajectory(rewards=torch.full((3, 2, 1), float(version)), versions=torch.full((3, 2, 1), float(version)))
+
+
+class Run:
+    """Adds rollouts and draws; with priorities, later rollouts get higher ones when they are drawn."""
+
+    def __init__(self, path: Path, sampler: Sampler) -> None:
+        self.buffer: TrajectoryReplayBuffer = opened(path, seed=1)
+        self.sampler = sampler
+        self.version = 0
+
+    def add(self) -> None:
+        self.buffer.add_trajectories([rollout(self.version)])
+        self.version += 1
+
+    def draw(self) -> list[float]:
+        if self.sampler.unit == "trajectory":
+            return [float(one.rewards[0, 0, 0]) for one in self.buffer.sample_trajectories(2, sampler=self.sampler)]
+        batch = self.buffer.sample(64, sampler=self.sampler)
+        found: list[float] = batch["rewards"].flatten().tolist()
+        if isinstance(self.sampler, WeightedSampler) and self.sampler.priorities is not None:
+            self.buffer.update_priorities(self.sampler, batch.drawn, torch.tensor(found) + 2.0)
+        return found
+
+
+@pytest.mark.parametrize("undrawn", [0, 3])
+@pytest.mark.parametrize("drawn", [0, 2])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
+    tmp_path: Path, name: str, drawn: int, undrawn: int
+) -> None:
+    if not drawn + undrawn:
+        undrawn = 1
+    found = []
+    for killed in (False, True):
+        run = Run(tmp_path / f"{killed}", MAKERS[name]())
+        for _ in range(drawn):
+            run.add()
+            run.draw()
+        for _ in range(undrawn):
+            run.add()
+        run.buffer.save_point(0, state={"sampler": run.sampler})
+        if killed:
+            then = run.version
+            for _ in range(3):
+                run.add()
+                run.draw()
+            run.buffer.close()
+            run = Run(tmp_path / f"{killed}", MAKERS[name]())
+            state = run.buffer.rollback(0, aside=False)
+            run.buffer.follow(run.sampler)
+            run.sampler.load_state_dict(state["sampler"])
+            run.version = then
+        batches = []
+        for _ in range(4):
+            run.add()
+            batches.append(run.draw())
+        run.buffer.close()
+        found.append(batches)
+    assert found[0] == found[1]
