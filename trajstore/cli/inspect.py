@@ -127,9 +127,11 @@ def _write_points(report: dict[str, Any], out: Output) -> None:
         lines = [("name", "back to step", "trajectories", "bytes", "saved points")]
         for a in asides:
             back_to, count, nbytes = f"{a['rolled_back_to']:,}", f"{a['trajectories']:,}", format_bytes(a["bytes"])
-            lines.append((a["name"], back_to, count, nbytes, ", ".join(map(str, a["steps"]))))
+            name = f"{a['name']} (the next writer deletes it)" if a["deleted"] else a["name"]
+            lines.append((name, back_to, count, nbytes, ", ".join(map(str, a["steps"]))))
         out.table(lines, right=(1, 2, 3))
-        out.line("  `trajstore rollback PATH --take-back NAME` shows them again")
+        if not all(a["deleted"] for a in asides):
+            out.line("  `trajstore rollback PATH --take-back NAME` shows them again")
 
 
 def _whole(lacking: list[int]) -> str:

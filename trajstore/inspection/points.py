@@ -212,6 +212,7 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
                 "trajectories": len(entries),
                 "bytes": int(catalog.pinned.at("nbytes", entries).sum()),
                 "steps": sorted(step for step in steps if step is not None),
+                "deleted": head.deleted,
             }
         )
     return {

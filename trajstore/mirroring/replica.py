@@ -20,6 +20,7 @@ from trajstore.mirroring.ledger import Ledger, crc_of
 from trajstore.mirroring.source import Line, Picture, strange_id
 from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import LOG_FOLDER, segment_generation, segment_name
+from trajstore.store.pin_names import removal_order
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.writing.commit_log import CommitLog
@@ -372,10 +373,9 @@ class Replica:
         self.remove_dead()
 
     def _remove_pins(self, names: Sequence[str]) -> None:
-        if names:
-            self.target.remove([pin_name(name) for name in names], durable=True)
-            for name in names:
-                del self.pins[name]
+        for group in removal_order(names):
+            self.target.remove([pin_name(name) for name in group], durable=True)
+            self.pins = {name: crc for name, crc in self.pins.items() if name not in group}
 
     def remove_dead(self) -> None:
         """Remove files that the mirror does not need and no reader shows."""

@@ -25,6 +25,7 @@ from trajstore.store.index import TrajectoryIndex
 from trajstore.store.lifetimes import Lifetimes
 from trajstore.store.log_records import manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
+from trajstore.store.pin_names import aside_name
 from trajstore.store.saved_points import PinHead, Pins
 from trajstore.store.sealed import (
     INDEX_NAME,
@@ -275,6 +276,16 @@ class Committed:
         if aside.generation > self.generation or aside.generation in self.fences:
             return False
         return bool(self.left_out) or self.lacking(aside.name) == 0
+
+    def deleted_asides(self) -> list[PinHead]:
+        """Return what rollbacks that delete it have set aside, with its saved points."""
+        going = {head.name for head in self._in_force() if head.deleted}
+        void = self.void_points()
+        return [
+            head
+            for head in self.pins.heads.values()
+            if {head.name, head.aside, aside_name(void.get(head.name, 0))} & going
+        ]
 
     def void_points(self) -> dict[str, int]:
         """Return the saved points that a rollback to an earlier step made void, with the generation of the rollback."""

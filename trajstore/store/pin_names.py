@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from trajstore.errors import ConfigurationError
 
@@ -24,6 +25,18 @@ def point_name(step: int) -> str:
 def aside_name(generation: int, step: int | None = None) -> str:
     """Return the name of the pin of what a rollback set aside, or of a saved point that it set aside."""
     return f"aside-{generation}" + ("" if step is None else f"-{point_name(step)}")
+
+
+def removal_order(names: Iterable[str]) -> list[list[str]]:
+    """Return names of pins that go together in the groups in which they must go, none of which is empty.
+
+    What rollbacks set aside goes last: without it nothing says which points are void, or deleted with it.
+    """
+    groups: tuple[list[str], list[str]] = ([], [])
+    for name in names:
+        match = ASIDE.fullmatch(name)
+        groups[match is not None and match[2] is None].append(name)
+    return [group for group in groups if group]
 
 
 def check_pin_name(name: str) -> None:

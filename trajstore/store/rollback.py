@@ -70,7 +70,7 @@ def set_aside(catalog: Catalog, name: str) -> PinHead:
     Raises:
         StoreNotFoundError: there is nothing of this name; names what there is.
     """
-    asides = {head.name: head for head in catalog.asides()}
+    asides = {head.name: head for head in catalog.asides() if not head.deleted}
     if name not in asides:
         there = ", ".join(asides) or "none"
         raise StoreNotFoundError(f"{catalog.directory.url}: nothing was set aside as {name!r}; there are: {there}")

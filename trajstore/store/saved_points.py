@@ -53,6 +53,7 @@ class PinHead:
         state: of a saved point that has one.
         back_to: step to which the rollback went that set this aside; None for other pins.
         ranks: of a saved point of a run, how many ranks save it together; None for one of a store by itself.
+        deleted: of what a rollback set aside, whether it was told to delete that; then it is there only after a crash.
         crc32: of all bytes of its file.
     """
 
@@ -63,6 +64,7 @@ class PinHead:
     state: StateFile | None = None
     back_to: int | None = None
     ranks: int | None = None
+    deleted: bool = False
     crc32: int = 0
 
     @property
@@ -291,7 +293,10 @@ def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
             state = StateFile(file, natural(size), natural(crc, 0xFFFFFFFF))
         if step is None and back_to is None:
             return PinHead(name, ids, generation)
-        return PinHead(name, ids, generation, step, state, back_to, ranks)
+        deleted = value.get("deleted", False)
+        if not isinstance(deleted, bool):
+            raise ValueError(f"deleted: {deleted!r} is neither true nor false")
+        return PinHead(name, ids, generation, step, state, back_to, ranks, deleted and back_to is not None)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"{source}: {error}; restore it from a copy") from error
 

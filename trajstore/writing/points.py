@@ -23,7 +23,7 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.files.base import EncodedFile
-from trajstore.store.pin_names import aside_name, check_pin_name, point_name
+from trajstore.store.pin_names import aside_name, check_pin_name, point_name, removal_order
 from trajstore.store.rollback import RollbackPlan, plan_rollback, set_aside, with_live
 from trajstore.store.saved_points import (
     PinHead,
@@ -189,9 +189,9 @@ class Points:
     def _release(self, heads: Sequence[PinHead]) -> None:
         """Let go of pins, and delete state files that none names; within :meth:`_changing`."""
         if heads:
-            names = [head.name for head in heads]
-            logger.info("%s: lets go of %s", self._directory.url, ", ".join(names))
-            self._log.release_pins(names)
+            logger.info("%s: lets go of %s", self._directory.url, ", ".join(head.name for head in heads))
+            for names in removal_order(head.name for head in heads):
+                self._log.release_pins(names)
         if unnamed := self._log.catalog.pins.unnamed_states():
             self._directory.remove(unnamed)
 
@@ -222,16 +222,21 @@ class Points:
             state, said = catalog.pins.state_of(plan.point), catalog.pins.state(plan.point.name)
             if plan.is_empty:
                 return plan, None, state, said
-            name = aside_name(catalog.generation + 1)
+            generation = catalog.generation + 1
+            name = aside_name(generation)
             leaves = bool(len(plan.leaving) or plan.void)
             if leaves:
-                self._publish(pin_file(name, plan.leaving, catalog.generation + 1, back_to=step), "was rolled back")
+                told = {"back_to": step} if aside else {"back_to": step, "deleted": True}
+                self._publish(pin_file(name, plan.leaving, generation, **told), "was rolled back")
                 catalog.load_pins()
-            self._log.replace(*with_live(catalog, plan.point.ids))
-            renamed = self._try_to_rename_void()
-            aside = aside or not renamed
-            if not aside:
-                self._release([head for head in catalog.pins.heads.values() if name in (head.name, head.aside)])
+            try:
+                self._log.replace(*with_live(catalog, plan.point.ids))
+            except StoreWriteError:
+                if leaves and catalog.generation >= generation:  # another commit's: no rollback must seem to be of it
+                    self._release([catalog.pins.heads[name]])
+                raise
+            self._release(catalog.deleted_asides())
+            self._try_to_rename_void()
         return plan, name if leaves and aside else None, state, said
 
     def take_back(self, name: str) -> int:
@@ -284,8 +289,10 @@ class Points:
         catalog = self._log.catalog
         asides = catalog.asides()
         self._release(catalog.unfinished_asides())
+        self._release(catalog.deleted_asides())
         self._try_to_rename_void()
         self._release([head for head in asides if self._is_live(head)])
+        self._log.garbage.collect(catalog)  # shards of a pin that went, where the crash came before theirs did
 
     def _is_live(self, head: PinHead) -> bool:
         """Return whether what a rollback set aside was taken back, all of it."""
@@ -293,14 +300,12 @@ class Points:
         theirs = any(other.aside == head.name for other in catalog.pins.heads.values())
         return head.count > 0 and not theirs and len(catalog.index.positions_in(head.ids)) == head.count
 
-    def _try_to_rename_void(self) -> bool:
-        """Rename void points and return whether that worked; else it is tried again before the next change of pins."""
+    def _try_to_rename_void(self) -> None:
+        """Rename void points; if that does not work, it is tried again before the next change of pins."""
         try:
             self._rename_void()
         except StoreWriteError as error:
             logger.warning("%s", error)
-            return False
-        return True
 
     def _rename_void(self) -> None:
         """Give points that a rollback made void the name of what it set aside; within :meth:`_changing`."""
