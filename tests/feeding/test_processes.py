@@ -42,6 +42,7 @@ if begins and rank == 0:
 dist.barrier()
 loader.close()
 buffer.close()
+dist.destroy_process_group()  # at the interpreter's end its threads may end the process with SIGABRT
 """
 
 

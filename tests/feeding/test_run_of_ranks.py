@@ -61,6 +61,7 @@ for step in range((done or 0) + 1, SAVED_AND_ON + 1):
         save_run_point(buffer, step, {"model": model, "sampler": sampler})
 buffer.close()
 dist.barrier()
+dist.destroy_process_group()
 """
 
 
