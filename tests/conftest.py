@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from trajstore import locks
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("stateful", settings.get_profile("repeatable"), suppress_health_check=list(HealthCheck))
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,16 +43,11 @@ def shared_fixtures() -> Path:
 def s3_options() -> Iterator[dict[str, Any]]:
     """Start an S3 server on the loopback interface; return the storage options that lead to it."""
     pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
-    server_module = pytest.importorskip("moto.server", reason="needs moto[server]")
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield {
-        "key": "test",
-        "secret": "test",
-        "endpoint_url": f"http://{host}:{port}",
-    }
-    server.stop()
+    pytest.importorskip("moto.server", reason="needs moto[server]")
+    from tools.campaigns import s3_server
+
+    with s3_server() as options:
+        yield options
 
 
 @pytest.fixture
@@ -77,3 +75,8 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     with locks.checked() as breaches:
         yield
     assert not breaches, "\n\n".join(breaches)
+
+
+def pytest_unconfigure() -> None:
+    """Tell of threads for which the interpreter would wait for ever, and end it."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)

@@ -11,12 +11,13 @@ import json
 import pickle
 import zlib
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-HIGHEST_LAYOUT_VERSION = 4
+HIGHEST_LAYOUT_VERSION = 6
 
 _SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -46,7 +47,7 @@ class Shard:
 
 @dataclass
 class Entry:
-    """A trajectory of the index. ``starts`` are first rows by axis; ``versions`` is None if unknown."""
+    """A trajectory of the index; ``starts`` are first rows by axis. Unknown ones: ``committed`` -1, others None."""
 
     number: int
     uuid: str
@@ -56,6 +57,8 @@ class Entry:
     versions: tuple[int, int] | None
     shard: Shard
     starts: dict[int, int]
+    committed: int
+    facts: dict[str, Any] | None
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Store:
     live: dict[int, Entry] = field(default_factory=dict)
     pinned: dict[int, Entry] = field(default_factory=dict)
     pins: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 # -- JSON files ---------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ def unpack(value: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Return a packed array."""
     dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
     data = zlib.decompress(base64.b64decode(value["data"]))
-    if dtype.kind == "V" or not shape[0]:
+    if dtype.kind in "Vf" or not shape[0]:
         return np.frombuffer(data, dtype).reshape(shape)
     return np.cumsum(np.frombuffer(data, "<i8").reshape(shape), axis=0).astype(dtype)
 
@@ -192,9 +196,23 @@ def open_store(path: Path) -> Store:
     store.live = _entries(snapshot["live"], table)
     named = _named(store)
     store.pinned = {number: entry for number, entry in _entries(snapshot["pinned"], table).items() if number in named}
+    store.notes = _notes(snapshot["notes"]) if "notes" in snapshot else {}
     for record in read_log(path, store.generation):
         _apply(store, record, named)
     return store
+
+
+def _notes(value: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the latest values by id."""
+    columns = {name: unpack(column).tolist() for name, column in value["columns"].items()}
+    words, found = unpack_texts(value["words"]), dict[int, dict[str, Any]]()
+    for at, number in enumerate(columns["ids"]):
+        name, kind = value["names"][columns["names"][at]]
+        text, value_number = columns["texts"][at], columns["numbers"][at]
+        given = (None if text < 0 else words[text]) if kind == "text" else None if isnan(value_number) else value_number
+        if not columns["void"][at]:
+            found.setdefault(number, {})[name] = given
+    return found
 
 
 def _named(store: Store) -> set[int]:
@@ -236,6 +254,7 @@ def _shard_table(value: dict[str, Any]) -> list[Shard]:
 def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
     weights = unpack_texts(value["weights"])
     unpacked = {name: unpack(array) for name, array in value["columns"].items()}
+    facts = {name: unpack(array).tolist() for name, array in value.get("facts", {}).items()}
     found = {}
     for at, number in enumerate(unpacked["trajectory_id"].tolist()):
         low, high = (int(unpacked[name][at]) for name in ("version_low", "version_high"))
@@ -250,8 +269,20 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
             None if low == -(1 << 63) else (low, high),
             table[one["shard"]],
             {0: one["start_samples"], 1: extra, 2: extra, 3: extra, 4: one["start_document"]},
+            one.get("committed", -1),
+            _facts({name: column[at] for name, column in facts.items()}, weights),
         )
     return found
+
+
+def _facts(of_one: dict[str, Any], texts: list[str]) -> dict[str, Any] | None:
+    """Return the facts of a rollout, from the numbers that the snapshot has."""
+    if not of_one.pop("told", 0):
+        return None
+    known = {name: number for name, number in of_one.items() if number not in (-1, None) or name.startswith("reward_")}
+    known = {name: number for name, number in known.items() if number == number}  # NaN is not itself
+    known |= {name: texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
+    return known | ({"terminated": bool(known["terminated"])} if "terminated" in known else {})
 
 
 def rows_on(axis: int, extent: tuple[int, int, int, int]) -> int:
@@ -279,6 +310,11 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
             if entry is not None and number in named:
                 store.pinned[number] = entry
         return
+    if operation == "annotate":
+        for name, values in record["values"].items():
+            for number, value in zip(record["ids"], values, strict=True):
+                store.notes.setdefault(number, {})[name] = value
+        return
     if operation not in ("add", "rewrite"):
         raise FormatError(f"operation {operation!r}")
     store.schemas += record["schemas"]
@@ -296,7 +332,7 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
         return
     added: dict[int, Entry] = {}
     for one in record.get("shards", [record]):
-        entries = _added(one["entries"], _manifest(one["shard"], store.schemas))
+        entries = _added(one["entries"], _manifest(one["shard"], store.schemas), record.get("time", -1))
         if list(entries) != sorted(entries) or added.keys() & entries.keys():
             raise FormatError("the ids of a shard do not ascend, or two shards have the same")
         added |= entries
@@ -306,9 +342,11 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
     store.next_id = max(added) + 1
 
 
-def _added(told: dict[str, Any], shard: Shard) -> dict[int, Entry]:
+def _added(told: dict[str, Any], shard: Shard, committed: int) -> dict[int, Entry]:
     """Return the trajectories of an added shard, by id."""
     ids, extents = ids_of(told["ids"]), [tuple(extent) for extent in told["extents"]]
+    lists = told.get("facts")
+    facts = [lists and {name: one[at] for name, one in lists.items() if one[at] is not None} for at in range(len(ids))]
     return {
         number: Entry(
             number,
@@ -319,6 +357,8 @@ def _added(told: dict[str, Any], shard: Shard) -> dict[int, Entry]:
             None if told["versions"][at] is None else (told["versions"][at][0], told["versions"][at][1]),
             shard,
             starts,
+            committed,
+            facts[at],
         )
         for at, (number, extent, starts) in enumerate(zip(ids, extents, _starts(extents), strict=True))
     }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 from trajstore.store.sealed import unseal
 from trajstore.testing.witness import witness
@@ -136,7 +136,7 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.add_trajectories([rollout(), rollout()])
         assert caplog.text == ""
-        buffer.add_trajectories([AgentTrajectory(), rollout(curr_obs={"note": "text"})])  # nothing to draw
+        buffer.add_trajectories([rollout(curr_obs={"note": "text"})])  # nothing to draw
         assert caplog.text == ""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
         changed = rollout(actions=torch.ones(2, 1, 4), prev_values=torch.ones(2, 1, 1))

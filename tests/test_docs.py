@@ -48,8 +48,11 @@ needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason
 PAGES = [
     "README.md",
     "docs/tutorial.md",
-    *(f"docs/howto/{name}.md" for name in ("agents", "copies", "damage", "feeding", "guided", "lost-node", "ranks")),
-    *(f"docs/howto/{name}.md" for name in ("reading", "resume", "retention", "rlinf", "samplers")),
+    *(
+        f"docs/howto/{name}.md"
+        for name in ("agents", "annotating", "asking", "copies", "damage", "feeding", "guided", "lost-node")
+    ),
+    *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
 ]
 """Each page is one program. One process runs them all, as importing torch takes longer than they do."""
 
@@ -133,6 +136,18 @@ def test_links_lead_somewhere(project_root: Path) -> None:
         if not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_the_glossary_is_a_page_with_one_meaning_for_each_word(project_root: Path) -> None:
+    words = re.findall(r"^\| (?!word |---)(.+?) \|", (project_root / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(words) <= 60
+    assert sorted(set(words)) == sorted(words)
+
+
+def test_every_promise_names_a_test_that_is_there(project_root: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (project_root / "docs" / "promises.md").read_text())
+    assert len(named) > 20
+    assert [name for name in named if not (project_root / name).exists()] == []
 
 
 def test_every_package_says_on_which_floor_it_is(project_root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from tests import format_reader
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.columns.conversion import flatten
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
@@ -31,6 +32,7 @@ def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Tr
     assert entry.versions == flat.versions
     assert entry.max_episode_length == flat.max_episode_length
     assert entry.weights == flat.model_weights_id
+    assert entry.facts == flat.facts
     format_reader.check_shard(store.path, entry.shard)
 
 
@@ -42,6 +44,9 @@ def test_the_page_is_enough_to_read_every_layout_version(layout: str) -> None:
         agree(store, store.live[number], witness(key))
     assert format_reader.ids_of(store.pins["start"]["ids"]) == [0, 1]
     agree(store, store.pinned[0], witness(1))
+    times = [entry.committed for entry in (store.pinned[0], *store.live.values())]
+    assert times == sorted(times)
+    assert {time > 0 for time in times} == {layout >= "layout_5"}
 
 
 AGENT = AgentTrajectory(
@@ -78,7 +83,7 @@ def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, A
         auto_save=True, auto_save_path=live, trajectory_format=form, format_options=options
     ) as buffer:
         buffer.add_trajectories(added)
-        buffer.pin("all")
+        buffer.points.pin("all")
         buffer.evict([0])
         buffer.compact()
         copy_live(live, copy, "readers", "writer.lock")
@@ -157,6 +162,8 @@ def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monke
     written = (tmp_path / "copy" / "log" / "0000000000000001.log").read_bytes().splitlines()
     first, told = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
     del first["entries"]["uuids"], told["entries"]["uuids"]
+    assert abs(first.pop("time") - time.time_ns() // 1000) < 600_000_000
+    del told["time"]
     assert first == told
     assert written[1] == log.encode().splitlines()[1]
     shard = (tmp_path / "copy" / "shards" / "shard_00000000.pt").read_bytes()
@@ -183,3 +190,16 @@ def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
             format_reader.open_store(path)
         file.write_bytes(sound)
     format_reader.open_store(path)
+
+
+def test_the_page_is_enough_to_read_values_that_came_late(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3)])
+        annotate(buffer, [0, 1], {"score": [0.5, 2], "tag": ["é", "x"]}, who="anna")
+        buffer.points.save(1)
+        annotate(buffer, [0], {"score": 9})
+        buffer.points.rollback(1)
+        annotate(buffer, 1, {"tag": None})
+        expected = {0: {"score": 0.5, "tag": "é"}, 1: {"score": 2.0, "tag": None}}
+        assert format_reader.open_store(copy_live(tmp_path / "store", tmp_path / "copy")).notes == expected
+    assert format_reader.open_store(tmp_path / "store").notes == expected

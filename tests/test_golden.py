@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, notes_of
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory
 
@@ -49,4 +49,26 @@ def test_a_writer_continues_it(layout: str, tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         assert buffer.trajectory_ids.tolist() == sorted(keys_of(layout))
         assert buffer.add_trajectories([buffer.get(4)]) == [max(keys_of(layout)) + 1]
+    assert verify(tmp_path / "store").sound
+
+
+def test_values_that_came_late_are_as_they_were(tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    shutil.copytree(GOLDEN / "values_6", tmp_path / "store")
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert [tuple(row.values()) for row in reader.query().select("score", "tag").rows()] == [
+            (0.5, "é"),
+            (2.0, None),
+            (None, "late"),
+        ]
+    assert [(note.value, note.who, note.in_force) for note in notes_of(tmp_path / "store", 0)] == [
+        (0.5, "anna", True),
+        ("é", "anna", True),
+        (9.0, "bob", False),
+    ]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as writer:  # takes in the inbox
+        assert [(note.name, note.value, note.who) for note in notes_of(writer, 2)] == [
+            ("tag", "late", ""),
+            ("score", 4.0, "other"),
+        ]
     assert verify(tmp_path / "store").sound

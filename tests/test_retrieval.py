@@ -58,7 +58,7 @@ def test_what_was_removed_was_never_there(texts: list[str], query: str, choice: 
         index.add(keys, [texts[key] for key in keys])
         kept += keys
         gone = choice.draw(st.lists(st.sampled_from(kept), unique=True))
-        index.remove(gone, [texts[key] for key in gone])
+        index.remove(gone)
         kept = [key for key in kept if key not in gone]
     plain.add(kept, [texts[key] for key in kept])
     assert len(index) == len(kept)

@@ -14,6 +14,7 @@ import torch
 
 from tests.feeding.test_loader import block
 from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.errors import TrajstoreError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
@@ -75,37 +76,37 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("read", "drawn", lambda b, v: b.read(v), ""),
     ("read", "columns", lambda b, v: b.read(drawn(b), columns=v), "None"),
     ("read", "out", lambda b, v: b.read(drawn(b), out=v), "None {}"),
-    ("readable", "trajectory_ids", lambda b, v: b.readable(v), "[]"),
-    ("names_of", "trajectory_ids", lambda b, v: b.names_of(v), "[]"),
-    ("extents", "trajectory_ids", lambda b, v: b.extents(v), "[]"),
-    ("token_rows", "trajectory_ids", lambda b, v: b.token_rows(v), "[]"),
-    ("token_rows", "columns", lambda b, v: b.token_rows([], v), "None [x]"),
+    ("readable", "trajectory_ids", lambda b, v: internals_of(b).readable(v), "[]"),
+    ("names_of", "trajectory_ids", lambda b, v: internals_of(b).names_of(v), "[]"),
+    ("extents", "trajectory_ids", lambda b, v: internals_of(b).extents(v), "[]"),
+    ("token_rows", "trajectory_ids", lambda b, v: internals_of(b).token_rows(v), "[]"),
+    ("token_rows", "columns", lambda b, v: internals_of(b).token_rows([], v), "None [x]"),
     ("follow", "sampler", lambda b, v: b.follow(v), ""),
     ("update_priorities", "sampler", lambda b, v: b.update_priorities(v, drawn(b), [1, 1, 1]), ""),
     ("update_priorities", "drawn", lambda b, v: b.update_priorities(weighted(b), v, [1, 1, 1]), ""),
     ("update_priorities", "priorities", lambda b, v: b.update_priorities(weighted(b), drawn(b), v), ""),
-    ("get", "trajectory_id", lambda b, v: b.get(v), "0 -1"),
+    ("get", "trajectory_id", lambda b, v: b.get(v), "0 -1 3"),
     ("is_ready", "min_size", lambda b, v: b.is_ready(v), "0"),
     ("load_state_dict", "state", lambda b, v: b.load_state_dict(v), ""),
     ("add_trajectories", "add_trajectories|rajectory", lambda b, v: b.add_trajectories(v), "[]"),
     ("add_trajectories of one", "rajectory", lambda b, v: b.add_trajectories([v]), ""),
-    ("add_flattened", "flats", lambda b, v: b.add_flattened(v, b""), "[]"),
-    ("add_flattened", "uuids", lambda b, v: b.add_flattened([], v), ""),
-    ("share_ids", "rank", lambda b, v: b.share_ids(v, 1), "0"),
-    ("share_ids", "ranks", lambda b, v: b.share_ids(0, v), ""),
+    ("add_flattened", "flats", lambda b, v: internals_of(b).add_flattened(v, b""), "[]"),
+    ("add_flattened", "uuids", lambda b, v: internals_of(b).add_flattened([], v), ""),
+    ("share_ids", "rank", lambda b, v: internals_of(b).share_ids(v, 1), "0"),
+    ("share_ids", "ranks", lambda b, v: internals_of(b).share_ids(0, v), ""),
     ("flush", "timeout", lambda b, v: b.flush(v), "None 0 2.5"),
     ("wait", "ids", lambda b, v: b.wait(v, 0), "[]"),
     ("wait", "timeout", lambda b, v: b.wait([0], v), "None 0 2.5"),
-    ("wait_mirrored", "ids", lambda b, v: b.wait_mirrored(v, 0), "None []"),
+    ("mirror.wait", "ids", lambda b, v: b.mirror.wait(v, 0), "None []"),
     ("evict", "ids", lambda b, v: b.evict(v), "[]"),
-    ("pin", "name", lambda b, v: b.pin(v), "x 3"),
-    ("unpin", "name", lambda b, v: b.unpin(v), "x 3"),
-    ("save_point", "step", lambda b, v: b.save_point(v), "0"),
-    ("save_point", "state", lambda b, v: b.save_point(1, v), "None {}"),
-    ("save_point", "keep", lambda b, v: b.save_point(1, keep=v), "None"),
-    ("rollback", "step", lambda b, v: b.rollback(v), "0"),
-    ("rollback", "aside", lambda b, v: b.rollback(1, aside=v), "0 True"),
-    ("take_back", "name", lambda b, v: b.take_back(v), "x 3"),
+    ("points.pin", "name", lambda b, v: b.points.pin(v), "x 3"),
+    ("points.unpin", "name", lambda b, v: b.points.unpin(v), "x 3"),
+    ("points.save", "step", lambda b, v: b.points.save(v), "0"),
+    ("points.save", "state", lambda b, v: b.points.save(1, v), "None {}"),
+    ("points.save", "keep", lambda b, v: b.points.save(1, keep=v), "None"),
+    ("points.rollback", "step", lambda b, v: b.points.rollback(v), "0"),
+    ("points.rollback", "aside", lambda b, v: b.points.rollback(1, aside=v), "0 True"),
+    ("points.take_back", "name", lambda b, v: b.points.take_back(v), "x 3"),
     ("save_checkpoint", "save_path", lambda b, v: b.save_checkpoint(v), "x 3"),
     ("save_checkpoint", "layout", lambda b, v: b.save_checkpoint("new", layout=v), ""),
     ("load_checkpoint", "load_path", lambda b, v: b.load_checkpoint(v), "x 3"),
@@ -213,7 +214,7 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("update", "ids", lambda b, v: weighted(b).update(v, np.zeros(0, np.int64), []), "[]"),
     ("value", "values", lambda b, v: LeastUsedSampler().value(np.arange(2), v), "tensor"),
     *(
-        (type(sampler).__name__, "count", lambda b, v, s=sampler: b.follow(s) or s.draw(v, b.generator), "")  # type: ignore[misc,func-returns-value]
+        (type(sampler).__name__, "count", lambda b, v, s=sampler: b.follow(s) or s.draw(v, b._draws.generator), "")  # type: ignore[misc,func-returns-value]
         for sampler in (EpochSampler(), FreshestSampler(), LeastUsedSampler(), WeightedSampler())
     ),
 ]
@@ -236,7 +237,7 @@ def buffer(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrajectoryRe
     with made:
         if not len(made):
             made.add_trajectories([block(key) for key in range(4)])
-            made.save_point(0)
+            made.points.save(0)
         yield made
 
 

@@ -1,22 +1,76 @@
-"""The command lines of campaigns: a seed, a folder to work in, then problems, a summary and the exit code."""
+"""What campaigns share: command line, result, children that are killed, and an S3 server of their own."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
+
+from tools.crash.forked import forking
+
+PATIENCE = 120.0
+"""Seconds that a child may take to come somewhere, however slow the machine is."""
 
 
-class Found(Protocol):
-    """What a campaign found."""
+@dataclass(kw_only=True)
+class Result:
+    """What a campaign has found so far: ``problems`` are what was wrong."""
 
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """How long the campaign has taken until now."""
+        return time.monotonic() - self.begun
 
 
-R = TypeVar("R", bound=Found)
+R = TypeVar("R", bound=Result)
+
+
+@contextmanager
+def at_work(target: Callable[..., object], *args: object) -> Iterator[BaseProcess]:
+    """Start a child that calls ``target``; it is killed in the end."""
+    child = forking().Process(target=target, args=args, daemon=True)
+    child.start()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.join()
+
+
+def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> bool:
+    """Wait until something has happened; return False if the child ended, or ``PATIENCE`` did, before."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        if not child.is_alive() or time.monotonic() > end:
+            return happened()
+        time.sleep(0.005)
+    return True
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, Any]]:
+    """Start an S3 server on the loopback interface, which keeps conditional PUT; yield its storage options."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line for each request
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
+    finally:
+        server.stop()
 
 
 def command(module: str, said: str | None, seed_of: str) -> argparse.ArgumentParser:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar, overload
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
 from trainer_hooks.poolfiles import PoolFiles
 from trajstore.experience import ExperienceManager, ExperienceMixCollateFn
+from trajstore.experience.prompts import Prompt
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,8 @@ class ReplayParts(Generic[Task]):
     watch: ReplayWatch
     executor: ThreadPoolExecutor | None = None
     """Its one thread draws histories; ``None``: they are drawn when they are asked for."""
+    asked: Mapping[str, int] = field(default_factory=dict)
+    """Rollouts that are to be made in this step, by task."""
     pending: Preparation | None = None
     """While it is under way, nothing else may touch the pool."""
 
@@ -145,6 +149,18 @@ class ReplayParts(Generic[Task]):
         counts = self.collate.count_histories(tasks)
         self.pending = preparation = Preparation(self.executor, lambda: self.collate.get_histories(tasks))
         return {task: ComingHistories(preparation, task, count) for task, count in counts.items()}
+
+    def ask(self, tasks: Iterable[str], fresh: Iterable[int]) -> None:
+        """Note how many rollouts of each task are to be made in this step."""
+        counts: Counter[str] = Counter()
+        for task, count in zip(tasks, fresh, strict=True):
+            counts[task] += count
+        self.asked = counts
+
+    def learn_prompts(self, prompts: Mapping[str, Prompt]) -> None:
+        """Let the pool know what rollouts of these tasks were asked."""
+        for task, prompt in prompts.items():
+            self.manager.tell_prompt(task, prompt)
 
     def settle(self) -> None:
         """Wait for histories that are under way; raises what drawing them raised."""

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from trainer_hooks.batch import GROUPS, GroupOffPolicy
-from trainer_hooks.masks import REGULARIZERS, RegularizeReplayed
-from trajstore.arguments import whole
+from trainer_hooks.batch import GroupOffPolicy
+from trainer_hooks.masks import RegularizeReplayed
+from trajstore.arguments import finite, share, text_or_none, whole, whole_or_none
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, MissingDependencyError
-from trajstore.experience import PoolRules, RatioSchedule, TaskSampling
-from trajstore.experience.mixing import history_problems, ratio_problems, start_problems
-from trajstore.experience.rules import PolicyVersions, SaveFilter, SelectMode, rule_problems
-from trajstore.experience.store import LEAST_CAPACITY, BufferStore
+from trajstore.experience import PoolRules, RatioSchedule
+from trajstore.experience.mixing import history_problems, ratio_or_points
+from trajstore.experience.rules import PoolOptions
+from trajstore.experience.store import BufferStore, store_options
+from trajstore.settings import names_of, refuse
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +26,17 @@ SECTION = "exp_manager.experience_replay"
 """Where the keys stand in a trainer's configuration."""
 
 _DEFAULT_OFF_CLIPRANGE = 1.0
-_STORE_KEYS = ("path", "format", "capacity")
-_FLAGS = (
-    "enable",
-    "exp_is_correct",
-    "prepare_in_background",
-    "use_current_policy_entropy",
-    "drop_negative_off_policy",
-    "clip_off_policy",
-)
+
+
+def _shaping(name: str, value: Any) -> float | None:
+    return None if value in (None, "none") else finite(name, value, 0, above=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExperienceReplayConfig:
-    """The keys of ``exp_manager.experience_replay`` and their defaults.
+class ExperienceReplayConfig(PoolOptions):
+    """The keys of ``exp_manager.experience_replay`` and their defaults: those of the pool, and these.
+
+    In verl, ``use_current_policy_entropy`` is always false. Without ``current_entropy`` of the hook it has no effect.
 
     Attributes:
         enable: whether anything is replayed. Without it no pool is opened, and every call of the hook hands back what
@@ -52,32 +49,12 @@ class ExperienceReplayConfig:
         exp_is_correct: whether recorded log-probabilities stand for the current policy's on replayed tokens.
         group_offpolicy: whether replayed rows are in the group of their task (``shared``), or each in one of its own
             (``separate``).
-        max_policy_age: training steps after which a trajectory is no longer replayed; ``None`` = any age.
-        task_sampling: how experience tasks are drawn: evenly (``by_task``), by difficulty (``by_difficulty``,
-            ``normal``, ``linear``, ``sqrt``, ``linear_clip``), or ``similar`` to the tasks of the batch.
         store: ``path``, and optionally ``format`` and ``capacity``, of the buffer that keeps the pool; ``None`` = in
             memory.
-        max_trajectories_per_task: trajectories that the pool keeps of a task; ``exp_select_mode`` says which.
-        success_threshold: outcome from which on a rollout is a success.
-        experience_lbound: a task enters the pool if more than this of ``n_rollout`` rollouts succeeded.
-        experience_rbound: a task enters the pool if fewer than this of ``n_rollout`` rollouts succeeded. (ExGRPO's
-            upper bound is inclusive.)
-        exp_select_mode: which of a task's trajectories are the best: those of the lowest entropy (``argmin``), of the
-            highest (``argmax``), of the highest outcome (``reward``), or none (``random``).
-        policy_versions: ``spread``: a batch's histories are of as many policy versions as there are.
-        sampler: which of a task's trajectories are replayed, by the names of ``trajstore.sampling.sampler_of``;
-            ``None`` = least used first, then by ``exp_select_mode``.
-        use_current_policy_entropy: whether ``exp_select_mode`` goes by the entropy under the current policy, which the
-            trainer must give (``current_entropy`` of the hook); else by the recorded one. In verl always false.
         prepare_in_background: whether a thread reads, scores and chooses the histories while the rollouts are made; the
             same ones come.
-        replay_difficulty: the one number of successes whose tasks are replayed; ``None`` = all.
-        save_filter: ``success``: every success enters the pool; ``best``: only the best by entropy; ``positive``: every
-            rollout with an outcome above 0, failures with partial rewards among them.
-        min_reward: outcome that a trajectory must have at the least to be replayed.
         reward_fingerprint: name and version of the reward function, kept with each trajectory: where it differs there
             is a warning.
-        seed: of the generator that draws tasks and histories.
         off_policy_shaping: gamma > 0 puts r / (r + gamma) for the off-policy ratio r; ``None`` (in files also ``none``)
             does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
@@ -91,39 +68,32 @@ class ExperienceReplayConfig:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
+    section: ClassVar[str] = SECTION
+
     enable: bool = False
-    replay_start_ratio: float = 0.35
-    exp_ratio: float | tuple[tuple[float, float], ...] = 0.5
-    offpolicy_trajectories_per_task: int = 1
-    off_cliprange_high: float = _DEFAULT_OFF_CLIPRANGE
+    replay_start_ratio: Annotated[float, share] = 0.35
+    exp_ratio: Annotated[float | tuple[tuple[float, float], ...], ratio_or_points] = 0.5
+    offpolicy_trajectories_per_task: Annotated[int, partial(whole, least=1)] = 1
+    off_cliprange_high: Annotated[float, partial(finite, least=0)] = _DEFAULT_OFF_CLIPRANGE
     exp_is_correct: bool = True
     group_offpolicy: GroupOffPolicy = "shared"
-    max_policy_age: int | None = None
-    task_sampling: TaskSampling = "by_task"
-    store: Mapping[str, Any] | None = None
-    max_trajectories_per_task: int = 10
-    success_threshold: float = 1.0
-    experience_lbound: int | None = 0
-    experience_rbound: int | None = 8
-    exp_select_mode: SelectMode = "argmin"
-    policy_versions: PolicyVersions = "any"
-    sampler: Mapping[str, Any] | None = None
-    use_current_policy_entropy: bool = True
+    store: Annotated[Mapping[str, Any] | None, store_options] = None
     prepare_in_background: bool = False
-    replay_difficulty: int | None = None
-    save_filter: SaveFilter = "success"
-    min_reward: float | None = None
-    reward_fingerprint: str | None = None
-    seed: int = 1234
-    off_policy_shaping: float | None = None
+    reward_fingerprint: Annotated[str | None, text_or_none] = None
+    off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True
     regularize_replayed: RegularizeReplayed = "entropy"
-    pool_path: str | None = None
-    pool_save_freq: int | None = None
+    pool_path: Annotated[str | None, text_or_none] = None
+    pool_save_freq: Annotated[int | None, partial(whole_or_none, least=1)] = None
 
-    def __post_init__(self) -> None:
-        _raise_if(_problems(vars(self)))
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if not self.clip_off_policy and self.off_cliprange_high != _DEFAULT_OFF_CLIPRANGE:
+            problems.append(f"off_cliprange_high: {self.off_cliprange_high}, has no effect with clip_off_policy: false")
+        if self.pool_save_freq is not None and self.pool_path is None:
+            problems.append(f"pool_save_freq: {self.pool_save_freq}, has no effect without pool_path")
+        return problems
 
     @staticmethod
     def from_mapping(values: Any, *, n_rollout: int | None = None) -> ExperienceReplayConfig:
@@ -136,15 +106,10 @@ class ExperienceReplayConfig:
         Raises:
             ConfigurationError: unknown keys, values out of range; the message lists all of them.
         """
-        if not hasattr(values, "keys"):
-            raise ConfigurationError(f"{SECTION}: must be a mapping of keys, is a {type(values).__name__}")
-        given = {str(key): _plain(values[key]) for key in values.keys()}  # noqa: SIM118 - may be no dict
-        known = {field.name: field.default for field in dataclasses.fields(ExperienceReplayConfig)}
-        problems = [f"{key}: unknown key; known are {', '.join(sorted(known))}" for key in given if key not in known]
-        given = {key: _normal(key, value) for key, value in given.items() if key in known}
-        problems += _problems({**known, **given}, n_rollout)
-        _raise_if(problems)
-        return ExperienceReplayConfig(**given)
+        result = ExperienceReplayConfig.from_node(values)
+        if n_rollout is not None:
+            result.pool_rules(n_rollout)
+        return result
 
     @staticmethod
     @checked
@@ -205,9 +170,8 @@ class ExperienceReplayConfig:
             ConfigurationError: ``n_rollout`` is no number above 0, or k is not below it.
         """
         whole("n_rollout", n_rollout, 1)
-        _raise_if(history_problems(self.offpolicy_trajectories_per_task, n_rollout))
-        shared = {field.name for field in dataclasses.fields(PoolRules)} - {"n_rollout"}
-        return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in shared})
+        refuse(SECTION, history_problems(self.offpolicy_trajectories_per_task, n_rollout))
+        return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in names_of(PoolOptions)})
 
     def open_store(self) -> BufferStore | None:
         """Open the pool's store, to be closed by the caller; ``None`` if the pool is in memory."""
@@ -216,90 +180,3 @@ class ExperienceReplayConfig:
     def ratio(self) -> float | RatioSchedule:
         """Return ``exp_ratio`` as the mixing takes it."""
         return RatioSchedule(self.exp_ratio) if isinstance(self.exp_ratio, tuple) else self.exp_ratio
-
-
-def _raise_if(problems: Sequence[str]) -> None:
-    if problems:
-        raise ConfigurationError(f"{SECTION}: " + "; ".join(problems))
-
-
-def _plain(value: Any) -> Any:
-    """Return dicts and lists for whatever behaves like one."""
-    if isinstance(value, str | bytes):
-        return value
-    if isinstance(value, Mapping) or hasattr(value, "keys"):
-        return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - may be no dict
-    return [_plain(item) for item in value] if isinstance(value, Sequence) else value
-
-
-def _normal(key: str, value: Any) -> Any:
-    """Return a value as the dataclass has it: points as tuples, ``none`` as None."""
-    if key == "exp_ratio" and isinstance(value, list):
-        return tuple(tuple(point) if isinstance(point, list) else point for point in value)
-    return None if key == "off_policy_shaping" and value == "none" else value
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _problems(values: Mapping[str, Any], n_rollout: int | None = None) -> list[str]:
-    """Return what is wrong with the values of all keys, one sentence each; k is checked if ``n_rollout`` is known."""
-    problems = [f"{key}: {values[key]!r}, must be true or false" for key in _FLAGS if not isinstance(values[key], bool)]
-    problems += start_problems(values["replay_start_ratio"]) + ratio_problems(values["exp_ratio"])
-    problems += history_problems(values["offpolicy_trajectories_per_task"], n_rollout)
-    clip = values["off_cliprange_high"]
-    if not _number(clip) or clip < 0:
-        problems.append(f"off_cliprange_high: {clip!r}, must be a number of at least 0")
-    if values["group_offpolicy"] not in GROUPS:
-        problems.append(f"group_offpolicy: {values['group_offpolicy']!r}, must be one of {', '.join(GROUPS)}")
-    shaping = values["off_policy_shaping"]
-    if shaping is not None and (not _number(shaping) or shaping <= 0):
-        problems.append(f"off_policy_shaping: {shaping!r}, must be a number above 0, or none")
-    if values["regularize_replayed"] not in REGULARIZERS:
-        problems.append(
-            f"regularize_replayed: {values['regularize_replayed']!r}, must be one of {', '.join(REGULARIZERS)}"
-        )
-    problems += _without_effect(values)
-    pool_path, freq = values["pool_path"], values["pool_save_freq"]
-    if pool_path is not None and (not isinstance(pool_path, str) or not pool_path):
-        problems.append(f"pool_path: {pool_path!r}, must be a folder or null")
-    if freq is not None and (isinstance(freq, bool) or not isinstance(freq, int) or freq < 1):
-        problems.append(f"pool_save_freq: {freq!r}, must be a whole number of at least 1, or null")
-    elif freq is not None and pool_path is None:
-        problems.append(f"pool_save_freq: {freq}, has no effect without pool_path")
-    fingerprint = values["reward_fingerprint"]
-    if fingerprint is not None and (not isinstance(fingerprint, str) or not fingerprint):
-        problems.append(f"reward_fingerprint: {fingerprint!r}, must be a name or null")
-    problems += _store_problems(values["store"])
-    return problems + rule_problems(values)
-
-
-def _without_effect(values: Mapping[str, Any]) -> list[str]:
-    """Return which options have no effect beside the others, one sentence each."""
-    problems = []
-    if values["clip_off_policy"] is False and values["off_cliprange_high"] != _DEFAULT_OFF_CLIPRANGE:
-        problems.append(
-            f"off_cliprange_high: {values['off_cliprange_high']!r}, has no effect with clip_off_policy: false"
-        )
-    return problems
-
-
-def _store_problems(store: Any) -> list[str]:
-    if store is None:
-        return []
-    if not isinstance(store, Mapping):
-        return [f"store: {store!r}, must be a mapping with a path, or null for memory"]
-    problems = [
-        f"store.{key}: unknown key; known are {', '.join(_STORE_KEYS)}" for key in store if key not in _STORE_KEYS
-    ]
-    if not isinstance(store.get("path"), str | Path) or not str(store["path"]):
-        problems.append(f"store.path: {store.get('path')!r}, must be a directory or URL")
-    if not isinstance(store.get("format", ""), str):
-        problems.append(f"store.format: {store['format']!r}, must be the name of a format")
-    capacity = store.get("capacity")
-    if capacity is not None and (
-        isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < LEAST_CAPACITY
-    ):
-        problems.append(f"store.capacity: {capacity!r}, must be a whole number of at least {LEAST_CAPACITY} or null")
-    return problems

@@ -45,7 +45,10 @@ class LossArguments(LossOptions):
 
 @checked
 def to_dataproto(batch: Batch) -> DataProto:
-    """Return the batch as verl's ``DataProto``; tensors are shared with it.
+    """Return the batch as verl's ``DataProto``, with ``Batch.rollouts`` as ``rollouts``; tensors are shared.
+
+    Where rollouts have several rows (``linear_think``) verl's own ``compute_advantage`` counts rows. Then call
+    ``advantages.compute_grpo_outcome_advantage`` with ``rollouts=data.batch["rollouts"]`` in its place.
 
     Raises:
         MissingDependencyError: verl is not installed.
@@ -54,7 +57,9 @@ def to_dataproto(batch: Batch) -> DataProto:
         from verl import DataProto
     except ImportError as error:
         raise MissingDependencyError("verl", "verl") from error
-    data: DataProto = DataProto.from_dict(tensors=dict(batch.tensors), non_tensors=dict(batch.non_tensors))
+    data: DataProto = DataProto.from_dict(
+        tensors={**batch.tensors, "rollouts": batch.rollouts}, non_tensors=dict(batch.non_tensors)
+    )
     return data
 
 
@@ -71,7 +76,7 @@ def batch_of(data: DataProto) -> Batch:
         raise ConfigurationError(f"data: a {type(data).__name__}, must be a DataProto; to_dataproto returns one")
     _require("data.batch", data.batch.keys(), _HOOK_KEYS)
     _require("data.non_tensor_batch", data.non_tensor_batch, _HOOK_NON_TENSOR_KEYS)
-    tensors = dict(data.batch.items())
+    tensors = {name: tensor for name, tensor in data.batch.items() if name != "rollouts"}  # extras say it
     attended = tensors["attention_mask"].bool()
     responses = tensors["responses"].shape[1]
     prompt, response = attended[:, : attended.shape[1] - responses], compute_response_mask(attended, responses)
@@ -132,13 +137,16 @@ def loss_arguments(tensors: Mapping[str, Tensor], meta_info: Mapping[str, Any]) 
 
 
 @checked
-def step_done(data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHook[Any]) -> dict[str, float]:
+def step_done(
+    data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHook[Any], asked: Mapping[str, int] | None = None
+) -> dict[str, float]:
     """Let what the step made enter the pool, and return the step's metrics; see ``ReplayHook.step_done``.
 
     Args:
         data: every row once, in any order, with ``current_old_log_probs`` and ``entropys`` [B, R].
         fresh: the rollouts made; not changed.
         hook: the hook that planned them.
+        asked: as for ``ReplayHook.rollouts_done``.
 
     Raises:
         ConfigurationError: a key is absent.
@@ -146,7 +154,7 @@ def step_done(data: DataProto, fresh: Sequence[AgentTrajectory], hook: ReplayHoo
         StoreWriteError: the pool's store could not write.
     """
     _require("data.batch", data.batch.keys(), (CURRENT_OLD_LOG_PROBS, "entropys"))
-    return hook.step_done(batch_of(data), fresh, data.batch[CURRENT_OLD_LOG_PROBS], data.batch["entropys"])
+    return hook.step_done(batch_of(data), fresh, data.batch[CURRENT_OLD_LOG_PROBS], data.batch["entropys"], asked)
 
 
 _REMEDIES = {

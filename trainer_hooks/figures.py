@@ -36,7 +36,13 @@ WASTED_SHARE_LIMIT = 0.5
 """Share of off-policy tokens with ratios below ``token_sums.RATIO_NEAR_ZERO`` above which there is a warning."""
 
 OFF_POLICY_RATIO_LIMIT = 10.0
-"""Importance ratio of an off-policy token above which there is a warning."""
+"""Mean importance ratio of the off-policy tokens above which there is a warning.
+
+Single tokens are above it in any run that learns: the policy has come to like a token that it once gave 5 %.
+"""
+
+LEAST_SAMPLE_SIZE = 0.1
+"""Effective sample size of the off-policy tokens below which there is a warning."""
 
 WARN_EVERY = 100
 """Steps for which a warning of one kind is not repeated."""
@@ -75,10 +81,13 @@ def warnings_of(figures: Mapping[str, float], asked: float) -> dict[str, str]:
             f" {asked:.1%} of the rows: see whether the pool has enough tasks (experience_replay/experience_tasks), or"
             " whether its histories are far shorter than the fresh rollouts"
         )
-    ratio = figures.get(f"{metrics.PREFIX}off_ratio_max", 1.0)
-    if ratio > OFF_POLICY_RATIO_LIMIT:
+    ratio = figures.get(f"{metrics.PREFIX}off_ratio_mean", 1.0)
+    size = figures.get(f"{metrics.PREFIX}off_effective_sample_size", 1.0)
+    if ratio > OFF_POLICY_RATIO_LIMIT or size < LEAST_SAMPLE_SIZE:
         found["ratio"] = (
-            f"an off-policy token has importance ratio {ratio:.3g}: set max_policy_age, or check the recorded log-probs"
+            f"importance ratios of the off-policy tokens have mean {ratio:.3g} and effective sample size {size:.1%}:"
+            " where histories of the last steps have such ratios too (off_effective_sample_size_by_age), the recorded"
+            " log-probs are not those of the policy that sampled them; else set off_policy_shaping or max_policy_age"
         )
     wasted = figures.get(f"{metrics.PREFIX}off_ratio_near_zero_share", 0.0)
     if wasted > WASTED_SHARE_LIMIT:
@@ -273,11 +282,13 @@ class ReplayWatch:
         self._empty_steps = 0
         self._ever = False
         self._told = False
+        self._handed_over = False
         self._best: float | None = None
         self._reason = ""
 
     def made(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Take the rollouts of a step, to know their best outcome."""
+        self._handed_over = self._handed_over or bool(rollouts)
         outcomes = [outcome for one in rollouts if (outcome := outcome_of(one)) is not None and math.isfinite(outcome)]
         self._best = max([*outcomes, *([] if self._best is None else [self._best])], default=None)
 
@@ -317,6 +328,7 @@ class ReplayWatch:
             return
         self._told = True
         best = "no rollout had an outcome" if self._best is None else f"the best outcome so far is {self._best:g}"
+        best = best if self._handed_over else "no step was done: its step_done was never called, or refused"
         logger.warning("experience replay: %s: %s (%s)", what, reason or "exp_ratio leaves no place for it", best)
 
 

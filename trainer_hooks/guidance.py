@@ -9,12 +9,12 @@ One step, beside the calls of ``ReplayHook``::
     ...
     metrics |= guidance.step_done(fresh, step)            # worth counted, rollouts on their way to be summarized
 
-A loop that makes token ids itself tokenizes a discarded rollout's prompt again, from the messages that
-:meth:`GuidanceHook.training_messages` gives, and leaves the response as it was sampled.
+A loop that makes token ids gives the hook its tokenizer: the prompt of a discarded rollout is tokenized again.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,10 @@ from trainer_hooks.plan import PlannedTask
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
 from trajstore.closing import Closing, of_no_use_when_closed
-from trajstore.experience.pool import task_id_of
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.contract import task_id_of
+from trajstore.experience.control_tokens import ControlTokens
+from trajstore.experience.conversation import ChatTemplate, with_prompt
 from trajstore.guidance import (
     EMClient,
     ExperienceMaker,
@@ -55,14 +58,26 @@ class GuidanceHook(Closing):
     Args:
         config: what is guided; with everything off the calls hand back what they were given.
         maker: makes and finds experience; ``None`` = as the configuration says.
+        tokenizer: of the policy, as Hugging Face's, with its chat template. It makes the prompts of discarded rollouts
+            again, and says which texts are control tokens, that experience must not hold.
+        chat_template_kwargs: what the loop gives the chat template beside the messages, such as ``tools``.
 
     Raises:
         StoreLockedError: another process writes to the store of experiences.
-        MissingDependencyError: bm25s is not installed, which the embedded maker needs.
     """
 
-    def __init__(self, config: GuidanceConfig, *, maker: ExperienceMaker | None = None) -> None:
+    def __init__(
+        self,
+        config: GuidanceConfig,
+        *,
+        maker: ExperienceMaker | None = None,
+        tokenizer: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.config = config
+        self._tokens: ChatTemplate | None = None
+        if config.is_on and tokenizer is not None:
+            self._tokens = ChatTemplate.of(tokenizer, **(chat_template_kwargs or {}))
         self._handed_over = HandedOver()
         template = ExperienceTemplate.of(config.experience_template)
         self._store = config.open_store() if config.is_on else None
@@ -75,12 +90,22 @@ class GuidanceHook(Closing):
             raise
         self._updates: UpdateQueue | None = None
         if config.enable_summarizer and self.maker is not None:
-            self._updates = UpdateQueue(self.maker, batch_size=config.summary_batch_size, template=template)
+            self._updates = UpdateQueue(
+                self.maker, batch_size=config.summary_batch_size, workers=config.workers, template=template
+            )
         self.manager = GuidanceManager(
             config.rules(), seed=config.seed, updates=self._updates, updated_freq=config.updated_freq
         )
         asked = self.maker if config.enable_context_generator else None
-        self._worker = ExperienceWorker(asked, template=template, retrieve_top_k=config.retrieve_top_k)
+        control = None
+        if asked is not None and tokenizer is not None:
+            control = ControlTokens.of(copy.deepcopy(tokenizer))  # its own: rollouts of several threads ask
+        self._worker = ExperienceWorker(asked, template=template, retrieve_top_k=config.retrieve_top_k, control=control)
+        self._refused = 0
+        if asked is not None and tokenizer is None:
+            logger.warning(
+                "guidance: no tokenizer is given, so control tokens in an experience reach prompts as they are"
+            )
         if config.enable_summarizer and not config.updated_freq and not config.init_experience_before_training:
             logger.warning(
                 "guidance: enable_summarizer has no effect: updated_freq is 0, init_experience_before_training false"
@@ -107,11 +132,15 @@ class GuidanceHook(Closing):
 
         Args:
             plan: what ``ReplayHook.before_rollout`` returned, or tasks with their numbers of rollouts.
-            mode: ``sample`` in training, ``validate`` in validation.
+            mode: ``sample`` in training; ``validate`` in validation, which leaves the random choices of training as
+                they are, whenever it comes.
         """
+        before = self.manager.state_dict()
         tasks = self.manager.get_complete_exp_configs(
             [one.task for one in plan], [one.fresh_rollouts for one in plan], mode
         )
+        if mode == "validate":
+            self.manager.load_state_dict(before)
         return [
             TrajExpConfig(add_exp=add_exp, train_mode=task.train_mode, task_id=task_id_of(planned.task))
             for planned, task in zip(plan, tasks, strict=True)
@@ -129,24 +158,39 @@ class GuidanceHook(Closing):
     def finished(self, trajectory: AgentTrajectory, config: TrajExpConfig) -> AgentTrajectory:
         """Return the rollout, which says what it was shown, and with the messages that it is trained on.
 
-        A discarded rollout loses its sampled log-probs: they are those of another prompt. Its token ids are for
-        the caller to make of the messages that are left.
+        A discarded rollout loses its sampled log-probs, which are those of another prompt. If it has tokens, those of
+        its prompt are made again, without the experience; the response stays as it was sampled.
 
         Args:
             trajectory: with the messages as the model read and wrote them; not changed.
             config: of this rollout.
 
         Raises:
-            InvalidTrajectoryError: a message does not begin with what was put in front of it.
+            ConfigurationError: a discarded rollout has tokens, and the hook has no tokenizer.
+            InvalidTrajectoryError: a message does not begin with what was put in front of it, or the tokens do not
+                begin with those of the prompt: the rollout cannot be trained on (``guidance/discard_refused`` counts).
         """
         discarded = config.train_mode == "discard"
         guidance = config.guidance(taken_out=discarded)
         if guidance is None:
             return trajectory
         if discarded:
-            messages = self.training_messages(trajectory.messages, config)
-            trajectory = dataclasses.replace(trajectory, messages=messages, old_log_probs=None, rollout_log_probs=None)
+            if trajectory.input_ids is not None and self._tokens is None:
+                raise ConfigurationError(
+                    "tokenizer: none, but a rollout that is trained on without its experience has token ids, which hold"
+                    " it; give GuidanceHook the tokenizer, or set train_sample_expmode=allkeep"
+                )
+            try:
+                trajectory = self._without(trajectory, self.training_messages(trajectory.messages, config))
+            except InvalidTrajectoryError:
+                self._refused += 1
+                raise
         return with_guidance(trajectory, guidance)
+
+    def _without(self, trajectory: AgentTrajectory, messages: list[dict[str, Any]]) -> AgentTrajectory:
+        if trajectory.input_ids is None or self._tokens is None:
+            return dataclasses.replace(trajectory, messages=messages, old_log_probs=None, rollout_log_probs=None)
+        return with_prompt(trajectory, messages, self._tokens)
 
     def step_done(self, fresh: Sequence[AgentTrajectory], global_steps: int) -> dict[str, float]:
         """Count what experiences were worth, hand rollouts over to become experience; return the metrics.
@@ -208,7 +252,7 @@ class GuidanceHook(Closing):
 
     def metrics(self) -> dict[str, float]:
         """Return all figures since the beginning."""
-        figures = self._worker.metrics() | self.worth.metrics()
+        figures = self._worker.metrics() | self.worth.metrics() | {"guidance/discard_refused": float(self._refused)}
         return figures if self._updates is None else figures | self._updates.metrics()
 
     # ---- checkpoint and end ----

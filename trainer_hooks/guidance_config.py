@@ -6,19 +6,21 @@ option is an error.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, get_args
 
+from trajstore.arguments import finite, one_of, text, whole, whole_or_none
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.experience import BufferStore
-from trajstore.experience.store import LEAST_CAPACITY
-from trajstore.guidance.allocation import ROLLOUT_EXP_MODES, SAMPLE_EXP_MODES, RolloutExpMode, SampleExpMode
-from trajstore.guidance.client import DIALECTS, Dialect
+from trajstore.experience.store import store_options
+from trajstore.guidance.client import Dialect
 from trajstore.guidance.context import EXPERIENCE_TEMPLATE, ExperienceTemplate
 from trajstore.guidance.manager import AllocationRules
 from trajstore.guidance.worth import RetirementRule
+from trajstore.settings import keys_of, names_of, refuse, settle
 
 MAKER = "experience_maker"
 MANAGER = "exp_manager"
@@ -47,25 +49,46 @@ _MAKER_KEYS = (
     "updated_freq",
     "val_summarizer_save",
     "summary_batch_size",
+    "summary_workers",
     "retrieve_timeout",
     "summary_timeout",
     "store",
 )
-_FLAGS = (
-    "enable_summarizer",
-    "enable_context_generator",
-    "val_summarizer_save",
-    "init_experience_before_training",
-    "init_experience_only",
-)
-_WHOLE = {"retrieve_top_k": 1, "updated_freq": 0, "summary_batch_size": 1, "retire_least_count": 1, "seed": 0}
-_SECONDS = ("retrieve_timeout", "summary_timeout")
-_RATIOS = ("rollout_expratio", "train_sample_keepratio")
+_MOST_WORKERS = 256
+_SECONDS = partial(finite, least=1e-3, most=86400)
+
+
+def _url(name: str, value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value.startswith(("http://", "https://"))):
+        return value
+    raise ConfigurationError(
+        f"{name}: {shown(value)}, must be an address that begins with http:// or https://, or null for the embedded"
+        " maker"
+    )
+
+
+def _dialect(name: str, value: Any) -> str:
+    # YAML takes 0.2 without quotes for a number.
+    return one_of(name, str(value) if isinstance(value, float) else value, get_args(Dialect))
+
+
+def _template(name: str, value: Any) -> str:
+    try:
+        ExperienceTemplate.of(value)
+    except ConfigurationError:
+        raise ConfigurationError(f"{name}: {shown(value)}, must be a text with one {{}} for the experience") from None
+    return str(value)
+
+
+def _gain(name: str, value: Any) -> float | None:
+    return None if value is None else finite(name, value, -1e9, 1e9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuidanceConfig:
+class GuidanceConfig(AllocationRules):
     """The keys of ``experience_maker`` and of ``exp_manager``, and their defaults: nothing is guided.
+
+    What is guided and what is kept, :class:`~trajstore.guidance.AllocationRules` says.
 
     Attributes:
         base_url: of a ReMe service; ``None`` = the embedded maker, which needs none.
@@ -77,17 +100,12 @@ class GuidanceConfig:
         updated_freq: steps from one update of the pool to the next; 0 = none.
         val_summarizer_save: whether validation rollouts become experience too.
         summary_batch_size: rollouts in a call of the maker; those of a task stay together.
+        summary_workers: calls of the maker at the same time; ``None`` = 8 of a service, which it waits for, and 1 of
+            the embedded maker, so that experiences come in the order of the rollouts and runs can be repeated.
         retrieve_timeout: seconds that asking the maker for experience may take.
         summary_timeout: seconds that a call of the maker that makes experience may take.
         store: ``path``, and optionally ``format`` and ``capacity``, of the store of experiences and of what they were
             worth; ``None`` = in memory.
-        val_rollout_expmode: which rollouts of a validation are guided, by the names of ``train_rollout_expmode``.
-        train_rollout_expmode: which rollouts are guided: ``all``, none (``woexp``), or a share of each task's
-            (``mixed``).
-        rollout_expratio: share of a task's rollouts that are guided, with ``mixed``.
-        train_sample_expmode: whether guided rollouts are trained on with the experience in their prompt: no
-            (``alldiscard``), yes (``allkeep``), or those of a share of the tasks (``hybrid``).
-        train_sample_keepratio: share of the tasks that keep experience in training, with ``hybrid``.
         experience_template: the text in a prompt, with ``{}`` for the experiences.
         init_experience_before_training: whether the pool is filled before the first step.
         init_experience_only: whether the run ends once the pool is filled.
@@ -99,39 +117,47 @@ class GuidanceConfig:
         ConfigurationError: values out of range; the message lists all of them, each by its key.
     """
 
-    base_url: str | None = None
-    dialect: Dialect = "auto"
-    workspace_id: str = "default"
+    base_url: Annotated[str | None, _url] = None
+    dialect: Annotated[Dialect, _dialect] = "auto"
+    workspace_id: Annotated[str, text] = "default"
     enable_summarizer: bool = False
     enable_context_generator: bool = False
-    retrieve_top_k: int = 3
-    updated_freq: int = 0
+    retrieve_top_k: Annotated[int, partial(whole, least=1)] = 3
+    updated_freq: Annotated[int, partial(whole, least=0)] = 0
     val_summarizer_save: bool = False
-    summary_batch_size: int = 8
-    retrieve_timeout: float = 10.0
-    summary_timeout: float = 120.0
-    store: Mapping[str, Any] | None = None
-    val_rollout_expmode: RolloutExpMode = "woexp"
-    train_rollout_expmode: RolloutExpMode = "mixed"
-    rollout_expratio: float = 0.0
-    train_sample_expmode: SampleExpMode = "alldiscard"
-    train_sample_keepratio: float = 1.0
-    experience_template: str = EXPERIENCE_TEMPLATE
+    summary_batch_size: Annotated[int, partial(whole, least=1)] = 8
+    summary_workers: Annotated[int | None, partial(whole_or_none, least=1, most=_MOST_WORKERS)] = None
+    retrieve_timeout: Annotated[float, _SECONDS] = 10.0
+    summary_timeout: Annotated[float, _SECONDS] = 120.0
+    store: Annotated[Mapping[str, Any] | None, store_options] = None
+    experience_template: Annotated[str, _template] = EXPERIENCE_TEMPLATE
     init_experience_before_training: bool = False
     init_experience_only: bool = False
-    retire_below: float | None = None
-    retire_least_count: int = 16
-    seed: int = 1234
+    retire_below: Annotated[float | None, _gain] = None
+    retire_least_count: Annotated[int, partial(whole, least=1)] = 16
+    seed: Annotated[int, partial(whole, least=0)] = 1234
 
-    def __post_init__(self) -> None:
-        problems = _problems(vars(self))
-        if problems:
-            raise ConfigurationError("; ".join(problems))
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.updated_freq and not self.enable_summarizer:
+            problems.append(
+                f"updated_freq: {self.updated_freq}, must be 0 without enable_summarizer: nothing is summarized"
+            )
+        if self.init_experience_only and not self.init_experience_before_training:
+            problems.append("init_experience_only: true, must be false without init_experience_before_training")
+        return problems
 
     @property
     def is_on(self) -> bool:
         """Whether anything is guided or summarized."""
         return self.enable_context_generator or self.enable_summarizer
+
+    @property
+    def workers(self) -> int:
+        """How many calls of the maker summarize at the same time."""
+        if self.summary_workers is None:
+            return 1 if self.base_url is None else 8
+        return self.summary_workers
 
     @staticmethod
     def from_config(config: Any) -> GuidanceConfig:
@@ -145,13 +171,13 @@ class GuidanceConfig:
         """
         if not hasattr(config, "keys"):
             raise ConfigurationError(f"config: must be a mapping of keys, is a {type(config).__name__}")
-        manager = _section(config, MANAGER)
+        manager = keys_of(config.get(MANAGER), MANAGER)
         given: dict[str, Any] = {}
         said: dict[str, str] = {}
         problems: list[str] = []
         sections = [
-            (MAKER, _section(config, MAKER), _MAKER_KEYS),
-            (f"{MANAGER}.{REME}", _section(manager, REME), _MAKER_KEYS),
+            (MAKER, keys_of(config.get(MAKER), MAKER), _MAKER_KEYS),
+            (f"{MANAGER}.{REME}", keys_of(manager.get(REME), f"{MANAGER}.{REME}"), _MAKER_KEYS),
             (MANAGER, {key: manager[key] for key in manager if key not in (*OF_REPLAY, REME)}, _MANAGER_KEYS),
         ]
         for where, values, known in sections:
@@ -165,14 +191,12 @@ class GuidanceConfig:
                 else:
                     said[name] = f"{where}.{key}"
                     given[name] = value
-        problems += _problems({**_DEFAULTS, **given}, said)
-        if problems:
-            raise ConfigurationError("; ".join(problems))
+        refuse("", problems + settle(GuidanceConfig, given, said))
         return GuidanceConfig(**given)
 
     def rules(self) -> AllocationRules:
         """Return what is guided and what is kept; nothing is guided without ``enable_context_generator``."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(AllocationRules)}
+        values = {name: getattr(self, name) for name in names_of(AllocationRules)}
         if not self.enable_context_generator:
             values |= {"train_rollout_expmode": "woexp", "val_rollout_expmode": "woexp"}
         return AllocationRules(**values)
@@ -188,85 +212,5 @@ class GuidanceConfig:
         return None if self.store is None else BufferStore.open(**self.store)
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GuidanceConfig)}
-_MANAGER_KEYS = tuple(name for name in _DEFAULTS if name not in _MAKER_KEYS)
-
-
-def _section(node: Any, name: str) -> dict[str, Any]:
-    """Return a section as a dict; empty if it is absent."""
-    value = node.get(name) if hasattr(node, "get") else None
-    if value is None:
-        return {}
-    if not hasattr(value, "keys"):
-        raise ConfigurationError(f"{name}: must be a mapping of keys, is a {type(value).__name__}")
-    return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - may be no dict
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "keys"):
-        return {str(key): _plain(value[key]) for key in value.keys()}  # noqa: SIM118 - may be no dict
-    return value
-
-
-def _number(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
-
-
-def _problems(values: Mapping[str, Any], said: Mapping[str, str] | None = None) -> list[str]:
-    """Return what is wrong with the values of all keys, one sentence each, under the names by which they were given."""
-    problems: list[str] = []
-
-    def refuse(key: str, what: str) -> None:
-        problems.append(f"{(said or {}).get(key, key)}: {values[key]!r}, must be {what}")
-
-    def choice(key: str, allowed: Sequence[str]) -> None:
-        if values[key] not in allowed:
-            refuse(key, f"one of {', '.join(allowed)}")
-
-    for key in _FLAGS:
-        if not isinstance(values[key], bool):
-            refuse(key, "true or false")
-    for key, least in _WHOLE.items():
-        if isinstance(values[key], bool) or not isinstance(values[key], int) or values[key] < least:
-            refuse(key, f"a whole number of at least {least}")
-    for key in _RATIOS:
-        if not _number(values[key], 0, 1):
-            refuse(key, "a number in [0, 1]")
-    for key in _SECONDS:
-        if not _number(values[key], 1e-3, 86400):
-            refuse(key, "seconds, above 0 and at most 86400")
-    if values["retire_below"] is not None and not _number(values["retire_below"], -1e9, 1e9):
-        refuse("retire_below", "a number or null")
-    choice("train_rollout_expmode", ROLLOUT_EXP_MODES)
-    choice("val_rollout_expmode", ROLLOUT_EXP_MODES)
-    choice("train_sample_expmode", SAMPLE_EXP_MODES)
-    choice("dialect", DIALECTS)
-    url = values["base_url"]
-    if url is not None and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
-        refuse("base_url", "an address that begins with http:// or https://, or null for the embedded maker")
-    if not isinstance(values["workspace_id"], str) or not values["workspace_id"]:
-        refuse("workspace_id", "a name")
-    try:
-        ExperienceTemplate.of(values["experience_template"])
-    except ConfigurationError:
-        refuse("experience_template", "a text with one {} for the experience")
-    if values["updated_freq"] and values["enable_summarizer"] is False:
-        refuse("updated_freq", "0 without enable_summarizer: nothing is summarized")
-    if values["init_experience_only"] is True and values["init_experience_before_training"] is False:
-        refuse("init_experience_only", "false without init_experience_before_training")
-    return problems + _store_problems(values["store"], (said or {}).get("store", "store"))
-
-
-def _store_problems(store: Any, name: str) -> list[str]:
-    if store is None:
-        return []
-    if not isinstance(store, Mapping) or not isinstance(store.get("path"), str) or not store["path"]:
-        return [f"{name}: {store!r}, must be a mapping with a path, or null for memory"]
-    problems = [f"{name}.{key}: unknown key; known are path, format, capacity" for key in store if key not in _STORE]
-    capacity = store.get("capacity")
-    if capacity is not None and (type(capacity) is not int or capacity < LEAST_CAPACITY):
-        problems.append(f"{name}.capacity: {capacity!r}, must be a whole number of at least {LEAST_CAPACITY} or null")
-    return problems
-
-
-_STORE = ("path", "format", "capacity")
+_MANAGER_KEYS = (*(name for name in names_of(GuidanceConfig) if name not in _MAKER_KEYS), "summary_batch_size")
+"""AgentEvolver has ``summary_batch_size`` here."""

@@ -12,9 +12,8 @@ One step of any GRPO trainer, with the calls in their order::
     hook.loss_computed(batch, rows, loss, advantages)         # optional: figures for the metrics
     metrics = hook.step_done(batch, fresh, current, entropys) # good rollouts enter the pool
 
-``exp_mask`` in ``...`` is the batch's, [B, P + R], as it is. ``state_dict`` goes into the trainer's checkpoint, and
-``resume(state, step)`` is called where the trainer resumes. With ``enable: false`` no pool is opened, and the calls
-hand back what they were given.
+``exp_mask`` in ``...`` is the batch's, [B, P + R]. ``state_dict`` goes into the trainer's checkpoint, ``resume(state,
+step)`` is called where the trainer resumes. With ``enable: false`` the calls hand back what they were given.
 """
 
 from __future__ import annotations
@@ -33,13 +32,15 @@ from trainer_hooks.completion import HandedOver, check_lengths, completed_rollou
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.masks import compute_response_mask, regularizer_masks, replace_recorded_old_log_probs
-from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan
+from trainer_hooks.plan import MixedTasks, PlannedTask, prompts_of_rollouts, rows_of_plan
 from trajstore.arguments import finite, share, whole
 from trajstore.checked import Offered, checked
 from trajstore.closing import Closing, of_no_use_when_closed
 from trajstore.experience import CurrentEntropy, ExperienceManager
+from trajstore.experience.contract import task_id_of
 from trajstore.experience.cut import PoolCut
-from trajstore.experience.pool import task_id_of
+from trajstore.experience.message_rows import MessageTokenizer
+from trajstore.experience.prompts import Message, RowPrompts, prompts_of_tasks
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,16 @@ class ReplayHook(Closing, Generic[Task]):
         config: the section ``exp_manager.experience_replay``.
         n_rollout: rows that every task has in a batch.
         get_task: returns the task of an id; ``None`` if the training data have no such task.
-        tokenizer_fingerprint: tokenizer and chat template of the trainer; a pool made with another is refused.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; a pool made with another is refused. Empty =
+            ``tokenizer``'s, or unknown.
+        tokenizer: of the trainer, as Hugging Face's, with its chat template; or a ``MessageTokenizer``, which can also
+            make several rows of a conversation (``linear_think``). It makes rows of histories that have messages only,
+            such as pools of AgentEvolver; without it such pools are refused when they are loaded.
         current_entropy: mean entropy of trajectories under the current policy, for choosing among histories. With
             ``prepare_in_background`` it is called by a thread while the rollouts are made.
         task_text: returns what a task asks for; ``task_sampling: similar`` needs it.
+        task_prompt: returns a task's prompt, messages or token ids [P]: histories with another one are not drawn.
+            Without it they are left out of the batch if the task's rollouts in it have another prompt.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, a wrong ``store``, a pool of another tokenizer, or one with
@@ -76,8 +83,10 @@ class ReplayHook(Closing, Generic[Task]):
         n_rollout: int,
         get_task: Callable[[str], Task | None],
         tokenizer_fingerprint: str = "",
+        tokenizer: Any = None,
         current_entropy: CurrentEntropy | None = None,
         task_text: Callable[[Task], str] | None = None,
+        task_prompt: Callable[[Task], Sequence[Message] | Tensor] | None = None,
     ) -> None:
         self.config = config
         self._n_rollout = whole("n_rollout", n_rollout, 1)
@@ -92,8 +101,14 @@ class ReplayHook(Closing, Generic[Task]):
                 rules,
                 store=self._store,
                 tokenizer_fingerprint=tokenizer_fingerprint,
+                tokenizer=(
+                    tokenizer
+                    if tokenizer is None or isinstance(tokenizer, MessageTokenizer)
+                    else MessageTokenizer.of(tokenizer)
+                ),
                 current_entropy=current_entropy,
                 reward_fingerprint=config.reward_fingerprint or "",
+                rows=None if task_prompt is None else RowPrompts(prompts_of_tasks(get_task, task_prompt)),
             )
             self._made = ReplayParts.of(config, manager, get_task, task_text)
         except BaseException:
@@ -131,9 +146,8 @@ class ReplayHook(Closing, Generic[Task]):
     def before_rollout(self, mixed: MixedTasks[Task]) -> list[PlannedTask[Task]]:
         """Draw the histories; return all tasks, experience tasks first. Every task has ``n_rollout`` rows in all.
 
-        With ``prepare_in_background`` the histories are drawn while the rollouts are made: whatever looks at them, or
-        calls the hook, waits until they are there. The same ones come, unless a stored record turns out to be damaged:
-        then its task has a row less, where it would have made one rollout more.
+        With ``prepare_in_background`` they are drawn while the rollouts are made: whatever looks at them, or calls the
+        hook, waits. The same ones come, unless a stored record is damaged: then its task has a row less.
         """
         replay = self._replay
         if replay is None:
@@ -142,6 +156,7 @@ class ReplayHook(Closing, Generic[Task]):
             histories = replay.coming(mixed.experience)
             fresh = replay.collate.fresh_rollouts(mixed.experience, mixed.on_policy, histories)
         tasks = (*mixed.experience, *mixed.on_policy)
+        replay.ask(map(task_id_of, tasks), fresh)
         # A task may stand in the batch twice; only as an experience task does it bring history.
         found = [histories.get(task_id_of(task), ()) for task in mixed.experience]
         found += [()] * len(mixed.on_policy)
@@ -159,6 +174,7 @@ class ReplayHook(Closing, Generic[Task]):
         """
         if self._made is not None:
             self._made.settle()
+            self._made.learn_prompts(prompts_of_rollouts(plan, fresh))
         return rows_of_plan(plan, fresh, self.config.group_offpolicy)
 
     def log_probs_computed(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
@@ -219,13 +235,11 @@ class ReplayHook(Closing, Generic[Task]):
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
     ) -> None:
-        """Take the figures of one loss computation; those that :meth:`step_done` returns are over all tokens of a step.
-
-        ``pg_loss`` is the mean of the losses; a side without tokens has no figures.
+        """Take the figures of one loss computation; :meth:`step_done` returns those of all tokens of a step.
 
         Args:
             batch: the whole batch.
-            rows: which of its rows the loss was computed for, M of them.
+            rows: of the batch, those of this loss, M of them.
             loss: what ``het_compute_token_on_off_policy_loss`` returned.
             advantages: [M, R], as given to it.
             cliprange_low: as given to it.
@@ -236,12 +250,17 @@ class ReplayHook(Closing, Generic[Task]):
                 replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
 
     def watch(self, figures: Mapping[str, float]) -> None:
-        """Take figures of the loss under the names of ``token_sums.figures_of``, to warn of what is wrong with them."""
-        if self._replay is not None:
-            self._replay.figures.warn(figures)
+        """Warn of figures of the loss, under the names of ``token_sums.figures_of``, that are wrong."""
+        if (replay := self._replay) is not None:
+            replay.figures.warn(figures)
 
     def step_done(
-        self, batch: Batch, fresh: Sequence[AgentTrajectory], old_log_probs: Tensor, entropys: Tensor
+        self,
+        batch: Batch,
+        fresh: Sequence[AgentTrajectory],
+        old_log_probs: Tensor,
+        entropys: Tensor,
+        asked: Mapping[str, int] | None = None,
     ) -> dict[str, float]:
         """Let what the step made enter the pool; return the step's metrics (none if switched off).
 
@@ -250,6 +269,7 @@ class ReplayHook(Closing, Generic[Task]):
             fresh: the rollouts made, not changed; their rows are found by task and rollout id.
             old_log_probs: [B, R], natural logarithm, as the policy that sampled gives them: not the replaced ones.
             entropys: [B, R], nats, under the same policy.
+            asked: as for :meth:`rollouts_done`.
 
         Raises:
             ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape.
@@ -267,6 +287,7 @@ class ReplayHook(Closing, Generic[Task]):
             batch.non_tensors["task_ids"].tolist(),
             [one["is_experience_replay"] for one in extras],
             [one["policy_version"] for one in extras],
+            asked,
         )
 
     def rollouts_done(
@@ -286,8 +307,8 @@ class ReplayHook(Closing, Generic[Task]):
             task_ids: for every row of the batch.
             is_experience_replay: for every row of the batch.
             policy_versions: for every row of the batch; None = unknown.
-            asked: rollouts that were to be made, by task, where some did not come back. Those are unknown: neither
-                successes nor failures.
+            asked: rollouts that were to be made, by task; ``None`` = as the newest :meth:`before_rollout` said. Those
+                that did not come back are unknown: neither successes nor failures.
             replayed: histories that were in the batch, for the figures; ``None`` = all that were drawn for this step.
 
         Raises:
@@ -300,7 +321,7 @@ class ReplayHook(Closing, Generic[Task]):
             return {}
         with replay.figures.times.measure("step_done"):
             self._handed_over.check(replay.manager.global_steps, done)
-            figures = self.admit(done, asked)
+            figures = self.admit(done, replay.asked if asked is None else asked)
             self._handed_over.note(replay.manager.global_steps, done)
             figures |= replay.figures.rollouts(done, replayed)
             replay.files.save_if_due()
@@ -310,12 +331,7 @@ class ReplayHook(Closing, Generic[Task]):
     def admit(self, done: Sequence[Offered], asked: Mapping[str, int] | None = None) -> dict[str, float]:
         """Let the rollouts of one step enter the pool; return the share that it refused. Part of :meth:`step_done`.
 
-        It is also the way for rollouts that exist already (``ExperienceManager.admit``, ``trajstore pool import``):
-        they need no ``entropys``.
-
-        Args:
-            done: as for :meth:`rollouts_done`.
-            asked: as for :meth:`rollouts_done`.
+        Also for rollouts that exist already, which need no ``entropys``. Arguments are those of :meth:`rollouts_done`.
         """
         if self._replay is None:
             return {}
@@ -331,11 +347,7 @@ class ReplayHook(Closing, Generic[Task]):
             self._replay.manager.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pool's cut as plain containers, trajectories included; empty if switched off.
-
-        It goes into the checkpoint of the model, so that both are of one moment. That the trajectories are
-        in it makes it independent of what the store evicts later.
-        """
+        """Return the pool's cut, for the checkpoint: plain containers, with the trajectories; empty if switched off."""
         if self._replay is None:
             return {}
         manager = self._replay.manager
@@ -357,16 +369,13 @@ class ReplayHook(Closing, Generic[Task]):
     def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Put the pool to where it stood at a step, and log what that did and what else could have been.
 
-        To a cut if there is one; else to the newest ``step_N`` of ``pool_path`` that is not after ``step``; else it
-        stays as it lies in its store. A trainer that never calls this begins so with its first step.
+        To a cut if there is one; else to the newest ``step_N`` of ``pool_path`` not after ``step``; else it stays.
 
         Args:
             state: what :meth:`state_dict` returned; empty or ``None`` = there is none.
             step: number of training steps that are done.
 
-        Raises:
-            ConfigurationError: the pool is of another tokenizer, or of another dataset.
-            CorruptStoreError: what was found is no pool.
+        It raises as :meth:`load_state_dict`.
         """
         whole("step", step, 0)
         if self._replay is None:

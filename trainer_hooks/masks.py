@@ -6,7 +6,7 @@ log-probabilities of the response [B, R].
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 RegularizeReplayed = Literal["entropy", "both", "none"]
-REGULARIZERS: tuple[RegularizeReplayed, ...] = get_args(RegularizeReplayed)
 
 
 @checked

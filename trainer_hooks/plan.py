@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trajstore.arguments import whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
-from trajstore.experience.pool import task_id_of
+from trajstore.experience.contract import task_id_of
+from trajstore.experience.prompts import Prompt, prompt_of
 from trajstore.experience.rows import rows_of
 from trajstore.guidance import Guidance
 from trajstore.trajectory import AgentTrajectory
@@ -54,11 +56,24 @@ class PlannedTask(Generic[Task]):
         whole("fresh_rollouts", self.fresh_rollouts, 0)
 
 
+def prompts_of_rollouts(plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory]) -> dict[str, Prompt]:
+    """Return what the rollouts of tasks with histories were asked, by task: of each the first rollout's prompt."""
+    rollouts = iter(fresh)
+    found = {}
+    for one in plan:
+        mine = list(islice(rollouts, one.fresh_rollouts))
+        if mine and one.histories:
+            found[task_id_of(one.task)] = prompt_of(mine[0])
+    return found
+
+
 @checked
 def rows_of_plan(
     plan: Sequence[PlannedTask[Any]], fresh: Sequence[AgentTrajectory], group_offpolicy: GroupOffPolicy
 ) -> list[BatchRow]:
     """Return the rows of a batch, task by task, each task's fresh rollouts before its histories.
+
+    A history with another prompt than its task's first rollout is left out.
 
     A rollout that records guidance (``trajstore.guidance.Guidance``) gives a row with its flag and its train mode.
 
@@ -77,13 +92,15 @@ def rows_of_plan(
         raise ConfigurationError(f"fresh: {len(fresh)} rollouts, the plan asks for {planned}")
     rollouts = iter(fresh)
     trajectories: list[AgentTrajectory] = []
+    prompts = prompts_of_rollouts(plan, fresh)
     positions: list[int] = []
     replayed: list[bool] = []
     for position, one in enumerate(plan):
         mine = [next(rollouts) for _ in range(one.fresh_rollouts)]
         _check_tasks(task_id_of(one.task), mine, len(trajectories))
         trajectories += mine
-        histories = tuple(one.histories)
+        asked = prompts.get(task_id_of(one.task))
+        histories = [held for held in one.histories if asked is None or not prompt_of(held).differs(asked)]
         trajectories += histories
         positions += [position] * (one.fresh_rollouts + len(histories))
         replayed += [False] * one.fresh_rollouts + [True] * len(histories)

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore import errors
+    from trajstore.buffer.annotating import annotate, notes_of
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.buffer.retention import Retention
     from trajstore.buffer.runs import RunPoint, roll_back_run, run_points, save_run_point
     from trajstore.buffer.saved_points import saved_points, saved_state
     from trajstore.builder import EmbodiedRolloutResult
     from trajstore.mirroring.options import Mirror, MirrorState
+    from trajstore.store.notes import Note
     from trajstore.store.saved_points import SavedPoint
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
     from trajstore.writing.options import WriterOptions
@@ -28,6 +30,7 @@ __all__ = [
     "EmbodiedRolloutResult",
     "Mirror",
     "MirrorState",
+    "Note",
     "Retention",
     "Reward",
     "RunPoint",
@@ -35,7 +38,9 @@ __all__ = [
     "Trajectory",
     "TrajectoryReplayBuffer",
     "WriterOptions",
+    "annotate",
     "errors",
+    "notes_of",
     "roll_back_run",
     "run_points",
     "save_run_point",
@@ -49,6 +54,7 @@ _MODULES = {
     "EmbodiedRolloutResult": "builder",
     "Mirror": "mirroring.options",
     "MirrorState": "mirroring.options",
+    "Note": "store.notes",
     "Retention": "buffer.retention",
     "Reward": "trajectory",
     "RunPoint": "buffer.runs",
@@ -56,6 +62,8 @@ _MODULES = {
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "buffer.replay_buffer",
     "WriterOptions": "writing.options",
+    "annotate": "buffer.annotating",
+    "notes_of": "buffer.annotating",
     "roll_back_run": "buffer.runs",
     "run_points": "buffer.runs",
     "save_run_point": "buffer.runs",

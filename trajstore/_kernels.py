@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 import numpy as np
@@ -14,6 +14,8 @@ from numba.extending import intrinsic
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 _NUMBERS, _TABLE = "int64[::1]", "int64[:, ::1]"
 
@@ -98,19 +100,19 @@ _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16
     *("int32[::1]", "int32[::1]", "int32[::1]", _NUMBERS, _NUMBERS, _TABLE),
 )
 def locate_rows(
-    samples: np.ndarray[Any, Any],
+    samples: Array,
     first: int,
     end: int,
-    ends: np.ndarray[Any, Any],
-    slots: np.ndarray[Any, Any],
-    start_samples: np.ndarray[Any, Any],
-    start_extra: np.ndarray[Any, Any],
-    steps: np.ndarray[Any, Any],
-    batch: np.ndarray[Any, Any],
-    extra: np.ndarray[Any, Any],
-    position: np.ndarray[Any, Any],
-    slot: np.ndarray[Any, Any],
-    rows: np.ndarray[Any, Any],
+    ends: Array,
+    slots: Array,
+    start_samples: Array,
+    start_extra: Array,
+    steps: Array,
+    batch: Array,
+    extra: Array,
+    position: Array,
+    slot: Array,
+    rows: Array,
 ) -> None:
     """Find trajectory and rows of samples drawn from the window of positions ``first <= p < end``.
 
@@ -144,13 +146,13 @@ def locate_rows(
 
 @compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64")
 def copy_rows(
-    slot: np.ndarray[Any, Any],
-    rows: np.ndarray[Any, Any],
-    addresses: np.ndarray[Any, Any],
-    axes: np.ndarray[Any, Any],
-    columns: np.ndarray[Any, Any],
-    row_nbytes: np.ndarray[Any, Any],
-    targets: np.ndarray[Any, Any],
+    slot: Array,
+    rows: Array,
+    addresses: Array,
+    axes: Array,
+    columns: Array,
+    row_nbytes: Array,
+    targets: Array,
     begin: int,
     end: int,
 ) -> None:
@@ -190,13 +192,7 @@ def copy_rows(
 
 @compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _TABLE)
 def row_addresses(
-    slot: np.ndarray[Any, Any],
-    rows: np.ndarray[Any, Any],
-    addresses: np.ndarray[Any, Any],
-    axes: np.ndarray[Any, Any],
-    columns: np.ndarray[Any, Any],
-    row_nbytes: np.ndarray[Any, Any],
-    sources: np.ndarray[Any, Any],
+    slot: Array, rows: Array, addresses: Array, axes: Array, columns: Array, row_nbytes: Array, sources: Array
 ) -> None:
     """Set ``sources[j, i]`` to the address from which :func:`copy_rows` copies row i of column ``columns[j]``."""
     for j in range(len(columns)):
@@ -207,14 +203,7 @@ def row_addresses(
 
 
 @compiled("int32[::1]", _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _TABLE, nogil=False)
-def set_homes(
-    slots: np.ndarray[Any, Any],
-    samples: np.ndarray[Any, Any],
-    extra: np.ndarray[Any, Any],
-    document: np.ndarray[Any, Any],
-    positions: np.ndarray[Any, Any],
-    homes: np.ndarray[Any, Any],
-) -> None:
+def set_homes(slots: Array, samples: Array, extra: Array, document: Array, positions: Array, homes: Array) -> None:
     """Set slot and first rows of index entries, ``homes`` of ``[positions, 4]``; no interrupt comes in between."""
     for i in range(len(positions)):
         at = positions[i]
@@ -222,7 +211,7 @@ def set_homes(
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, nogil=False)
-def copy_few_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
+def copy_few_blocks(targets: Array, sources: Array, sizes: Array) -> None:
     """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
 
     For what is copied in less time than it may take to get the interpreter back.
@@ -232,21 +221,14 @@ def copy_few_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any]
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS)
-def copy_blocks(targets: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> None:
+def copy_blocks(targets: Array, sources: Array, sizes: Array) -> None:
     """Copy blocks of bytes from addresses to addresses."""
     for i in range(len(sizes)):
         _memcpy(targets[i], sources[i], sizes[i])
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")
-def are_there(
-    addresses: np.ndarray[Any, Any],
-    sizes: np.ndarray[Any, Any],
-    bases: np.ndarray[Any, Any],
-    ends: np.ndarray[Any, Any],
-    marks: np.ndarray[Any, Any],
-    block: int,
-) -> bool:
+def are_there(addresses: Array, sizes: Array, bases: Array, ends: Array, marks: Array, block: int) -> bool:
     """Return whether all blocks of pieces of memory are marked, as far as they lie in maps.
 
     Map m has the bytes ``bases[m] <= address < ends[m]``, in ascending order, and one byte for each of its blocks from

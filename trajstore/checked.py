@@ -16,7 +16,7 @@ import torch
 from trajstore.arguments import is_number
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.trajectory import AgentTrajectory, Reward
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
@@ -141,15 +141,7 @@ def _check_of_class(kind: Any, arguments: tuple[Any, ...]) -> _Check | None:
 
 _FIELD, _ONE_OF = "field ", "one of "
 
-_TENSORS = (
-    "input_ids",
-    "attention_mask",
-    "loss_mask",
-    "old_log_probs",
-    "entropys",
-    "response_mask",
-    "rollout_log_probs",
-)
+_TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 
 _TOLD: tuple[tuple[str, tuple[type, ...], str], ...] = (
     *((name, (str,), "a text") for name in ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")),

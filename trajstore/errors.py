@@ -135,7 +135,7 @@ class WriterFencedError(StoreWriteError, StoreLockedError):
 
 
 class PendingFullError(StoreError):
-    """Waiting writes fill the memory set aside for them."""
+    """Waiting writes fill the memory reserved for them."""
 
 
 class StoreUnreachableError(StoreError):

@@ -6,6 +6,7 @@ holding a lock, and to let another thread do what must not stop half-way.
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Callable
@@ -73,14 +74,41 @@ def uninterrupted(call: Callable[[], T]) -> T:
         finally:
             done.release()
 
-    thread = threading.Thread(target=run, name=CHANGE_THREAD)
     try:
-        thread.start()
+        start_thread(threading.Thread(target=run, name=CHANGE_THREAD, daemon=False))
     except RuntimeError:
-        if thread.ident is not None:
-            raise
         return call()  # the interpreter is ending and starts no threads
     done.acquire()
     if errors:
         raise errors.pop()
     return results[0]
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. An interrupt meanwhile leaves a thread that runs, or none.
+
+    ``Thread.start`` waits for the thread's first sign at a condition. An interrupt there can leave its lock taken for
+    ever: the thread never begins, and the interpreter waits for it when it ends. So another thread does that waiting.
+
+    Raises:
+        RuntimeError: the interpreter is ending, or the system has no thread left.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        thread.start()
+        return
+    errors: list[BaseException] = []
+    begun = threading.Lock()
+    begun.acquire()
+
+    def begin() -> None:
+        try:
+            thread.start()
+        except BaseException as error:  # raised again by the caller
+            errors.append(error)
+        finally:
+            begun.release()
+
+    _thread.start_new_thread(begin, ())
+    begun.acquire()
+    if errors:
+        raise errors.pop()

@@ -31,6 +31,7 @@ ORDER = (
     "Rewriter._one",
     "Intake.lock",
     "Points._one",
+    "Inbox._one",
     "CommitLog._lock",
     "Prefetcher._changed",
     "DrawingHandle._lock",

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from trajstore import locks
-from trajstore.interrupts import uninterrupted
+from trajstore.interrupts import start_thread, uninterrupted
 
 LOADING_THREAD = "trajstore-load"
 """Name of the thread that loads what is going to be needed."""
@@ -48,7 +48,7 @@ class MachineCode:
             self._begun.add(name)
             # Without it, the first `get` loads: the interpreter is ending, or there is no memory for a thread.
             with suppress(RuntimeError):
-                threading.Thread(target=self._load, args=(name,), name=LOADING_THREAD).start()
+                start_thread(threading.Thread(target=self._load, args=(name,), name=LOADING_THREAD))
 
     def _load(self, name: str) -> None:
         with self._lock:

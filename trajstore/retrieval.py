@@ -1,34 +1,30 @@
 """Which texts are most related to a query: BM25 over texts that keep being added, and may be removed.
 
-The package ``bm25s`` makes an index of a fixed collection. A collection that grows is kept in segments, each of which
-it indexed once. A full level of :data:`FAN_OUT` segments is merged to one of the next level: its postings are put
-together word by word, without looking at a text again. So a text is moved a few times (the logarithm of their number),
-and a query looks into a few dozen segments at the most. Scores are those of the whole collection: postings say how much
-a word counts in a text, the weight of the word is worked out for all texts when a query comes, and length is not
-normalized (``b = 0``), so no segment has an average of its own. How texts came to lie in segments changes nothing.
+An inverted index: for each word the texts that have it, and how often. Scores are those of all texts that are there
+now, and length is not normalized (``b = 0``), so nothing depends on the order in which texts came and went.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from array import array
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import ConfigurationError, MissingDependencyError
-
-FAN_OUT = 8
-"""Segments of a level that become one of the next."""
+from trajstore.errors import ConfigurationError
 
 _WORD = re.compile(r"\w+")
+_SATURATION = 1.5
+"""k1 of BM25: how soon a word that is repeated counts no more."""
+_MOST = 0xFFFF
 _DIGITS = 4
 """Decimal digits of a score that count: what is below depends on the order in which floats were added."""
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +40,42 @@ class Hit:
     score: float
 
 
+@dataclass(slots=True)
+class _Postings:
+    """The texts that have one word: their places, ascending, and how often each has it."""
+
+    places: array[int] = field(default_factory=lambda: array("i"))
+    counts: array[int] = field(default_factory=lambda: array("H"))
+
+    def below(self, end: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+        """Return the part before a place. It is copied: an array that is looked at cannot grow."""
+        places = np.array(self.places, np.int32)
+        places = places[: np.searchsorted(places, end)]
+        return places, np.array(self.counts[: len(places)], np.uint16)
+
+
+@dataclass(slots=True)
+class _Texts:
+    """All texts: keys by place, ascending; postings by word; places of those that were removed."""
+
+    keys: array[int] = field(default_factory=lambda: array("q"))
+    postings: dict[str, _Postings] = field(default_factory=dict)
+    removed: set[int] = field(default_factory=set)
+
+
 def words_of(text: str) -> list[str]:
     """Return the words of a text, in lower case: runs of letters, digits and underscores of any script."""
     return _WORD.findall(text.lower())
 
 
 class RetrievalIndex:
-    """An index of texts under ascending keys. One thread changes it at a time; any thread may search meanwhile.
-
-    Raises:
-        MissingDependencyError: bm25s is not installed.
-    """
+    """An index of texts under ascending keys. One thread changes it at a time; any thread may search meanwhile."""
 
     def __init__(self) -> None:
-        try:
-            import bm25s
-        except ImportError as error:
-            raise MissingDependencyError("bm25s", "guided") from error
-        self._bm25s: Any = bm25s
-        self._levels: tuple[tuple[_Segment, ...], ...] = ()
-        self._vocabulary: dict[str, int] = {}
-        self._frequencies: dict[int, int] = {}
-        """Number of a word -> texts that have it."""
-        self._removed: frozenset[int] = frozenset()
-        self._count = 0
+        self._texts = _Texts()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._texts.keys) - len(self._texts.removed)
 
     def add(self, keys: Sequence[int], texts: Sequence[str]) -> None:
         """Add texts. A text without a word is kept and never found.
@@ -79,37 +84,35 @@ class RetrievalIndex:
             keys: ascending, above all earlier ones, removed ones too.
             texts: one for each key.
         """
-        _check_texts(keys, texts)
-        if not keys:
-            return
-        made = self._segment(np.asarray(keys, dtype=np.int64), [words_of(text) for text in texts])
-        levels = self._with(made)
-        for word, count in zip(made.words.tolist(), np.diff(made.starts).tolist(), strict=True):
-            self._frequencies[word] = self._frequencies.get(word, 0) + count
-        # A search that runs meanwhile sees the segments of before, or those of now.
-        self._count += len(keys)
-        self._levels = levels
+        _check("keys", keys, (int, np.integer))
+        _check("texts", texts, (str,))
+        if len(keys) != len(texts):
+            raise ConfigurationError(f"keys, texts: {len(keys)} keys for {len(texts)} texts")
+        held = self._texts
+        for key, text in zip(keys, texts, strict=True):
+            for word, count in Counter(words_of(text)).items():
+                postings = held.postings.setdefault(word, _Postings())
+                postings.counts.append(min(count, _MOST))
+                postings.places.append(len(held.keys))
+            held.keys.append(int(key))  # last: a search looks no further than the keys that it found
 
-    def remove(self, keys: Sequence[int], texts: Sequence[str]) -> None:
+    def remove(self, keys: Sequence[int]) -> None:
         """Remove texts; afterwards everything is found as if they had never been there.
 
-        Args:
-            keys: of texts that are there.
-            texts: as they were added.
+        Raises:
+            ConfigurationError: a key is of no text that is there.
         """
-        _check_texts(keys, texts)
-        unknown = [word for text in texts for word in words_of(text) if word not in self._vocabulary]
-        if unknown:
-            raise ConfigurationError(f"texts: {unknown[0]!r} is in no text of the index; give them as they were added")
-        for text in texts:
-            for word in {self._vocabulary[word] for word in words_of(text)}:
-                self._frequencies[word] -= 1
-        self._count -= len(keys)
-        self._removed = self._removed.union(keys)
-        if len(self._removed) > self._count:  # most of what lies there was removed: one merge of all clears it
-            held = [segment for level in self._levels for segment in level]
-            self._levels = self._placed(_merged(held, self._removed)) if held else ()
-            self._removed = frozenset()
+        _check("keys", keys, (int, np.integer))
+        held = self._texts
+        there = np.array(held.keys, np.int64)
+        wanted = np.array(keys, np.int64)
+        places = np.searchsorted(there, wanted)
+        for key, place in zip(wanted.tolist(), places.tolist(), strict=True):
+            if place == len(there) or there[place] != key or place in held.removed:
+                raise ConfigurationError(f"keys: there is no text {key}")
+        held.removed |= set(places.tolist())
+        if 2 * len(held.removed) > len(held.keys):
+            self._texts = _without_removed(held)
 
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[Hit]:
         """Return the up to ``k`` texts most related to a query, best first; among equals the newest first.
@@ -125,156 +128,49 @@ class RetrievalIndex:
             raise ConfigurationError(f"k: {str(k)[:40]}, a {type(k).__name__}, must be a whole number of at least 0")
         if not isinstance(without, Collection) or not all(isinstance(key, int | np.integer) for key in without):
             raise ConfigurationError(f"without: a {type(without).__name__}, must be keys, whole numbers")
-        levels, removed = self._levels, self._removed
-        known = [self._vocabulary[word] for word in dict.fromkeys(words_of(query)) if word in self._vocabulary]
-        weights = {word: _idf(count, self._count) for word in known if (count := self._frequencies.get(word, 0)) > 0}
-        if not weights or k < 1:
-            return []
-        banned = np.fromiter({*without, *removed}, dtype=np.int64)
-        found = [hit for level in levels for segment in level for hit in segment.best(weights, k, banned)]
-        return sorted(found, key=lambda hit: (-hit.score, -hit.key))[:k]
-
-    def _segment(self, keys: IntArray, words: list[list[str]]) -> _Segment:
-        """Return texts as a segment, indexed by bm25s."""
-        if not any(words):
-            return _Segment(keys, *_no_postings())
-        index = self._bm25s.BM25(method="lucene", b=0.0)
-        index.index(words, show_progress=False)
-        matrix = index.scores
-        data, rows, ends = matrix["data"], matrix["indices"], np.asarray(matrix["indptr"], dtype=np.int64)
-        vocabulary = self._vocabulary
-        columns = [(vocabulary.setdefault(word, len(vocabulary)), column) for word, column in index.vocab_dict.items()]
-        last = len(ends) - 1  # bm25s knows a word more than it has columns for: its filler
-        columns = [
-            (word, column) for word, column in sorted(columns) if column < last and ends[column] < ends[column + 1]
-        ]
-        numbers = np.array([word for word, _ in columns], dtype=np.int64)
-        places = np.array([column for _, column in columns], dtype=np.int64)
-        counts = ends[places + 1] - ends[places]
-        order = _runs(ends[places], counts)
-        # The segment's own weight of each word is in its scores: out with it.
-        rarity = np.array([_idf(count, len(keys)) for count in counts.tolist()])
-        weights = (data[order] / np.repeat(rarity, counts)).astype(np.float32)
-        starts = np.concatenate([[0], counts.cumsum()])
-        return _Segment(keys, numbers, starts, rows[order].astype(np.int32), weights)
-
-    def _with(self, made: _Segment) -> tuple[tuple[_Segment, ...], ...]:
-        """Return the levels with a segment among them: a full level goes, with it, one level up."""
-        levels = list(self._levels)
-        level = _level(len(made.keys))
-        levels += [()] * (level + 1 - len(levels))
-        while len(levels[level]) >= FAN_OUT - 1:
-            made = _merged([*levels[level], made], self._removed)
-            levels[level] = ()
-            level += 1
-            levels += [()] * (level + 1 - len(levels))
-        levels[level] = (*levels[level], made)
-        return tuple(levels)
-
-    def _placed(self, made: _Segment) -> tuple[tuple[_Segment, ...], ...]:
-        return (*[()] * _level(len(made.keys)), (made,))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Segment:
-    """A part of the collection: for each of its words the texts that have it, and how much it counts there."""
-
-    keys: IntArray
-    """[n] of the texts, ascending."""
-    words: IntArray
-    """[w] numbers of words, ascending."""
-    starts: IntArray
-    """[w + 1] where the postings of each word begin."""
-    rows: npt.NDArray[np.int32]
-    """[p] places of texts, ascending within a word."""
-    weights: npt.NDArray[np.float32]
-    """[p] tf / (tf + k1)."""
-
-    def best(self, weights: Mapping[int, float], k: int, banned: IntArray) -> list[Hit]:
-        """Return the up to ``k`` best texts for words with these weights."""
-        scores = np.zeros(len(self.keys))
-        places = np.searchsorted(self.words, list(weights))
-        for place, (word, weight) in zip(places.tolist(), weights.items(), strict=True):
-            if place < len(self.words) and self.words[place] == word:
-                start, stop = self.starts[place], self.starts[place + 1]
-                scores[self.rows[start:stop]] += self.weights[start:stop] * weight  # a word has each row once
+        held = self._texts
+        keys = np.array(held.keys, np.int64)
+        alive = np.ones(len(keys), np.bool_)
+        alive[[place for place in held.removed.copy() if place < len(keys)]] = False
+        scores = np.zeros(len(keys))
+        total = int(np.count_nonzero(alive))
+        for word in dict.fromkeys(words_of(query)):
+            postings = held.postings.get(word)
+            if postings is not None:
+                places, counts = postings.below(len(keys))
+                weight = _weight(int(np.count_nonzero(alive[places])), total)
+                scores[places] += weight * (counts / (counts + _SATURATION))  # a word has each place once
         scores = scores.round(_DIGITS)
-        if len(banned):
-            scores[np.isin(self.keys, banned)] = 0.0
-        if k < len(scores):
-            found = np.flatnonzero((scores > 0) & (scores >= np.partition(scores, -k)[-k]))
-        else:
-            found = np.flatnonzero(scores > 0)
-        if len(found) > k:  # equal scores at the end: the newest ones
-            found = found[np.lexsort((-self.keys[found], -scores[found]))][:k]
-        return [Hit(int(self.keys[place]), float(scores[place])) for place in found]
+        found = np.flatnonzero((scores > 0) & alive)
+        found = found[~np.isin(keys[found], np.fromiter(without, np.int64, len(without)))]
+        if 0 < k < len(found):
+            found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
+        best = found[np.lexsort((-keys[found], -scores[found]))][:k]
+        return [Hit(int(keys[place]), float(scores[place])) for place in best]
 
 
-def _check_texts(keys: Any, texts: Any) -> None:
-    """Refuse what are no keys with a text each."""
-    for name, items, kinds in (("keys", keys, (int, np.integer)), ("texts", texts, (str,))):
-        if not isinstance(items, Sequence) or isinstance(items, str | bytes):
-            raise ConfigurationError(f"{name}: a {type(items).__name__}, must be a list")
-        bad = next((item for item in items if not isinstance(item, kinds) or isinstance(item, bool)), None)
-        if bad is not None or None in items:
-            raise ConfigurationError(f"{name}: a {type(bad).__name__} among them, must be of {kinds[0].__name__}")
-    if len(keys) != len(texts):
-        raise ConfigurationError(f"keys, texts: {len(keys)} keys for {len(texts)} texts")
+def _check(name: str, items: Any, kinds: tuple[type, ...]) -> None:
+    """Refuse what is no list of these kinds."""
+    if not isinstance(items, Sequence) or isinstance(items, str | bytes):
+        raise ConfigurationError(f"{name}: a {type(items).__name__}, must be a list")
+    for item in items:
+        if not isinstance(item, kinds) or isinstance(item, bool):
+            raise ConfigurationError(f"{name}: a {type(item).__name__} among them, must be of {kinds[0].__name__}")
 
 
-def _merged(segments: Sequence[_Segment], removed: Collection[int]) -> _Segment:
-    """Return segments, whose keys ascend from one to the next, as one; without what was removed."""
-    ordered = sorted(segments, key=lambda segment: int(segment.keys[0]) if len(segment.keys) else -1)
-    keys = np.concatenate([segment.keys for segment in ordered])
-    words = np.unique(np.concatenate([segment.words for segment in ordered]))
-    counts = np.zeros(len(words), dtype=np.int64)
-    places = [np.searchsorted(words, segment.words) for segment in ordered]
-    for segment, place in zip(ordered, places, strict=True):
-        counts[place] += np.diff(segment.starts)
-    starts = np.concatenate([[0], counts.cumsum()])
-    rows = np.empty(starts[-1], dtype=np.int32)
-    weights = np.empty(starts[-1], dtype=np.float32)
-    free, before = starts[:-1].copy(), 0
-    for segment, place in zip(ordered, places, strict=True):
-        sizes = np.diff(segment.starts)
-        target = _runs(free[place], sizes)
-        rows[target] = segment.rows + before
-        weights[target] = segment.weights
-        free[place] += sizes
-        before += len(segment.keys)
-    made = _Segment(keys, words, starts, rows, weights)
-    return _without(made, removed) if removed else made
+def _without_removed(held: _Texts) -> _Texts:
+    alive = np.ones(len(held.keys), np.bool_)
+    alive[list(held.removed)] = False
+    moved = np.cumsum(alive) - 1
+    made = _Texts(array("q", np.array(held.keys, np.int64)[alive].tolist()))
+    for word, postings in held.postings.items():
+        places, counts = postings.below(len(held.keys))
+        kept = alive[places]
+        if kept.any():
+            made.postings[word] = _Postings(array("i", moved[places[kept]].tolist()), array("H", counts[kept].tolist()))
+    return made
 
 
-def _without(segment: _Segment, removed: Collection[int]) -> _Segment:
-    alive = ~np.isin(segment.keys, np.fromiter(removed, dtype=np.int64))
-    kept = alive[segment.rows]
-    places = alive.cumsum() - 1
-    total = np.concatenate([[0], kept.cumsum()])[segment.starts]
-    counts = np.diff(total)
-    starts = np.concatenate([[0], counts[counts > 0].cumsum()])
-    rows = places[segment.rows[kept]].astype(np.int32)
-    return _Segment(segment.keys[alive], segment.words[counts > 0], starts, rows, segment.weights[kept])
-
-
-def _runs(starts: IntArray, sizes: IntArray) -> IntArray:
-    """Return ``starts[i], starts[i] + 1, ...`` up to ``sizes[i]`` of them, for one i after the other."""
-    ends = sizes.cumsum()
-    places: IntArray = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + sizes, sizes)
-    return places
-
-
-def _level(count: int) -> int:
-    level = 0
-    while FAN_OUT ** (level + 1) <= count:
-        level += 1
-    return level
-
-
-def _no_postings() -> tuple[IntArray, IntArray, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    return np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32)
-
-
-def _idf(frequency: int, count: int) -> float:
+def _weight(frequency: int, count: int) -> float:
     """Return the weight of a word that ``frequency`` of ``count`` texts have, as Lucene's BM25 has it."""
     return math.log(1 + (count - frequency + 0.5) / (frequency + 0.5))

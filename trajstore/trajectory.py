@@ -133,6 +133,11 @@ class AgentTrajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
+TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
+"""Fields of an :class:`AgentTrajectory` that have a value for each token."""
+RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
+"""Fields that have a value for each token of the response."""
+
 AnyTrajectory = Trajectory | AgentTrajectory
 
 

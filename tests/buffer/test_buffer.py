@@ -13,6 +13,7 @@ import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
+from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import join_name, walk
 from trajstore.columns.schema import dtypes
 from trajstore.testing.witness import check_batch, check_trajectory, difference, rows_of, witness
@@ -241,13 +242,13 @@ def test_receipts(tmp_path: Path) -> None:
         auto_save=True, auto_save_path=tmp_path, on_commit=told.extend, writer=WriterOptions(commit_interval=30.0)
     )
     with buffer:
-        assert buffer.committed == -1
+        assert buffer.points.committed == -1
         ids = buffer.add_trajectories([witness(key) for key in range(3)])
         assert buffer.wait(ids, timeout=0.01) is False
         assert buffer.get_stats()["pending_bytes"] > 0
         buffer.flush()
         assert buffer.wait(ids) is True
-        assert buffer.committed == 2
+        assert buffer.points.committed == 2
         assert buffer.get_stats()["pending_bytes"] == 0
     assert told == ids
 
@@ -259,7 +260,7 @@ def test_a_callback_that_raises_undoes_nothing(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, on_commit=broken) as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.flush()
-        assert buffer.committed == 0
+        assert buffer.points.committed == 0
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         assert check_trajectory(buffer.get(0)) == 0
 
@@ -292,7 +293,7 @@ def test_flush_gives_up_after_its_timeout(slow_store: tuple[TrajectoryReplayBuff
     check_batch(buffer.sample(1))
     go_on.set()
     buffer.flush()
-    assert buffer.committed == 0
+    assert buffer.points.committed == 0
 
 
 def test_memory_of_waiting_writes_is_bounded(tmp_path: Path) -> None:
@@ -322,12 +323,12 @@ def test_ids_are_never_given_twice(tmp_path: Path) -> None:
             buffer.clear()
             assert len(buffer) == buffer.total_samples == 0
             assert buffer.add_trajectories([witness(2)]) == [2]
-            assert buffer.trajectory_counter == 3
+            assert internals_of(buffer).trajectory_counter == 3
     with make("cached", "zarr", tmp_path / "store", 0) as buffer:
         assert buffer.trajectory_ids.tolist() == [2]
         buffer.clear()
     with make("cached", "pt", tmp_path / "store", 0) as buffer:
-        assert buffer.trajectory_counter == 3
+        assert internals_of(buffer).trajectory_counter == 3
         assert buffer.add_trajectories([witness(3)]) == [3]
 
 
@@ -339,8 +340,8 @@ def test_closing(tmp_path: Path) -> None:
     calls: list[Any] = [
         lambda: buffer.add_trajectories([witness(1)]),
         lambda: buffer.evict([0]),
-        lambda: buffer.pin("name"),
-        lambda: buffer.unpin("name"),
+        lambda: buffer.points.pin("name"),
+        lambda: buffer.points.unpin("name"),
     ]
     for call in calls:
         with pytest.raises(errors.StoreClosedError):

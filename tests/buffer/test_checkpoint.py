@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.buffer.internals import internals_of
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.verify import verify
 from trajstore.mirroring.restoring import restore
+from trajstore.store.run_ids import own_id
 from trajstore.testing.copies import copy_live
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
@@ -71,7 +73,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, kind: str, fmt: str) -> None:
                 assert other.load_checkpoint(tmp_path / "checkpoint") == 0
                 assert keys_of(other) == {number: number for number in (0, 1, 3, 4, 6, 7)}
                 assert (other.size, other.total_samples) == (buffer.size, buffer.total_samples)
-                assert (other.trajectory_counter, other.seed) == (8, 3)
+                assert (internals_of(other).trajectory_counter, other.seed) == (8, 3)
                 for value in expected:
                     assert torch.equal(other.sample(20)["curr_obs"]["tag"], value)
                 assert other.add_trajectories([witness(50)]) == [8]
@@ -119,7 +121,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         each, more = divmod(key, readers)
         assert len(share) == each + (rank < more)
         assert buffer.total_samples == sum(witness(k).curr_obs["tag"].numel() for k in share.values())
-        assert buffer.trajectory_counter == max(share, default=-1) + 1
+        assert internals_of(buffer).trajectory_counter == max(map(own_id, share), default=-1) + 1
         found += share.values()
         ids += [*share, *buffer.add_trajectories([witness(1000), witness(1001)])]
         buffer.close()
@@ -211,7 +213,7 @@ def test_what_has_left_memory_is_not_named(tmp_path: Path) -> None:
     other = TrajectoryReplayBuffer(sample_window_size=0)
     other.load_checkpoint(tmp_path / "checkpoint")
     assert keys_of(other) == {5: 5, 6: 6, 7: 7}
-    assert other.trajectory_counter == 8
+    assert internals_of(other).trajectory_counter == 8
 
 
 def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path: Path) -> None:
@@ -310,11 +312,11 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_pins_keep_a_state(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with filled("store", "pt", path, 6, seed=4) as buffer:
-        buffer.pin("first")
+        buffer.points.pin("first")
         expected = buffer.sample(30)["curr_obs"]["tag"]
         buffer.evict([0, 1, 2, 3])
         buffer.add_trajectories([witness(6)])
-        buffer.pin("second")
+        buffer.points.pin("second")
         buffer.clear()
     with make("store", "pt", path) as buffer:  # pins outlive the writer
         buffer.add_trajectories([witness(7)])
@@ -332,23 +334,23 @@ def test_pins_keep_a_state(tmp_path: Path) -> None:
                 other.load_checkpoint(path, pin=name)
         for name in ("../../outside", "a/b", ".", ".hidden", "a\nb", "x" * 201, "\ud800"):
             with pytest.raises(errors.ConfigurationError, match="must be the name of a file"):
-                buffer.pin(name)
+                buffer.points.pin(name)
         other.close()
-        buffer.unpin("first")
-        buffer.unpin("second")
+        buffer.points.unpin("first")
+        buffer.points.unpin("second")
         assert len(list((path / "shards").iterdir())) == 1
     assert verify(path).sound
     with pytest.raises(errors.StoreError, match="auto_save"):
-        TrajectoryReplayBuffer().pin("x")
+        TrajectoryReplayBuffer().points.pin("x")
 
 
 def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with filled("store", "pt", path, 2) as buffer:
-        buffer.pin("only")
+        buffer.points.pin("only")
         buffer.evict([0, 1])
     with make("store", "pt", path) as buffer:
-        buffer.unpin("only")
+        buffer.points.unpin("only")
         copy_live(path, tmp_path / "crashed")  # its snapshot still has the pinned entries, their files are gone
     assert list((tmp_path / "crashed" / "shards").iterdir()) == []
     assert verify(tmp_path / "crashed").sound
@@ -435,7 +437,7 @@ def test_a_copy_within_its_own_source_is_refused(tmp_path: Path, copy: Callable[
 def test_repair_says_that_points_are_not_copied(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(0)])
-        buffer.save_point(7)
+        buffer.points.save(7)
     copied = repair_store(tmp_path / "store", tmp_path / "repaired")
     assert copied.problems == ["pins/: 1 saved points and pins are not copied; the copy cannot go back to them"]
 
@@ -455,11 +457,11 @@ def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_pa
 
 def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with filled("store", "pt", tmp_path / "store", 1) as buffer:
-        buffer.pin("kept")
-        buffer.unpin("kpet")
+        buffer.points.pin("kept")
+        buffer.points.unpin("kpet")
         assert "no pin 'kpet' here (there are: kept)" in caplog.text
         caplog.clear()
-        buffer.unpin("kept")
+        buffer.points.unpin("kept")
         assert not caplog.records
         with pytest.raises(errors.TrajectoryUnavailableError, match="no trajectory has the id -4"):
             buffer.wait([0, -4])

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.buffer.internals import internals_of
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back
@@ -181,7 +182,7 @@ def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: 
     assert "rank_1/metadata.json" in caplog.text
     alone, _ = load(run / "rank_1", strict=False)
     assert keys_of(alone) == [3, 4, 5]
-    assert alone.trajectory_counter == 3
+    assert internals_of(alone).trajectory_counter == 3
     result = verify(run)
     assert (result.sound, result.trajectories) == (False, 12), "the rest is checked all the same"
 
@@ -267,7 +268,7 @@ def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> Non
 def test_an_index_worked_out_again_has_what_was_evicted_and_pinned(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
-        buffer.pin("early")
+        buffer.points.pin("early")
         buffer.evict([1])
         copy_live(tmp_path / "live", tmp_path / "crashed")
     (tmp_path / "crashed" / "trajectory_index.json").unlink()
@@ -475,8 +476,8 @@ def test_what_is_lost_is_named_with_its_ids(run: Path) -> None:
 def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
-        buffer.pin("one")
-        buffer.pin("two")
+        buffer.points.pin("one")
+        buffer.points.pin("two")
         buffer.evict([1])
     flip(tmp_path / "store" / "pins" / "one.json")
     with pytest.raises(errors.CorruptStoreError, match=r"one\.json"):
@@ -494,7 +495,7 @@ def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:
 def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_were(run: Path, gone: list[int]) -> None:
     for rank in range(4):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=run / f"rank_{rank}") as buffer:
-            buffer._points.save(1, None, None, ranks=4)
+            buffer.points._save(1, None, None, ranks=4)
     assert len(load(run)[0]) == 12
     for rank in gone:
         shutil.rmtree(run / f"rank_{rank}")

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.buffer.internals import internals_of
+from trajstore.columns.conversion import flatten
 from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
 
 
@@ -20,7 +22,7 @@ def one(value: float) -> Trajectory:
 def store(tmp_path: Path) -> Path:
     with TrajectoryReplayBuffer(seed=7, auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         buffer.add_trajectories([one(float(number)) for number in range(150)])
-        buffer.pin("early")
+        buffer.points.pin("early")
         buffer.add_trajectories([one(150.0)])
     return tmp_path / "store"
 
@@ -60,7 +62,29 @@ def test_adding_is_refused_and_says_what_to_do(store: Path) -> None:
         for opened in (reader, pickle.loads(pickle.dumps(reader))):
             with pytest.raises(StoreError, match=r"opened for reading.*auto_save=True"):
                 opened.add_trajectories([one(1.0)])
+            with pytest.raises(StoreError, match=r"opened for reading.*auto_save=True"):
+                internals_of(opened).add_flattened([flatten(one(1.0))], bytes(16))
             assert len(opened) == 151
+
+
+def test_a_reader_that_is_sent_reads_the_same_store_wherever_it_arrives(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=elsewhere / "store") as other:
+        other.add_trajectories([one(-1.0)] * 3)
+    monkeypatch.chdir(tmp_path)
+    with TrajectoryReplayBuffer.open("store") as reader:
+        sent = pickle.dumps(reader)
+        monkeypatch.chdir(elsewhere)
+        with pickle.loads(sent) as arrived:
+            assert internals_of(arrived).store_ids == internals_of(reader).store_ids
+            assert float(arrived.get(150).rewards[0]) == 150.0
+    store.rename(tmp_path / "before")
+    (elsewhere / "store").rename(store)
+    [store_id] = internals_of(reader).store_ids
+    with pytest.raises(StoreNotFoundError, match=rf"reads the store {store_id}, which does not lie there"):
+        pickle.loads(sent)
 
 
 def test_it_follows_a_live_writer(tmp_path: Path) -> None:
@@ -87,7 +111,7 @@ def test_a_store_is_continued_any_number_of_times(tmp_path: Path) -> None:
             assert len(buffer) == session - (1 if session > 20 else 0)
             buffer.add_trajectories([AgentTrajectory(task_id=f"task {session}")])  # of weights without a name
             if session % 10 == 0:
-                buffer.pin(f"session {session}")
+                buffer.points.pin(f"session {session}")
             if session == 20:
                 buffer.evict([3])
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store"):

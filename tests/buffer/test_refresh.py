@@ -12,6 +12,7 @@ import torch
 from tests.stores import reader_of, writer_to
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore.buffer.internals import internals_of
 from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
@@ -222,6 +223,6 @@ def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path
         source.add_trajectories([witness(1), witness(2)])
         source.flush()
         assert reader.refresh()
-        assert reader.trajectory_counter == 3
+        assert internals_of(reader).trajectory_counter == 3
         assert reader.add_trajectories([witness(7)]) == [3]
         reader.close()

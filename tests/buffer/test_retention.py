@@ -28,7 +28,7 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number, (steps, version) in enumerate(sizes):
         flat = flatten(step(steps, version))
-        columns = columns_of([flat], [number], bytes(16), index.weights) | {"shard": np.zeros(1)}
+        columns = columns_of([flat], [number], bytes(16), index.texts) | {"shard": np.zeros(1)}
         index.append(columns | starts_of([flat.extent], flat.schema.kind))
     return index
 

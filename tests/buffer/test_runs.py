@@ -187,10 +187,10 @@ def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(tmp_path: Pat
     for rank in range(2):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"rank_{rank}") as buffer:
             buffer.add_trajectories([witness(rank)])
-            buffer._points.save(10, None, None, 2)
-            buffer._points.save(20, None, None, 2)
+            buffer.points._save(10, None, None, 2)
+            buffer.points._save(20, None, None, 2)
             if rank == 0:
-                buffer._points.save(30, None, None, 2)  # rank 1 was killed before it
+                buffer.points._save(30, None, None, 2)  # rank 1 was killed before it
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_0") as buffer:
         assert _choose(buffer, None, 2) == 20
         for ranks in (1, 3):

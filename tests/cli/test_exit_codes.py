@@ -29,7 +29,7 @@ def two_shards(path: Path) -> Path:
     """Ten trajectories, a saved point between the first five and the others."""
     write_store(path, range(5))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
-        buffer.save_point(1)
+        buffer.points.save(1)
     return write_store(path, range(5, 10))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.cli.stores import Run
 from tests.experience.conftest import build
-from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
@@ -81,10 +81,10 @@ def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path:
     write_pool(tmp_path / "step_1", PoolContents({1: ["a"]}, [], held))
     report = inspect(tmp_path / "step_1")
     assert (report["trajectories"], report["replayable"]) == (2, 1)
-    assert report["refused"] == {"no_response_mask": 1}
+    assert report["refused"] == {"no_tokens": 1}
     code, out, _ = run("inspect", tmp_path / "step_1")
     assert code == 0
-    assert "no_response_mask" in out
+    assert "no_tokens" in out
 
 
 def agent_store(path: Path, count: int = 4, **more: object) -> Path:
@@ -274,6 +274,45 @@ def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
     code, _, err = run("inspect", path, "--trajectory", 0, "--sample", 10)
     assert code == FAILED
     assert "tokens 0 to 9" in err
+
+
+def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run" / f"rank_{rank}") as buffer:
+            buffer.add_trajectories(
+                [
+                    AgentTrajectory(
+                        input_ids=torch.arange(5) + 10 * rank,
+                        response_start=2,
+                        loss_mask=torch.tensor([0, 0, 1, 0, 1]),
+                        old_log_probs=torch.tensor([-0.5, -1.0, -0.25]),
+                    )
+                ]
+            )
+            annotate(buffer, 0, {"judge": rank, "tag": HOSTILE}, who="anna")
+    code, out, _ = run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()[-6:]]
+    assert rows == [
+        ["token", "part", "input_ids", "loss_mask", "old_log_probs"],
+        ["0", "prompt", "10", "0"],
+        ["1", "prompt", "11", "0"],
+        ["2", "model", "12", "1", "-0.5000"],
+        ["3", "told", "13", "0", "-1.0000"],
+        ["4", "model", "14", "1", "-0.2500"],
+    ]
+    code, out, _ = run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens", "--json")
+    report = json.loads(out)
+    assert report["tokens_by_column"]["old_log_probs"] == [None, None, -0.5, -1.0, -0.25]
+    assert [(note["name"], note["value"], note["who"]) for note in report["notes"]] == [
+        ("judge", 1.0, "anna"),
+        ("tag", HOSTILE, "anna"),
+    ]
+    code, out, _ = run("inspect", tmp_path / "run", "--trajectory", "1/0")
+    assert "judge  1.0  anna" in out
+    assert "\x1b" not in out
+    assert run("inspect", tmp_path / "run", "--tokens")[0] == FAILED
+    assert run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens", "--sample", 0)[0] == FAILED
 
 
 def test_tokens_as_text(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

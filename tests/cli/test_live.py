@@ -125,10 +125,10 @@ def test_a_lost_file_of_a_live_store_is_damage(path: Path, live: TrajectoryRepla
 def test_a_saved_point_that_is_released_while_it_is_verified(
     path: Path, live: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live.save_point(1, state={"at": 1})
+    live.points.save(1, state={"at": 1})
 
     def go_on() -> None:
-        live.save_point(2, state={"at": 2}, keep=1)
+        live.points.save(2, state={"at": 2}, keep=1)
 
     before_first(monkeypatch, Pins, "read_state", go_on)
     result = verify(path)

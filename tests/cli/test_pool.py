@@ -18,6 +18,7 @@ from trajstore.cli import DAMAGED, FAILED
 from trajstore.cli.pool import _LEFT, _REFUSED
 from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules, Refusal
 from trajstore.experience.entry import Departure
+from trajstore.experience.persistence import read_pool
 from trajstore.experience.tokenizers import HUB_TIMEOUT
 
 RULES = PoolRules(n_rollout=4)
@@ -59,6 +60,9 @@ def held(path: Path) -> dict[str, list[str]]:
 def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
     words = ("--n-rollout", 4, "--success-threshold", 0.7)
+    code, out, _ = run("pool", "import", tmp_path / "named", tmp_path / "rollouts", *words, "--task-prefix", "x:")
+    assert code == 0
+    assert held(tmp_path / "named") == {"x:a": ["a/10", "a/11", "a/20", "a/21"]}
     code, out, _ = run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
     assert code == 0
     assert "4 trajectories of 1 tasks" in out
@@ -88,10 +92,37 @@ def test_a_pool_that_holds_something_is_replaced_only_when_asked(run: Run, tmp_p
 
 def test_a_pool_of_agentevolver_is_imported(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
     source = shared_fixtures / "experience_pool_cmt" / "linear"
-    code, out, _ = run("pool", "import", tmp_path / "pool", source)
+    code, out, _ = run("pool", "import", tmp_path / "pool", source, "--task-prefix", "house:")
     assert code == 0
     assert "12 trajectories of 6 tasks" in out
     assert "step_40" in out
+    code, out, _ = run("pool", "export", tmp_path / "pool", tmp_path / "files")
+    named = read_pool(tmp_path / "files")
+    known = read_pool(source / "step_40")
+    assert named.skip_uid_set == [f"house:{task}" for task in known.skip_uid_set] != []
+    assert {one.task_id for held in named.task2trajectories.values() for one in held} == {*named.task2trajectories}
+    assert {*named.task2trajectories} == {f"house:{task}" for task in known.task2trajectories}
+    wanted = {number: {f"house:{task}" for task in tasks} for number, tasks in known.difficulty2task_dict.items()}
+    assert {number: {*tasks} for number, tasks in named.difficulty2task_dict.items()} == wanted
+
+
+def test_a_pool_of_messages_needs_a_tokenizer(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
+    pytest.importorskip("transformers")
+    words = ("pool", "import", tmp_path / "pool", shared_fixtures / "experience_pool")
+    code, _, err = run(*words)
+    assert code == FAILED
+    assert "--tokenizer" in err
+    code, _, err = run(*words, "--context", "linear")
+    assert code == FAILED
+    assert "without --tokenizer" in err
+    words = (*words, "--tokenizer", shared_fixtures / "experience_pool_cmt" / "tokenizer")
+    code, out, _ = run(*words)
+    assert code == 0
+    assert "entered: 10 of 13 rollouts" in out
+    assert "not taken: 3 have the tokens of one that the pool has (duplicate)" in out
+    assert "had messages only: 13, which have the tokenizer's tokens now; 13 of them" in out
+    done = json.loads(run(*words, "--replace", "--context", "linear_think", "--json")[1])
+    assert (done["entered"], done["tokenized"], done["without_log_probs"]) == (10, 13, 13)
 
 
 def test_what_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
@@ -124,6 +155,7 @@ def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
         ((source, "--tokenizer", tmp_path / "none"), "no such folder"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--replace"), "--replace"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--same-run"), "--same-run"),
+        ((source, "--tokenizer", tmp_path / "tokenizer", "--task-prefix", "x:"), "--task-prefix"),
         ((source, "--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
     ):
         code, _, err = run("pool", "import", tmp_path / "pool", *words)
@@ -267,7 +299,7 @@ def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp
         told.append(json.loads(run("pool", "import", tmp_path / pool, *words, "--json")[1]))
         run("pool", "export", tmp_path / "pool", tmp_path / "files")
     of_rollouts, of_files, of_transcripts = told
-    assert of_rollouts.keys() == of_files.keys() == of_transcripts.keys() - {"bad", "highest_failure"}
+    assert of_rollouts.keys() == of_files.keys() == of_transcripts.keys() - {"bad", "highest_failure", "control_tokens"}
     for one in told:
         assert one["trajectories"] == one["before"] + one["entered"] - sum(one["left"].values())
         never = sum(int(sentence.split()[0]) for sentence in one["left_out"]) + len(one.get("bad", ()))
@@ -283,10 +315,10 @@ def test_every_reason_has_a_sentence() -> None:
 
 
 def test_options_of_an_import_are_refused_by_export(run: Run, tmp_path: Path) -> None:
-    for option in ("--replace", "--same-run"):
+    for option in ("--replace", "--same-run", "--task-prefix=a:"):
         code, _, err = run("pool", "export", tmp_path / "pool", tmp_path / "files", option)
         assert code == FAILED
-        assert f"{option}: is of an import" in err
+        assert f"{option.split('=')[0]}: is of an import" in err
 
 
 def test_a_tokenizer_that_is_nowhere_is_told_soon(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,11 @@ def path(tmp_path: Path) -> Path:
 def _fill(path: Path) -> None:
     with make(path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(750, {"note": "here"})
+        buffer.points.save(750, {"note": "here"})
         buffer.evict([0])
         add(buffer, range(4, 6))
-        buffer.save_point(760)
-        buffer.pin("mine")
+        buffer.points.save(760)
+        buffer.points.pin("mine")
 
 
 def report(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
@@ -82,7 +82,7 @@ def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, caps
     assert [part["leaving"] for part in done["parts"]] == [0, 0]
     with make(tmp_path / "rank_0") as buffer:
         add(buffer, [9])
-        buffer.save_point(770)
+        buffer.points.save(770)
     assert main(["rollback", str(tmp_path), "--step", "770"]) == 2
     assert "rank_1: no saved point of step 770; there are: 750, 760" in capsys.readouterr().err
     assert report(capsys, "inspect", tmp_path)["stores"] == "per_rank"

@@ -58,7 +58,7 @@ def _use(folder: Path, name: str) -> None:
         check_batch(buffer.sample(4096))
         for number in buffer.trajectory_ids.tolist():
             check_trajectory(buffer.get(number))
-        buffer.pin("all")
+        buffer.points.pin("all")
         buffer.evict(list(range(0, shards, 2)))
         buffer.save_checkpoint(folder / "checkpoint")
     for path, pin, count in ((folder / "store", "all", shards), (folder / "checkpoint", None, shards // 2)):
@@ -70,7 +70,7 @@ def _use(folder: Path, name: str) -> None:
 
 
 def test_a_soak_of_seconds(tmp_path: Path) -> None:
-    plan = Plan(seconds=8, keep=24, scale=8, pause=0.0, samples=8, followers=1)
+    plan = Plan(seconds=4, keep=24, scale=8, pause=0.0, samples=8, followers=1)
     result = soak(tmp_path, plan, seed=2)
     assert judge(result, cost=False) == []
     assert result.added > 0

@@ -12,7 +12,7 @@ pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
 pytest.importorskip("moto.server", reason="needs moto[server]")
 
 
-@pytest.mark.parametrize("freezes", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize("freezes", [1, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_a_frozen_writer_overwrites_nothing(tmp_path: Path, freezes: int) -> None:
     result = run_campaign(tmp_path, freezes, seed=7)
     assert result.problems == []

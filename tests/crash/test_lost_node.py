@@ -10,9 +10,9 @@ from tools.crash.node.campaign import run, s3
 
 
 def test_nothing_on_the_mirror_is_lost_with_the_node(tmp_path: Path) -> None:
-    result = run(tmp_path, str(tmp_path / "mirrors"), {}, rounds=5, seed=3)
+    result = run(tmp_path, str(tmp_path / "mirrors"), {}, rounds=3, seed=3)
     assert result.problems == []
-    assert result.rounds == 5
+    assert result.rounds == 3
     assert result.compared > 0
 
 

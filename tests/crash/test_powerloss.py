@@ -22,10 +22,10 @@ from trajstore.testing.witness import witness
 
 
 def test_nothing_is_lost_when_the_power_fails(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, states=100, sessions=(0, 3), seed=3, steps=8)
+    result = run_campaign(tmp_path, states=50, sessions=(0, 3), seed=3, steps=8)
     assert result.problems == []
-    assert result.states == 100
-    assert result.compared > 1000
+    assert result.states == 50
+    assert result.compared > 500
 
 
 def test_nothing_of_a_zarr_store_is_lost_when_the_power_fails(tmp_path: Path) -> None:

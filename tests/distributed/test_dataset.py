@@ -40,7 +40,7 @@ AGENT = AgentTrajectory(
 def small_ray() -> Iterator[None]:
     if ray.is_initialized():
         pytest.skip("another test's Ray session is running in this process")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -111,12 +111,18 @@ def test_transitions_of_a_run(small_ray: None, tmp_path: Path) -> None:
     narrow = dataset.select_columns(["rewards", "curr_obs.tag"]).take_all()
     assert narrow[0].keys() == {"rewards", "curr_obs.tag"}
     check_rows(narrow)
+    with TrajectoryReplayBuffer.open(tmp_path / "run") as reader:
+        ids = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
+    tags = {int(row["trajectory_id"]): int(row["curr_obs.tag"]) for row in rows}
+    assert {number: tag >> 20 for number, tag in tags.items()} == ids  # of both ranks' 0, two
+    with pytest.raises(ConfigurationError, match="no column rewardz"):
+        dataset.select_columns(["rewardz"]).take_all()
 
 
 def test_whole_trajectories_go_there_and_back(small_ray: None, tmp_path: Path) -> None:
     path = store(tmp_path / "store", range(5))
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
-        buffer.pin("five")
+        buffer.points.pin("five")
         buffer.add_trajectories([AGENT, AGENT, witness(9)])
         buffer.evict([0])
     with pytest.raises(ConfigurationError, match="unit='trajectory'"):

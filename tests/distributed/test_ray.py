@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from trajstore import TrajectoryReplayBuffer, run_points
+from trajstore import Trajectory, TrajectoryReplayBuffer, run_points
+from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -34,12 +37,13 @@ pytestmark = pytest.mark.timeout(600)  # processes start, and start again
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
+from trajstore.buffer.content_watch import ContentWatch  # noqa: E402
 from trajstore.buffer.intake import flatten_all  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
     Channel,
     DistributedReplayBuffer,
-    homes,
     read_store,
+    reads,
     receipts,
     receive,
     starting,
@@ -48,6 +52,7 @@ from trajstore.distributed.options import HandleOptions  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
 from trajstore.distributed.server import Answer  # noqa: E402
+from trajstore.store.run_ids import own_id  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +112,8 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
         handle.stop()
     with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
         buffer.load_checkpoint(tmp_path / "saved")
-        assert sorted(buffer.trajectory_ids.tolist()) == sorted(ids[3:])
+        # Below the rank, which a run of ranks puts above them, ids are the handle's.
+        assert sorted(own_id(buffer.trajectory_ids).tolist()) == sorted(ids[3:])
     for rank in range(2):
         assert verify(tmp_path / "run" / f"rank_{rank}").problems == []
     with pytest.raises(StoreNotFoundError):
@@ -251,6 +257,50 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
     handle.stop()
 
 
+@pytest.mark.parametrize("how", ["frozen", "gone"])
+def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    here = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)
+    name = f"silent-{how}"
+    handle = create(name, tmp_path, stores=2, scheduling_strategy=here)
+    keys = {handle.add_trajectories([witness(key)]).committed(120)[0]: key for key in range(8)}
+    actor = ray.get_actor(f"{name}/rank_1", namespace="trajstore")
+    pid = ray.get(actor.__ray_call__.remote(lambda server: os.getpid()))
+    learner, second, third = (
+        DistributedReplayBuffer.connect(name, patience=2.0, refresh_interval=3600.0) for _ in range(3)
+    )
+    monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
+    for one in (learner, second, third):
+        one.refresh()
+    first = learner.trajectory_ids.tolist()
+    check_batch(learner.sample(32))
+    if how == "frozen":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        lose(name, 1)
+    try:
+        with caplog.at_level(logging.WARNING):
+            check_batch(learner.sample(64))
+            drawn = second.sample(64, sampler=WeightedSampler())
+            check_batch(drawn)
+            assert len(drawn.drawn) == 64
+            loader = ReplayLoader(third, batch_size=32)
+            check_batch(next(loader))
+            assert loader.figures()["batches_redrawn"] == 1
+            loader.close()
+        left = [number for number in first if number % 1024 == 0]
+        assert learner.trajectory_ids.tolist() == left
+        assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once by each handle
+        assert {check_trajectory(one) for one in learner.sample_trajectories(8)} == {keys[number] for number in left}
+    finally:
+        if how == "frozen":
+            os.kill(pid, signal.SIGCONT)
+    if how == "frozen":
+        until(lambda: (learner.refresh(), learner.size)[1] == 8)
+    handle.stop()
+
+
 def test_a_store_for_which_ray_has_no_room_says_so(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(
         StoreUnreachableError, match=r"no room for it, too little of CPU\. A store reserves CPU 1000 on"
@@ -268,7 +318,7 @@ def test_who_connects_after_a_loss_knows_of_it(
     old = create("lossy", run, stores=2, refresh_interval=0.0, scheduling_strategy=here)
     ids = [old.add_trajectories([witness(key)]).committed(120)[0] for key in range(4)]
     assert sorted(number % 1024 for number in ids) == [0, 0, 1, 1]
-    old.save_point(1)
+    old.points.save(1)
     lose("lossy", 1)
     with caplog.at_level(logging.WARNING):
         new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
@@ -276,16 +326,16 @@ def test_who_connects_after_a_loss_knows_of_it(
         caplog.clear()
         new.refresh()
         new.refresh()
-    assert caplog.text.count("draws leave out what it has, which is not known") == 1
+    assert caplog.text.count("draws leave out its trajectories; how many it has is not known") == 1
     for handle in (old, new):
         assert [handle.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
         assert (handle.stores, handle.size) == ([0, 1], 2)
         for whole in (
-            lambda handle=handle: handle.save_point(2),
+            lambda handle=handle: handle.points.save(2),
             lambda handle=handle: handle.save_checkpoint(tmp_path / "saved"),
-            lambda handle=handle: handle.pin("some"),
-            lambda handle=handle: handle.rollback(1),
-            lambda handle=handle: handle.saved_points,
+            lambda handle=handle: handle.points.pin("some"),
+            lambda handle=handle: handle.points.rollback(1),
+            lambda handle=handle: handle.points.saved,
             lambda handle=handle: handle.served(),
             lambda handle=handle: read_store(handle),
         ):
@@ -294,15 +344,37 @@ def test_who_connects_after_a_loss_knows_of_it(
     assert not (tmp_path / "saved").exists()
     create("lossy", run, stores=2, scheduling_strategy=here)
     until(lambda: (new.refresh(), new.size)[1] == 4)
-    assert [(point.step, point.is_complete) for point in new.saved_points] == [(1, True)]
-    new.save_point(2)
+    assert [(point.step, point.is_complete) for point in new.points.saved] == [(1, True)]
+    new.points.save(2)
     lose("lossy", 0)
     lose("lossy", 1)
     with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
         DistributedReplayBuffer.connect("lossy")
     new.stop()  # wanted no longer: the next run is of as many stores as it says
-    assert create("lossy", run, stores=1).stores == [0]
+    with caplog.at_level(logging.WARNING):
+        assert create("lossy", run, stores=1).stores == [0]
+    assert "rank_1 on" in caplog.text
+    assert "is served by no store of 'lossy': no draw shows it. It has 2 trajectories" in caplog.text
     DistributedReplayBuffer.connect("lossy").stop()
+
+
+def test_nodes_that_can_have_no_store_get_none(
+    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One has no processor for Ray, as the head of many clusters; one is lost, which Ray has not noticed yet."""
+    small, lost = cluster.add_node(num_cpus=0), cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    cluster.remove_node(lost, allow_graceful=False)
+    with caplog.at_level(logging.WARNING):
+        handle = create("able", tmp_path, stores="per_node")
+    assert f"node {small.node_id}" in caplog.text
+    assert "gets no store: it has CPU 0, and a store reserves CPU 0.1" in caplog.text
+    assert not {small.node_id, lost.node_id} & set(handle.nodes().values())
+    assert handle.points.save(1).is_complete
+    with pytest.raises(StoreUnreachableError, match="no node can begin a store"):
+        create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
+    handle.stop()
+    cluster.remove_node(small)
 
 
 def test_a_relative_path_is_that_of_the_caller(
@@ -319,7 +391,7 @@ def test_a_relative_path_is_that_of_the_caller(
 
 def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_path: Path) -> None:
     handle = create("points", tmp_path, stores=2, refresh_interval=0.0, seed=3, sample_window_size=4)
-    assert handle.saved_points == []
+    assert handle.points.saved == []
     for key in range(8):
         handle.add_trajectories([witness(key)]).committed(120)
     handle.refresh()
@@ -331,24 +403,26 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     batch = handle.sample(64, sampler=sampler)
     assert set(batch.drawn.ids.tolist()) <= set(ids[-4:].tolist())
     assert handle.update_priorities(sampler, batch.drawn, np.arange(len(batch.drawn))) == 0
-    assert handle.extents(ids)[0].tolist() == [handle.get(number).rewards.shape[0] for number in ids.tolist()]
+    assert internals_of(handle).extents(ids)[0].tolist() == [
+        handle.get(number).rewards.shape[0] for number in ids.tolist()
+    ]
     loader = ReplayLoader(handle, batch_size=16, sampler=sampler)
     check_batch(next(loader))
-    point = handle.save_point(10, {"loader": loader, "note": "ten"})
+    point = handle.points.save(10, {"loader": loader, "note": "ten"})
     assert (point.step, point.trajectories, point.is_complete, point.saved_by) == (10, 8, True, 2)
     with pytest.raises(ConfigurationError, match="unpin"):
-        handle.save_point(10)
+        handle.points.save(10)
     expected = [next(loader) for _ in range(6)]
     loader.close()
     handle.evict(ids[5:].tolist())
     handle.add_trajectories([witness(key) for key in range(20, 26)]).committed(120)
-    handle.pin("later")
+    handle.points.pin("later")
     handle.close()
 
     handle = DistributedReplayBuffer.connect("points", refresh_interval=0.0, sample_window_size=4)
     with pytest.raises(StoreNotFoundError, match="step 9; complete are: 10"):
-        handle.rollback(9)
-    state = handle.rollback(10)
+        handle.points.rollback(9)
+    state = handle.points.rollback(10)
     assert state["note"] == "ten"
     assert handle.trajectory_ids.tolist() == ids.tolist()
     loader = ReplayLoader(handle, batch_size=16, sampler=WeightedSampler(priorities=Priorities()))
@@ -360,8 +434,8 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     handle.refresh()
     assert handle.trajectory_ids[-1] == newest
     for step in (20, 30, 40, 50):
-        handle.save_point(step, keep=2)
-    assert [point.step for point in handle.saved_points] == [40, 50]
+        handle.points.save(step, keep=2)
+    assert [point.step for point in handle.points.saved] == [40, 50]
     handle.clear()
     assert (handle.size, handle.is_ready(1)) == (0, False)
     handle.stop()
@@ -376,7 +450,7 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     run, saved = tmp_path / "run", tmp_path / "saved"
     handle = create("cut", run, stores=2, refresh_interval=0.0)
     handle.add_trajectories([witness(key) for key in range(4)]).committed(120)
-    handle.save_point(1, {"step": 1})
+    handle.points.save(1, {"step": 1})
     handle.save_checkpoint(saved)
     handle.add_trajectories([witness(key) for key in range(4, 9)]).committed(120)
     kill_before: list[str] = []
@@ -393,12 +467,12 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     monkeypatch.setattr(handle._stores, "call_all", killing)
     kill_before.append("save_point")
     with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'cut': the store was let go before it was saved"):
-        handle.save_point(2, {"step": 2})
-    assert [(point.step, point.lacking) for point in handle.saved_points] == [(1, ()), (2, (1,))]
+        handle.points.save(2, {"step": 2})
+    assert [(point.step, point.lacking) for point in handle.points.saved] == [(1, ()), (2, (1,))]
     with pytest.raises(StoreNotFoundError, match=r"step 2 is incomplete.*rank_1; complete are: 1"):
-        handle.rollback(2)
-    handle.save_point(2, {"step": 2})
-    assert handle.saved_points[-1].is_complete
+        handle.points.rollback(2)
+    handle.points.save(2, {"step": 2})
+    assert handle.points.saved[-1].is_complete
     kill_before.append("prepare_checkpoint")
     with pytest.raises(StoreWriteError, match="let go before it was saved"):
         handle.save_checkpoint(saved)
@@ -417,15 +491,18 @@ def _add_there(name: str, first: int, count: int) -> dict[int, int]:
         return {handle.add_trajectories([witness(key)]).committed(120)[0]: key for key in range(first, first + count)}
 
 
-def test_a_channel(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_channel(cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     channel = Channel.create("rollouts", maxsize=4)
     for key in range(3):
         Channel.connect("rollouts").put([witness(key)])
     assert (channel.qsize(), channel.empty(), channel.full()) == (3, False, False)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         assert receive(channel, buffer, 3, timeout=60) == 3
-        for key, number in enumerate(buffer.trajectory_ids.tolist()):
-            assert check_trajectory(buffer.get(number)) == key
+        channel.put([witness(7), Trajectory(rewards=torch.zeros(2)), witness(8)])
+        channel.put(Trajectory(rewards=torch.zeros(2)))
+        assert receive(channel, buffer, 2, timeout=60) == 2
+        assert caplog.text.count("cannot be stored and is lost: field rewards") == 2
+        assert [check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()] == [0, 1, 2, 7, 8]
     with pytest.raises(TimeoutError, match="empty"):
         channel.get(timeout=0.01)
     for key in range(4):
@@ -477,18 +554,20 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     routes = Routes([], [0, 1, 2], patience=3.0)
     outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert outbox.send(flatten_all([witness(1)])).committed(40.0) == [2]
+    assert outbox.send(flatten_all([witness(1)], ContentWatch())).committed(40.0) == [2]
     assert time.monotonic() - begin >= 3.0, "the second store was waited for"
     assert [rank for rank, _ in stores.asked][:2] == [0, 1], "the first one, which was sent nothing, was not"
     assert {rank for rank, _ in stores.asked} == {0, 1, 2}
     stores.asked.clear()
     for _ in range(3):
-        outbox.send(flatten_all([witness(1)])).committed(40.0)
+        outbox.send(flatten_all([witness(1)], ContentWatch())).committed(40.0)
     assert {rank for rank, _ in stores.asked} == {2}
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()
-    until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
+    until(
+        lambda: (outbox.send(flatten_all([witness(1)], ContentWatch())).committed(40.0), (0, "add") in stores.asked)[1]
+    )
     assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
 
@@ -497,14 +576,19 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nodes with disks of their own, as after a new start of Ray, which gives the nodes other ids."""
-    if len(starting.alive_nodes()) < 2:
-        cluster.add_node(num_cpus=1)
-        cluster.wait_for_nodes()
-    nodes = starting.alive_nodes()
-    create("homes", tmp_path, stores="per_node").stop()
-    assert homes.lying(nodes, str(tmp_path), 120.0) == {node: set(range(len(nodes))) for node in nodes}
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    handle = create("homes", tmp_path, stores="per_node")
+    nodes = sorted(handle.nodes().values())
+    handle.stop()
     own = {node: {len(nodes) - 1 - place} for place, node in enumerate(nodes)}
-    monkeypatch.setattr(starting, "lying", lambda given, path, seconds: {node: own[node] for node in given})
+    ask = starting._ask_nodes
+
+    def asked(given: Any, task: Any, *arguments: Any, seconds: float) -> Any:
+        found = ask(given, task, *arguments, seconds=seconds)
+        return {node: own[node] for node in found} if task is starting._ranks_below else found
+
+    monkeypatch.setattr(starting, "_ask_nodes", asked)
     handle = create("homes", tmp_path, stores="per_node")
     assert handle.nodes() == {next(iter(ranks)): node for node, ranks in own.items()}
     lose("homes", 0)

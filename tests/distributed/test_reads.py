@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,12 @@ class Here:
         self.servers = servers
         self.asked = 0
 
-    def here(self, rank: int) -> bool:
-        return True
+    def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
+        return replace(self.servers[rank].describe(), host=socket.gethostname())
 
-    def describe(self, rank: int) -> ServedStore:
-        return self.servers[rank].describe()
-
-    def call(self, rank: int, method: str, *arguments: Any) -> Any:
-        self.asked += len(arguments[0])
-        return getattr(self.servers[rank], method)(*arguments)
+    def ask(self, arguments: Any, method: str, seconds: float) -> tuple[dict[int, Any], dict[int, Exception]]:
+        self.asked += sum(len(given[0]) for given in arguments.values())
+        return {rank: getattr(self.servers[rank], method)(*given) for rank, given in arguments.items()}, {}
 
 
 def look(census: Census, *servers: StoreServer) -> Census:
@@ -46,9 +45,9 @@ def look(census: Census, *servers: StoreServer) -> Census:
 def check(reads: Reads, census: Census, draws: Draws, count: int = 32) -> None:
     """Compare what comes by place with what comes by id."""
     places = census.places(count, 0, draws)
-    found = reads.placed(census.listing, places, None)
+    found = reads.placed(census.listing, places, None, None, 60.0)
     check_batch(found)
-    assert equal(found, nest(reads.rows(census.listing.drawn(places), None)))
+    assert equal(found, nest(reads.rows(census.listing.drawn(places), None, None, 60.0)))
 
 
 @pytest.mark.parametrize("stores", [1, 2])
@@ -84,7 +83,7 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
     one.flush()
     one.add(parcel_of([witness(key) for key in range(5, 8)]), 3)
     look(census, one)
-    reads.placed(census.listing, census.places(32, 0, draws), None)
+    reads.placed(census.listing, census.places(32, 0, draws), None, None, 60.0)
     assert here.asked == 32
     one.flush()
     monkeypatch.setattr("trajstore.distributed.reads.time.monotonic", lambda: 1e12)  # later
@@ -106,7 +105,7 @@ def test_the_draws_are_those_of_a_buffer(tmp_path: Path) -> None:
         for count in (20, 13):
             expected = reader.sample(count, columns=["curr_obs.tag"])
             places = census.places(count, 0, mine)
-            assert equal(reads.placed(census.listing, places, ["curr_obs.tag"], out), expected)
+            assert equal(reads.placed(census.listing, places, ["curr_obs.tag"], out, 60.0), expected)
             assert torch.equal(out["curr_obs.tag"][:count], expected["curr_obs"]["tag"])
     reads.close()
     one.close()

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import flatten_all
+from trajstore.buffer.internals import internals_of
 from trajstore.columns.conversion import flatten
 from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
@@ -47,7 +49,7 @@ def server(path: Path, rank: int = 0, began: str = "first", **options: Any) -> S
 
 def parcel_of(*calls: Sequence[AnyTrajectory]) -> Parcel:
     arena = Arena(1 << 20)
-    return Parcel(new_key(), [pack(flatten_all(call), arena) for call in calls])
+    return Parcel(new_key(), [pack(flatten_all(call, ContentWatch()), arena) for call in calls])
 
 
 def ids_of(answer: Answer) -> list[int]:
@@ -81,7 +83,7 @@ def test_what_is_packed_comes_out_equal() -> None:
 
 
 def test_a_list_is_cut_by_bytes() -> None:
-    flats = flatten_all([witness(key) for key in range(6)])
+    flats = flatten_all([witness(key) for key in range(6)], ContentWatch())
     sizes = [flat.nbytes for flat in flats]
     cut = list(split(flats, max(sizes)))
     parts = [part for part, _ in cut]
@@ -126,7 +128,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
     one = server(tmp_path)
     for _ in range(20):
         one.add(parcel_of(trajectories), 50)
-    assert len({bytes(uuid) for uuid in one._buffer.trajectory_uuids}) == 1000
+    assert len({bytes(uuid) for uuid in internals_of(one._buffer).trajectory_uuids}) == 1000
     one.close()
     again = server(tmp_path, began="second")
     assert again.stats()["num_trajectories"] == 1000
@@ -134,9 +136,13 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
 
 
 def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
-    flats = flatten_all([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
+    flats = flatten_all(
+        [Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)], ContentWatch()
+    )
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:  # as earlier versions chose them
-        buffer.add_flattened(flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)]))
+        internals_of(buffer).add_flattened(
+            flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)])
+        )
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         assert len(reader) == 1000
 

@@ -151,3 +151,5 @@ def test_two_jobs_do_not_share_a_place() -> None:
 def test_no_rows_are_told(place: str, caplog: pytest.LogCaptureFixture) -> None:
     StoreDatasink(place).on_write_complete(SimpleNamespace(write_returns=[]))
     assert "no rows" in caplog.text
+    with TrajectoryReplayBuffer.open(place) as reader:
+        assert len(reader) == 0

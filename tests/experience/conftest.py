@@ -16,9 +16,10 @@ PROMPT, RESPONSE = 2, 4
 def build(task: str = "a", tokens: int = 0, outcome: float | None = 1.0, **fields: Any) -> AgentTrajectory:
     """A trajectory of 2 prompt and 4 response tokens, the second response token not the model's.
 
-    ``tokens`` makes the ids: equal numbers, equal tokens.
+    ``tokens`` makes the ids of the response: equal numbers, equal tokens.
     """
-    ids = torch.arange(PROMPT + RESPONSE) + 1000 * tokens
+    ids = torch.arange(PROMPT + RESPONSE)
+    ids[PROMPT:] += 1000 * tokens
     values: dict[str, Any] = {
         "messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": str(tokens), "author": "llm"}],
         "input_ids": ids,

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.experience.persistence import read_pool, to_plain
@@ -90,8 +91,9 @@ def test_a_defaultdict_of_ours_is_read(tmp_path: Path) -> None:
 def test_log_probs_without_a_mask_are_told_by_their_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = to_plain(AgentTrajectory(task_id="a", entropy=0.5, metadata={}))
-    one["old_log_probs"], one["dtypes"] = [-0.5, -0.25], {"old_log_probs": "float32"}
+    one = to_plain(AgentTrajectory(task_id="a", entropy=0.5, metadata={}, input_ids=torch.tensor([1, 2])))
+    one["old_log_probs"] = [-0.5, -0.25]
+    one["dtypes"]["old_log_probs"] = "float32"
     manager = ExperienceManager(RULES)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         manager.load_experience_pool_from_disk(write(tmp_path / "step_1", {"a": [one]}))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience import PoolRules
 from trajstore.experience.buckets import (
     TASK_SAMPLING,
     DifficultyBuckets,
@@ -173,6 +175,7 @@ def test_an_outcome_given_as_the_threshold_reaches_it_in_either_precision(thresh
 
 
 @pytest.mark.parametrize("name", ["uniform", "random"])
-def test_a_name_with_two_meanings_is_refused_and_both_are_named(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"'{name}'.*by_difficulty, every task as likely is by_task"):
-        bucket_probabilities({1: 1}, name, N_ROLLOUT)  # type: ignore[arg-type]
+def test_the_names_of_agentevolver_draw_by_difficulty(name: Any) -> None:
+    sizes = {1: 1, 2: 9}
+    assert bucket_probabilities(sizes, name, N_ROLLOUT).tolist() == [0.5, 0.5]
+    assert PoolRules(n_rollout=N_ROLLOUT, task_sampling=name).task_sampling == name

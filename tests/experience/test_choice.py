@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
-from trajstore.experience.choice import choose_histories
+from trajstore.experience.choice import choose_histories, undecided
 from trajstore.experience.entry import PoolEntry
 from trajstore.sampling import FreshestSampler
 from trajstore.trajectory import AgentTrajectory
@@ -29,7 +31,81 @@ def pool(**values: Any) -> ExperienceManager:
 
 
 def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
-    return [int(one.input_ids[0]) // 1000 for one in manager.get_offpolicy_batch(["a"], n) if one.input_ids is not None]
+    return [
+        int(one.input_ids[-1]) // 1000 for one in manager.get_offpolicy_batch(["a"], n) if one.input_ids is not None
+    ]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("argmin", 9), ("argmax", 0), ("reward", 3)])
+def test_the_best_alone_comes_however_often_it_came(make: Make, mode: Any, best: int) -> None:
+    """By entropies under the current policy, which are the other way round than the saved ones."""
+    manager = pool(exp_select_mode=mode, sampler={"name": "best"}, save_filter="positive")
+    manager.current_entropy = lambda held: [10.0 - one.entropy for one in held]  # type: ignore[operator]
+    rollouts = [
+        make("a", at, 2.0 if at == 3 else 1.0, entropy=float(at), entropys=None, old_log_probs=-torch.rand(4))
+        for at in range(10)
+    ]
+    manager.save_trajectories_to_memory(rollouts)
+    manager.update_difficulty2task_dict([make("a", at, float(at % 2)) for at in range(4)])
+    came = Counter(int(one.rollout_id[2:]) for _ in range(100) for one in manager.get_offpolicy_batch(["a"], 1))
+    assert came == {best: 100}
+
+
+def test_the_best_alone_may_have_a_limit_of_uses(make: Make) -> None:
+    manager = pool(sampler={"name": "best", "max_uses": 2}, use_current_policy_entropy=False)
+    manager.save_trajectories_to_memory([make("a", at, 1.0, entropy=float(at), entropys=None) for at in range(3)])
+    manager.update_difficulty2task_dict([make("a", at, float(at % 2)) for at in range(4)])
+    came = [one.rollout_id for _ in range(6) for one in manager.get_offpolicy_batch(["a"], 1)]
+    assert came == ["a/0", "a/0", "a/1", "a/1", "a/2", "a/2"]
+    assert manager.get_offpolicy_batch(["a"], 1) == []
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, 1, 2])), max_size=8),
+    st.randoms(use_true_random=False),
+    st.sampled_from(["argmin", "argmax", "reward", "random"]),
+    st.sampled_from(["any", "spread"]),
+    st.sampled_from([None, {"name": "best"}, {"name": "freshest"}]),
+    st.integers(0, 9),
+)
+def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
+    told: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, sampler: Any, n: int
+) -> None:
+    if (sampler, mode) == ({"name": "best"}, "random") or (sampler, versions) == ({"name": "freshest"}, "spread"):
+        return
+    rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, sampler=sampler)
+    saved, current = ([float(one) for one in random.sample(range(100), len(told))] for _ in range(2))
+    entries = [PoolEntry(at, "a", saved[at], 1.0, version, b"") for at, (_, version) in enumerate(told)]
+    uses = [count for count, _ in told]
+    scored = undecided(entries, n, rules, uses)
+    some = [current[at] if at in scored else saved[at] for at in range(len(told))]
+    by_all, by_some = (
+        choose_histories(
+            entries, n, rules, uses=uses, entropies=values, global_steps=3, generator=np.random.default_rng(0)
+        )
+        for values in (current, some)
+    )
+    assert set(by_all) == set(by_some)
+    if mode in ("random", "reward") or n >= len(told) or sampler == {"name": "freshest"}:
+        assert not scored, "outcome, chance or age decide, or all come out"
+
+
+def test_the_policy_scores_only_histories_that_are_equal_in_uses(make: Make) -> None:
+    """Two of five come: while all are new all are scored; then of the three that are left; then one is sure to come."""
+    manager = pool()
+    manager.save_trajectories_to_memory([make(tokens=t, entropy=float(t)) for t in range(5)])
+    asked: list[list[int]] = []
+
+    def current(held: Any) -> list[float]:
+        asked.append(sorted(int(one.input_ids[-1]) // 1000 for one in held))
+        return [-float(one.input_ids[-1]) for one in held]
+
+    manager.current_entropy = current
+    assert [drawn(manager, 2) for _ in range(3)] == [[4, 3], [2, 1], [0, 4]]
+    assert asked == [[0, 1, 2, 3, 4], [0, 1, 2], [1, 2, 3, 4]]
+    assert len(drawn(manager, 5)) == 5
+    assert len(asked) == 3, "all of them came"
 
 
 @settings(deadline=None, max_examples=60)
@@ -218,9 +294,11 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(make: Make, tmp
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
-        ({"name": "oldest"}, "sampler: name 'oldest', must be one of weighted, epochs, freshest, least_used, groups"),
-        ({"name": "epochs", "unit": "trajectory"}, "epochs: the pool draws tasks by itself"),
-        ({"name": "groups"}, "groups: the pool draws tasks by itself"),
+        ({"name": "oldest"}, "sampler: name 'oldest', must be one of best, least_used, freshest, weighted"),
+        ({"name": "epochs", "unit": "trajectory"}, "name 'epochs', must be one of .*: the pool draws tasks by itself"),
+        ({"name": "best", "max_uses": 0}, "sampler: best: max_uses: 0, must be at least 1"),
+        ({"name": "best", "best": "lowest"}, "sampler: best has no option 'best'; .* exp_select_mode says what is"),
+        ({"name": "best", "decay": 2, 3: 1}, "sampler: best has no option '3', 'decay'"),
         ({"name": "weighted"}, "give it unit: trajectory"),
         ({"name": "weighted", "unit": "trajectory", "uses": {"cooldown": 2}}, "cooldown has no meaning here"),
         ({"name": "freshest", "decay": -1}, "decay: -1, must be a finite"),
@@ -235,6 +313,13 @@ def test_samplers_that_make_no_sense_here_are_refused(sampler: Any, message: str
         ExperienceReplayConfig.from_mapping({"sampler": sampler})
 
 
+def test_at_random_none_is_best() -> None:
+    values = {"exp_select_mode": "random", "sampler": {"name": "best", "max_uses": 3}}
+    for make_rules in (lambda: pool(**values), lambda: ExperienceReplayConfig.from_mapping(values)):
+        with pytest.raises(ConfigurationError, match=r"sampler: best, .* random, which calls none the best: leave"):
+            make_rules()
+
+
 def test_the_sampler_of_a_configuration_reaches_the_pool() -> None:
     given = {"name": "freshest", "decay": 3.0}
     config = ExperienceReplayConfig.from_mapping({"sampler": given})
@@ -245,5 +330,31 @@ def test_the_sampler_of_a_configuration_reaches_the_pool() -> None:
 def test_all_versions_and_the_newest_first_are_not_both_to_be_had() -> None:
     with pytest.raises(ConfigurationError, match="policy_versions: spread, with sampler: freshest"):
         ExperienceReplayConfig.from_mapping({"sampler": {"name": "freshest"}, "policy_versions": "spread"})
-    with pytest.raises(ConfigurationError, match="policy_versions: 'all', must be one of any, spread"):
+    with pytest.raises(ConfigurationError, match="policy_versions: 'all', must be one of 'any', 'spread'"):
         PoolRules(n_rollout=4, policy_versions="all")  # type: ignore[arg-type]
+
+
+def test_what_does_not_come_out_is_not_read(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that cannot be read leaves the pool, and the next best comes in its place."""
+    with closing(BufferStore.open(tmp_path / "pool")) as store:
+        manager = ExperienceManager(
+            PoolRules(n_rollout=8, exp_select_mode="argmin", sampler={"name": "best"}, max_trajectories_per_task=9),
+            store=store,
+        )
+        rollouts = [make(task, at, 1.0, entropy=float(at)) for task in "ab" for at in range(6)]
+        manager.save_trajectories_to_memory(rollouts)
+        manager.update_difficulty2task_dict([make(task, at, float(at % 2)) for task in "ab" for at in range(4)])
+        honest, read = BufferStore.get, list[str]()
+
+        def get(self: BufferStore, number: int) -> AgentTrajectory:
+            found = honest(self, number)
+            read.append(found.rollout_id)
+            if found.rollout_id == "a/1":
+                raise TrajectoryUnavailableError("gone")
+            return found
+
+        monkeypatch.setattr(BufferStore, "get", get)
+        came = [one.rollout_id for one in manager.get_offpolicy_batch(["a", "b"], 2)]
+        assert came == ["a/0", "a/2", "b/0", "b/1"]
+        assert len(read) <= 6
+        assert manager.count_offpolicy(["a"], 9) == {"a": 5}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules
 from trajstore.experience.compact import with_small_columns, with_usual_columns
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -51,6 +51,22 @@ def test_what_has_other_values_stays() -> None:
     assert small.input_ids is ids
     assert small.loss_mask is not None
     assert small.loss_mask.tolist() == [0, 2]
+
+
+def test_a_pool_in_memory_has_copies_of_its_own_and_not_the_batch_of_which_they_are_slices() -> None:
+    whole = -torch.rand(8, 1000)
+    one = AgentTrajectory(old_log_probs=whole[3, :5], entropys=whole[3, :5], metadata={"a": [1]})
+    store = MemoryStore()
+    (number,) = store.add_trajectories([one])
+    expected = whole[3, :5].clone()
+    whole.zero_()
+    one.metadata["a"].append(2)
+    kept = store.get(number)
+    assert kept.metadata == {"a": [1]}
+    for column in (kept.old_log_probs, kept.entropys):
+        assert column is not None
+        assert column.equal(expected)
+        assert column.untyped_storage().nbytes() == 5 * 4
 
 
 def test_a_trajectory_of_the_pool_takes_few_bytes_and_comes_out_as_it_went_in(tmp_path: Path) -> None:

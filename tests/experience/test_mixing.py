@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from trajstore.errors import ConfigurationError
 from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
+from trajstore.experience.prompts import RowPrompts, prompts_of_tasks
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
@@ -89,6 +92,18 @@ def test_an_empty_pool_is_plain_training_and_says_so(make: Make) -> None:
     assert mix(tasks, 1.0) == ([], tasks)
     assert mix.metrics["experience_replay/nothing_to_replay"] == 1.0
     assert mix([], 1.0) == ([], [])
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
+def test_a_plan_names_no_task_more_often_than_its_batch(make: Make, ratio: float) -> None:
+    """A trainer looks each task of the plan up in the batch; what the batch lacks stands in the plan once."""
+    for batch in map(list, itertools.product("ABCD", repeat=4)):
+        mix = ExperienceMixCollateFn(manager_with(make, ["A", "B", "E"], ["C"]), str, exp_ratio=ratio)
+        for tasks in (batch, batch[::-1]):  # the second time some tasks have waited
+            planned = Counter(itertools.chain(*mix(tasks, 1.0)))
+            assert planned.total() == len(tasks)
+            given = Counter(tasks)
+            assert all(count <= max(1, given[task]) for task, count in planned.items()), (tasks, planned)
 
 
 def test_a_task_given_twice_fills_up_only_where_nothing_else_is_left(make: Make) -> None:
@@ -206,3 +221,36 @@ def test_a_pool_of_another_dataset_is_an_error_before_training(make: Make) -> No
     empty.load_state_dict(manager.state_dict())
     with pytest.raises(ConfigurationError, match="another dataset"):
         mix.check_tasks()
+
+
+@pytest.mark.parametrize("by_messages", [True, False])
+def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
+    make: Make, by_messages: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pool and a resumed pool: two of three tasks have their name still, and now ask something else."""
+    asked = {
+        "a": torch.tensor([0, 1]),
+        "b": torch.tensor([0, 7]),
+        "c": torch.tensor([5, 1]),
+    }
+    if by_messages:
+        asked = {task: [{"role": "user", "content": "go" if task == "a" else task}] for task in asked}
+    rows = RowPrompts(prompts_of_tasks(lambda name: name, lambda name: asked[name]))
+    manager = ExperienceManager(PoolRules(n_rollout=4), rows=rows)
+    manager.load_state_dict(manager_with(make, ["a", "b", "c"], []).state_dict())
+    mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0, exp_ratio=1.0)
+    experience, fresh = mix(["a", "b", "c"], 0.5)
+    assert (experience, fresh) == (["a"], ["b", "c"])
+    assert set(mix.get_histories(["a", "b", "c"])) == {"a"} == set(mix.count_histories(["a", "b", "c"]))
+    assert mix.metrics["experience_replay/other_prompts"] == 2
+    mix(["a", "b", "c"], 0.5)
+    assert caplog.text.count("another prompt") == 1
+
+
+def test_a_rollout_takes_the_place_of_a_history_of_another_prompt(make: Make) -> None:
+    manager = ExperienceManager(PoolRules(n_rollout=4, max_trajectories_per_task=2))
+    ids = torch.arange(6) + 50
+    manager.save_trajectories_to_memory([make(tokens=1, entropy=0.1, input_ids=ids), make(tokens=2, entropy=0.5)])
+    manager.save_trajectories_to_memory([make(tokens=3, entropy=0.9)])
+    assert [one.rollout_id for one in manager.task2trajectories["a"]] == ["a/2", "a/3"]
+    assert manager.save_trajectories_to_memory([make(tokens=4, entropy=0.95)]) == 0, "no better than its own kind"

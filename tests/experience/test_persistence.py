@@ -21,7 +21,7 @@ from trajstore.errors import (
     UnsafeContentError,
 )
 from trajstore.experience import ExperienceManager, PoolRules, newest_pool
-from trajstore.experience.persistence import from_plain, to_plain
+from trajstore.experience.persistence import from_plain, read_pool, to_plain, write_pool
 from trajstore.reading.places import POOL_FILES
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
@@ -81,7 +81,7 @@ def test_the_pickle_is_read_by_a_python_without_trajstore(make: Make, tmp_path: 
         "import pickle, sys\n"
         "pool = pickle.load(open(sys.argv[1], 'rb'))\n"
         "assert not {'torch', 'numpy', 'trajstore'} & set(sys.modules)\n"
-        "assert sorted(pool) == ['a', 'b'] and pool['a'][0]['input_ids'][:2] == [1000, 1001]\n"
+        "assert sorted(pool) == ['a', 'b'] and pool['a'][0]['input_ids'][:3] == [0, 1, 1002]\n"
     )
     path = tmp_path / "step_1" / "task2trajectories.pkl"
     subprocess.run([sys.executable, "-I", "-c", program, str(path)], check=True, cwd=tmp_path)
@@ -119,19 +119,17 @@ def test_resume_takes_the_newest_whole_step_not_after_the_resumed_one(tmp_path: 
     assert newest_pool(tmp_path / "absent") is None
 
 
-def test_a_pool_of_agentevolver_is_read(shared_fixtures: Path) -> None:
+def test_a_pool_of_agentevolver_is_read_and_goes_round_in_our_files(shared_fixtures: Path, tmp_path: Path) -> None:
     base = shared_fixtures / "experience_pool"
     folder = newest_pool(base, 120)
     assert folder is not None
     assert folder.name == "step_120"
-    manager = ExperienceManager(RULES)
-    manager.load_experience_pool_from_disk(folder)
-    assert manager.difficulty2task_dict == {1: ["task_0"], 3: ["task_1", "task_4"], 5: ["task_2", "task_3"]}
-    assert manager.skip_uid_set == {"task_77", "task_9"}
-    assert set(manager.task2trajectories) == {f"task_{i}" for i in range(5)}
-    assert not manager.refused.total()
+    found = read_pool(folder)
+    assert found.difficulty2task_dict == {1: ["task_0"], 3: ["task_1", "task_4"], 5: ["task_2", "task_3"]}
+    assert set(found.skip_uid_set) == {"task_77", "task_9"}
+    assert set(found.task2trajectories) == {f"task_{i}" for i in range(5)}
 
-    first = manager.task2trajectories["task_0"][0]
+    first = found.task2trajectories["task_0"][0]
     assert first.policy_version == 100
     assert first.entropy == 0.5926
     assert first.messages[2] == {"author": "llm", "role": "assistant", "content": "go to cabinet 0"}
@@ -142,19 +140,10 @@ def test_a_pool_of_agentevolver_is_read(shared_fixtures: Path) -> None:
     assert first.old_log_probs.shape == first.response_mask.shape
     assert math.isclose(first.old_log_probs[0].item(), -0.12058648968378793, rel_tol=1e-6)
     assert "old_log_probs" not in first.metadata
-    for held in manager.task2trajectories.values():
-        entropies = [one.entropy for one in held]
-        best = manager.get_offpolicy_trajectories_from_memory(held[0].task_id, 1)[0]
-        assert best.entropy == min(value for value in entropies if value is not None)
-
-
-def test_what_agentevolver_wrote_goes_round_in_our_files(shared_fixtures: Path, tmp_path: Path) -> None:
-    manager = ExperienceManager(RULES)
-    manager.load_experience_pool_from_disk(shared_fixtures / "experience_pool" / "step_120")
-    manager.save_experience_pool_to_disk(tmp_path / "step_120")
-    other = ExperienceManager(RULES)
-    other.load_experience_pool_from_disk(tmp_path / "step_120")
-    assert plain(other) == plain(manager)
+    write_pool(tmp_path / "step_120", found)
+    again = read_pool(tmp_path / "step_120").task2trajectories
+    for task, held in found.task2trajectories.items():
+        assert [to_plain(one) for one in again[task]] == [to_plain(one) for one in held]
 
 
 class Hostile:

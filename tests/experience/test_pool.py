@@ -22,7 +22,7 @@ def pool(**values: object) -> ExperienceManager:
 def numbers(trajectories: Sequence[AgentTrajectory]) -> list[int]:
     """The token numbers with which trajectories were built."""
     assert all(one.input_ids is not None for one in trajectories)
-    return [int(one.input_ids[0]) // 1000 for one in trajectories if one.input_ids is not None]
+    return [int(one.input_ids[-1]) // 1000 for one in trajectories if one.input_ids is not None]
 
 
 def step(manager: ExperienceManager, rollouts: list[AgentTrajectory], entropy: float = 1.0) -> list[AgentTrajectory]:
@@ -238,6 +238,23 @@ def test_sampling_takes_valid_tasks_of_the_wanted_bucket(make: Make) -> None:
     assert manager.sample_tasks_from_replaypool(9, difficulty=1, strategy="linear") == ["a"]
     assert manager.sample_tasks_from_replaypool(9, difficulty=0) == []
     assert manager.sample_tasks_from_replaypool(9, exclude={"b"}) == ["c"]
+
+
+def test_the_calls_of_agentevolvers_design_work_as_written_there(make: Make) -> None:
+    manager = pool(task_sampling="uniform")
+    step(manager, rollouts(make, "a", [1, 1, 0, 0]))
+    ones = torch.ones(2, 4)
+    solved = rollouts(make, "a", [1, 1], first=10)  # of four
+    kept = manager.update_skip_uid_set_and_filter_trajectories(
+        trajectories=solved, n_rollout=4, entropys=ones, response_mask=ones
+    )
+    assert (numbers(kept), manager.skip_uid_set) == ([10, 11], set())
+    assert manager.sample_tasks_from_replaypool(difficulty=None, num_tasks=2, strategy="random") == ["a"]
+    tasks = [SimpleNamespace(task_id="a")]
+    assert len(manager.get_offpolicy_batch(tasks=tasks, num_trajectories_per_task=2)) == 2
+    assert len(manager.get_offpolicy_trajectories_from_memory(task_id="a", num_trajectories=1)) == 1
+    with pytest.raises(ConfigurationError, match="n_rollout: the same as asked"):
+        manager.update_skip_uid_set_and_filter_trajectories(solved, asked={"a": 4}, n_rollout=4)
 
 
 def test_one_seed_makes_the_same_choices(make: Make) -> None:

@@ -35,7 +35,6 @@ ENTERS: dict[str, dict[str, Any]] = {
     "whole": {},
     "without entropys": {"entropys": None},
     "entropys not finite": {"entropys": torch.full((4,), math.nan)},
-    "ids unknown": {"input_ids": None},
     "log-prob of the environment's token not finite": {"old_log_probs": torch.tensor([-0.5, math.nan, -0.25, -1.0])},
 }
 REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
@@ -55,6 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
         {"old_log_probs": None, "entropys": torch.full((4,), math.nan)},
         Refusal.NO_ENTROPY,
     ),
+    "ids unknown": ({"input_ids": None}, Refusal.NO_TOKENS),
     "demonstration without ids": ({**DEMONSTRATED, "input_ids": None}, Refusal.NO_TOKENS),
     "demonstration without mask": (
         {**DEMONSTRATED, "loss_mask": None, "response_mask": None},
@@ -177,9 +177,10 @@ def by_seed(one: AgentTrajectory, folder: Path) -> dict[str, int]:
 
 
 def by_import_of_files(one: AgentTrajectory, folder: Path) -> dict[str, int]:
-    persistence.write_pool(folder / "files", persistence.PoolContents({1: ["a"]}, [], {"a": [one]}))
+    beside = rollout(task_id="b")  # of a pool without a single token the whole is refused
+    persistence.write_pool(folder / "files", persistence.PoolContents({1: ["a"]}, [], {"a": [one], "b": [beside]}))
     done = import_pool(folder / "pool", folder / "files", RULES)
-    assert done.entered + done.refused.total() == 1
+    assert done.entered + done.refused.total() == 2
     return dict(done.refused)
 
 

@@ -61,9 +61,9 @@ def test_log_probs_count_only_where_the_model_wrote(make: Make) -> None:
     assert (entry.trajectory_id, entry.entropy, entry.outcome) == (7, 1.0, 1.0)
 
 
-def test_messages_stand_for_absent_tokens(make: Make) -> None:
+def test_messages_tell_apart_what_has_no_tokens(make: Make) -> None:
     bare = {"input_ids": None, "loss_mask": None, "attention_mask": None, "response_start": None}
-    assert isinstance(entry_of(make(**bare), 0), PoolEntry)
+    assert entry_of(make(**bare), 0) is Refusal.NO_TOKENS
     assert token_digest(make(tokens=1, **bare)) != token_digest(make(tokens=2, **bare))
     assert token_digest(make(tokens=1, **bare)) == token_digest(make(tokens=1, **bare, rollout_id="other"))
     assert token_digest(make(tokens=1, **bare)) != token_digest(make(tokens=1, **bare, old_log_probs=torch.zeros(4)))
@@ -157,6 +157,8 @@ def test_a_full_task_keeps_what_the_plain_reference_keeps(
 
 def test_rules_report_every_problem() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        rules(n_rollout=0, experience_lbound=8, experience_rbound=8, save_filter="all", seed=-1, max_policy_age=True)
+        rules(n_rollout=0, experience_lbound="8", save_filter="all", seed=-1, max_policy_age=True)
     for key in ("n_rollout", "experience_lbound", "save_filter", "seed", "max_policy_age"):
         assert f"{key}: " in str(caught.value)
+    with pytest.raises(ConfigurationError, match="experience_lbound: 8, must be below experience_rbound = 8"):
+        rules(experience_lbound=8, experience_rbound=8)

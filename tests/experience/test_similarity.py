@@ -13,8 +13,6 @@ from trajstore.experience import ExperienceManager, ExperienceMixCollateFn, Pool
 from trajstore.experience.similarity import SimilarTasks
 from trajstore.trajectory import AgentTrajectory
 
-pytest.importorskip("bm25s")
-
 Make = Callable[..., AgentTrajectory]
 TEXTS = {
     "cup": "bring the cup to the kitchen",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,43 @@ def test_tool_calls_and_parts_are_text_for_the_template(tmp_path: Path) -> None:
     one = one_row(tokenizer, conversation(messages=messages), tmp_path)
     assert trained(tokenizer, one) == "kitchen<|im_end|>"
     assert one.query == "bring the cup"
+
+
+def test_weights_calls_and_refusals_of_openai(tokenizer: Any, tmp_path: Path) -> None:
+    first, second, third, last = turn("bring the cup", "go", "seen", "done")
+    for context in ("linear", "linear_think"):
+        line = conversation(messages=[first, {**second, "weight": 0}, third, {**last, "weight": 1}])
+        assert trained(tokenizer, one_row(tokenizer, line, tmp_path, context=context)) == "done<|im_end|>"
+    ids = [{**one, "token_ids": tokenizer.encode(one["content"])} for one in line["messages"]]
+    assert trained(tokenizer, one_row(tokenizer, conversation(messages=ids), tmp_path)) == "done"
+    said = [{**first, "role": "function", "name": "f"}, {"role": "assistant", "content": None, "refusal": "drop"}]
+    called = [first, {"role": "assistant", "content": None, "function_call": {"name": "go", "arguments": "{}"}}, *said]
+    one = one_row(tokenizer, conversation(messages=called), tmp_path)
+    assert [message["role"] for message in one.messages] == ["user", "assistant", "tool", "assistant"]
+    assert one.messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "go", "arguments": {}}}]
+    assert trained(tokenizer, one) == "<|im_end|>drop<|im_end|>"
+    for messages, what in (
+        ([first, {**second, "weight": 0}], "none is the model's with a weight"),
+        ([first, {**second, "weight": 0.5}], r"messages[1].weight: 0.5, must be 0 or 1"),
+        ([ids[0], {**ids[1], "loss_mask": [1]}, *ids[2:]], "or has weight 0"),
+    ):
+        [bad] = import_file(tmp_path, tokenizer, conversation(messages=messages)).bad
+        assert what in bad.reason
+
+
+def test_texts_stay_inside_of_their_messages(tokenizer: Any, tmp_path: Path) -> None:
+    """Names of control tokens in texts, an added token that holds by right, and a mark at the file's beginning."""
+    said = "go<|im_end|>\n<|im_start|>assistant\ntake"
+    line = conversation(messages=turn(f"<think>{said}", f"<think>why</think>{said}"), query=said)
+    source = tmp_path / "demos.jsonl"
+    source.write_bytes(codecs.BOM_UTF8 + write(source, line).read_bytes())
+    done = import_transcripts(tmp_path / "pool", source, RULES, TranscriptReader(tokenizer))
+    assert (done.entered, done.control_tokens, done.bad) == (1, 4, [])
+    [one] = held(tmp_path)
+    assert one.input_ids is not None
+    assert tokenizer.decode(one.input_ids).count("<|im_end|>") == 2
+    assert one.messages[1]["content"] == "<think>why</think>" + said.replace("<|", "< |")
+    assert one.metadata["transcript"]["control_tokens"] == 4
 
 
 def test_a_template_that_changes_earlier_messages_is_told_with_the_line(tmp_path: Path) -> None:

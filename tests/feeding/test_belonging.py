@@ -26,6 +26,7 @@ from trajstore.sampling import (
     UseLimit,
     WeightedSampler,
 )
+from trajstore.testing.waiting import wait_until
 
 SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,
@@ -67,16 +68,18 @@ def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", list(SAMPLERS))
-def test_ids_that_were_given_anew_are_told(tmp_path: Path, name: str) -> None:
-    """The stores of a run are united with new ids; one that has grown moves those of all after it."""
+def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Path, name: str) -> None:
+    """Ids of a run stay when a rank grows; ranks that were exchanged give them to other trajectories."""
     state = state_after(of_two_ranks(tmp_path, range(5), range(10, 15)), sampler=SAMPLERS[name]())
-    fine = ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]())
-    fine.load_state_dict(state)
-    next(fine)
-    fine.close()
     with fill(tmp_path / "rank_0", range(0)) as grown:
         grown.add_trajectories([block(50)])
-    with pytest.raises(ConfigurationError, match=r"5 of 10 ids that it names are others here \(id 5: .* given anew"):
+    with ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]()) as fine:
+        fine.load_state_dict(state)
+        next(fine)
+    (tmp_path / "rank_0").rename(tmp_path / "old")
+    (tmp_path / "rank_1").rename(tmp_path / "rank_0")
+    (tmp_path / "old").rename(tmp_path / "rank_1")
+    with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0: "):
         ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]()).load_state_dict(state)
 
 
@@ -325,3 +328,45 @@ def test_a_sampler_of_another_buffer_is_refused(tmp_path: Path, stored: bool) ->
                 same.sample(4, sampler=sampler)
     with make("c") as next_one:
         next_one.sample(4, sampler=sampler)  # the first was closed
+
+
+def test_rows_that_were_drawn_before_another_load_are_drawn_anew(tmp_path: Path) -> None:
+    """They are not read from other trajectories that have their ids since; what was read before stays as it was."""
+    fill(tmp_path / "there", range(100, 110)).close()
+    fill(tmp_path / "here", range(10)).close()
+    buffer = reader(tmp_path / "here")
+    ahead = ReplayLoader(buffer, 8, prefetch=6)
+    next(ahead)
+    wait_until(lambda: ahead.figures()["batches_ready"] == 6)
+    with ReplayLoader(buffer, 8, prefetch=1) as loader:
+        loader.load_state_dict(ahead.state_dict())
+        ahead.close()
+        next(loader)
+        wait_until(lambda: loader.figures()["batches_ready"] == 1)
+        under_way = loader.state_dict()["under_way"]
+        buffer.load_checkpoint(tmp_path / "there")
+        assert max(rewards(next(loader))) < 10_000
+        given = [next(loader) for _ in range(len(under_way) - 1)]
+        assert loader.figures()["batches_redrawn"] == len(under_way) - 1 == 4
+    for batch, (then, _) in zip(given, under_way[1:], strict=True):
+        assert min(rewards(batch)) >= 100_000
+        assert batch.drawn.ids.tolist() != then["ids"].tolist()
+
+
+@pytest.mark.parametrize("first", ["store", "memory"])
+def test_rollouts_that_wait_for_a_pack_go_when_another_store_is_loaded(tmp_path: Path, first: str) -> None:
+    """Else those of the same ids would come for them, in packs that were filled by the lengths of the first."""
+    for name, length in (("here", 4), ("there", 40)):
+        with TrajectoryReplayBuffer(seed=1, auto_save=True, auto_save_path=tmp_path / name) as writer:
+            writer.add_trajectories([AgentTrajectory(input_ids=torch.full((length,), length)) for _ in range(20)])
+    buffer = reader(tmp_path / "here") if first == "store" else TrajectoryReplayBuffer(seed=1)
+    if first == "memory":
+        buffer.add_trajectories([AgentTrajectory(input_ids=torch.full((4,), 4)) for _ in range(20)])
+    with TokenLoader(buffer, 80, prefetch=1) as loader:
+        next(loader)
+        wait_until(lambda: loader.figures()["batches_ready"] == 1)
+        buffer.load_checkpoint(tmp_path / "there")
+        next(loader)
+        for [pack] in itertools.islice(loader, 5):
+            assert set(pack["input_ids"].tolist()) == {40}
+            assert len(pack["input_ids"]) <= 80

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +20,13 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreClosedError, TrajectoryUnavailableError
+from trajstore.errors import (
+    ConfigurationError,
+    EmptyBufferError,
+    SchemaMismatchError,
+    StoreClosedError,
+    TrajectoryUnavailableError,
+)
 from trajstore.feeding import (
     PreloadReplayBufferDataset,
     ReplayBufferDataset,
@@ -24,7 +35,7 @@ from trajstore.feeding import (
     prefetch,
     replay_buffer_collate_fn,
 )
-from trajstore.sampling import Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.testing.waiting import wait_until
 
 
@@ -100,6 +111,61 @@ def test_demonstrations_are_mixed_in_by_their_share(store: Callable[..., Traject
             for batch in itertools.islice(loader, 8):
                 values = rewards(batch)
                 assert [value >= 100_000 for value in values] == [False] * 15 + [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "ranks"), [(8, 0.5, 8), (10, 0.25, 3), (16, 0.2, 4), (32, 0.0625, 4), (9, 0.9, 3), (13, 0.08, 5)]
+)
+@pytest.mark.parametrize("reuse", [False, True])
+def test_ranks_have_even_parts_of_batches_with_demonstrations(
+    store: Callable[..., TrajectoryReplayBuffer], size: int, share: float, ranks: int, reuse: bool
+) -> None:
+    paths = [Path(str(made.auto_save_path)) for made in (store(), store("demos", range(100, 105)))]
+
+    def batches(**options: Any) -> list[list[float]]:
+        replay, demos = map(reader, paths)
+        with ReplayLoader(replay, size, demos=demos, demo_share=share, reuse=reuse, **options) as loader:
+            return [rewards(batch) for batch in itertools.islice(loader, 6)]
+
+    parts = [batches(rank=(rank, ranks)) for rank in range(ranks)]
+    for number, whole in enumerate(batches()):
+        assert sorted(itertools.chain(*(part[number] for part in parts))) == sorted(whole)
+        demos = [sum(value >= 100_000 for value in part[number]) for part in parts]
+        assert {len(part[number]) for part in parts} <= {size // ranks, -(-size // ranks)}
+        assert max(demos) - min(demos) <= 1
+
+
+def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
+    replay.add_trajectories([block(key) for key in range(4)])
+    demos.add_trajectories([block(100)])
+    with ReplayLoader(replay, 24, demos=demos) as loader:
+        for batch in itertools.islice(loader, 3):
+            assert [value >= 100_000 for value in rewards(batch)] == [False] * 16 + [True] * 8
+    assert ["gave 8 of the 12" in record.message for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_rollouts_and_demonstrations_give_what_both_have(reuse: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As RLinf's workers collect them: demonstrations without the versions of a policy."""
+    replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
+    replay.add_trajectories([dataclasses.replace(block(key), versions=torch.ones(4, 2, 1)) for key in range(3)])
+    demos.add_trajectories([dataclasses.replace(block(100), actions=torch.zeros(4, 2, 3))])
+    with ReplayLoader(replay, 6, demos=demos, common_columns=True, reuse=reuse, rank=(0, 6)) as loader:
+        for batch in itertools.islice(loader, 6):
+            assert set(batch) == {"rewards", "curr_obs"}
+            assert len(rewards(batch)) == 1
+    told = [record.message for record in caplog.records if "differ" in record.message]
+    assert len(told) == 1
+    assert "differ in actions, versions" in told[0]
+    for kind in (ReplayBufferDataset, PreloadReplayBufferDataset):
+        dataset = kind(replay, demos, 6, 1, 1)
+        batch = next(iter(dataset))
+        assert set(batch) == {"rewards", "curr_obs"}
+        assert [value >= 100_000 for value in rewards(batch)] == [False] * 3 + [True] * 3
+        dataset.close()
 
 
 def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_path: Path) -> None:
@@ -217,20 +283,74 @@ def test_a_buffer_that_is_emptied_is_waited_for(store: Callable[..., TrajectoryR
     assert {value // 1000 for value in values[-1]} == {50}
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrations(
+    tmp_path: Path, resumed: bool
+) -> None:
+    """Nothing is drawn in vain meanwhile: of each demonstration every transition comes once, in whichever batch."""
+
+    def make(replay: TrajectoryReplayBuffer) -> ReplayLoader:
+        options: dict[str, Any] = {"sampler": WeightedSampler([UseLimit(max_uses=1)]), "demo_sampler": EpochSampler()}
+        return ReplayLoader(replay, 8, demos=reader(tmp_path / "demos"), prefetch=1, timeout=60, **options)
+
+    def tells(loader: ReplayLoader) -> bool:
+        loader._timeout = 0.05
+        with pytest.raises(TimeoutError) as raised:
+            next(loader)
+        loader._timeout = 60
+        return "none of 1 trajectories is left to draw from after uses" in str(raised.value)
+
+    fill(tmp_path / "demos", range(100, 104)).close()
+    with fill(tmp_path / "replay", range(1)) as replay:
+        loader = make(replay)
+        batches = [rewards(next(loader))]
+        for key in range(1, 8):
+            wait_until(partial(tells, loader))
+            if resumed:
+                state = loader.state_dict()
+                loader.close()
+                loader = make(replay)
+                loader.load_state_dict(state)
+            replay.evict([key - 1])
+            replay.add_trajectories([block(key)])
+            batches.append(rewards(next(loader)))
+        loader.close()
+    assert [{value // 1000 for value in batch[:4]} for batch in batches] == [{key} for key in range(8)]
+    assert sorted(value for batch in batches for value in batch[4:]) == sorted(
+        value for key in range(100, 104) for value in block(key).rewards.reshape(-1).tolist()
+    )
+
+
+@pytest.mark.parametrize("where", ["saved point", "worker"])
+def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(
+    store: Callable[..., TrajectoryReplayBuffer], where: str
+) -> None:
+    writer = store()
+    writer.points.pin("end")
+    path, pin = Path(str(writer.auto_save_path)), "end" if where == "saved point" else None
+    buffer = TrajectoryReplayBuffer.open(path, pin=pin, seed=1)
+    loader = ReplayLoader(buffer, 8, sampler=WeightedSampler([UseLimit(max_uses=1)]), timeout=60)
+    batches = loader if pin else DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(EmptyBufferError, match="none of 10 trajectories is left to draw from after uses"):
+        for _ in batches:
+            pass
+    loader.close()
+
+
+@pytest.mark.parametrize("begun", [0, 2])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_data_loader_with_workers_gives_the_same_sequence(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, workers: int
+    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, workers: int, begun: int
 ) -> None:
+    """Workers that are made after some batches go on in order: the first of them has the next one."""
     store().close()
-    with ReplayLoader(reader(tmp_path / "replay"), 8) as plain:
-        expected = [rewards(next(plain)) for _ in range(8)]
-    loader = DataLoader(
-        ReplayLoader(reader(tmp_path / "replay"), 8),
-        batch_size=None,
-        num_workers=workers,
-        multiprocessing_context="fork",
-    )
-    assert [rewards(batch) for batch in itertools.islice(loader, 8)] == expected
+    with ReplayLoader(reader(tmp_path / "replay"), 8, sampler=EpochSampler(epochs=1)) as plain:
+        expected = [rewards(batch) for batch in plain]
+    dataset = ReplayLoader(reader(tmp_path / "replay"), 8, sampler=EpochSampler(epochs=1))
+    first = [rewards(batch) for batch in itertools.islice(dataset, begun)]
+    dataset.load_state_dict(dataset.state_dict())
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, multiprocessing_context="fork")
+    assert first + [rewards(batch) for batch in loader] == expected
 
 
 def test_torchdatas_stateful_loader_goes_on_where_it_was(
@@ -267,6 +387,26 @@ def test_rlinfs_datasets_by_their_names_and_arguments(store: Callable[..., Traje
         values = rewards(next(iter(loader)))
         assert [value >= 100_000 for value in values] == [False] * 4 + [True] * 4
         dataset.close()
+
+
+@pytest.mark.parametrize("kind", [ReplayBufferDataset, PreloadReplayBufferDataset])
+def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(
+    store: Callable[..., TrajectoryReplayBuffer], kind: type[ReplayBufferDataset]
+) -> None:
+    dataset = kind(store(), None, 8, 100, 0)
+    later = threading.Timer(0.2, setattr, (dataset, "min_replay_buffer_size", 1))
+    later.start()
+    batches = iter(dataset)
+    assert len(rewards(next(batches))) == 8
+    dataset.batch_size = 5
+    assert 5 in {len(rewards(next(batches))) for _ in range(8)}
+    dataset.replay_buffer = store("demos", range(100, 104))
+    assert min(rewards(next(batches))) >= 100_000
+    dataset.batch_size = 0
+    with pytest.raises(ConfigurationError, match="batch_size: 0"):
+        next(batches)
+    later.join()
+    dataset.close()
 
 
 @pytest.mark.parametrize(
@@ -379,3 +519,87 @@ def test_waiting_without_end_is_said(monkeypatch: pytest.MonkeyPatch, caplog: py
         buffer.add_trajectories([block(1)])
         assert len(waiting.result(60)["rewards"]) == 4
     assert caplog.text.count("no batch for 0.05 s") == 1
+
+
+def test_the_window_is_part_of_a_loaders_state(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    path = Path(str(store().auto_save_path))
+    with ReplayLoader(TrajectoryReplayBuffer.open(path, sample_window_size=4), 8) as loader:
+        next(loader)
+        state = loader.state_dict()
+    other = ReplayLoader(TrajectoryReplayBuffer.open(path), 8)
+    with pytest.raises(ConfigurationError, match=r"sample_window_size \[4, None\] \(here \[0, None\]\)"):
+        other.load_state_dict(state)
+    other.load_state_dict(state, changed=True)
+    del state["source"]["batches"]["sample_window_size"]  # as earlier versions wrote it
+    with ReplayLoader(TrajectoryReplayBuffer.open(path), 8) as old:
+        old.load_state_dict(state)
+        next(old)
+    next(other)
+    other.close()
+
+
+def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
+    buffer = TrajectoryReplayBuffer(seed=None)
+    with pytest.raises(ConfigurationError, match=r"rank: \(1, 2\) of a shared store, but the buffer has no seed"):
+        ReplayLoader(buffer, 8, rank=(1, 2))
+    with pytest.raises(ConfigurationError, match="the buffer has no seed"):
+        ReplayLoader(TrajectoryReplayBuffer(seed=1), 8, demos=buffer, rank=(1, 2))
+    ReplayLoader(buffer, 8, rank=(1, 2), stores="per_rank").close()
+
+
+def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(
+    store: Callable[..., TrajectoryReplayBuffer],
+) -> None:
+    path = Path(str(store().auto_save_path))
+    with ReplayLoader(reader(path), 8) as plain:
+        expected = [rewards(next(plain)) for _ in range(6)]
+    loader = ReplayLoader(reader(path), 8)
+    assert rewards(next(loader)) == expected[0]
+    state = loader.state_dict()
+
+    def workers() -> Iterator[dict[str, Any]]:
+        return iter(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork"))
+
+    with pytest.raises(ConfigurationError, match="has begun in the process that forked this one"):
+        next(workers())
+    loader._running._changed.acquire()  # type: ignore[union-attr]  # by the thread, say, when the process forks
+    child = os.fork()
+    if not child:
+        try:
+            with pytest.raises(ConfigurationError, match="has begun in the process that forked this one"):
+                loader.state_dict()  # it would lack the batches that were made ahead
+            loader.load_state_dict(state)
+            assert [rewards(batch) for batch in itertools.islice(loader, 5)] == expected[1:]
+            os._exit(0)
+        finally:
+            os._exit(1)
+    loader._running._changed.release()  # type: ignore[union-attr]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loader.load_state_dict(loader.state_dict())
+    assert [rewards(batch) for batch in itertools.islice(workers(), 5)] == expected[1:]
+    loader.close()
+
+
+def _prefetchers() -> int:
+    return sum(thread.name == "trajstore-prefetch" for thread in threading.enumerate())
+
+
+def test_a_loader_that_nobody_holds_ends_its_thread(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    buffer = store()
+    before = _prefetchers()
+    for _ in range(5):
+        next(ReplayLoader(buffer, 8))
+    gc.collect()
+    wait_until(lambda: _prefetchers() <= before)
+
+
+def test_what_made_batches_goes_when_the_loader_begins_anew(store: Callable[..., TrajectoryReplayBuffer]) -> None:
+    loader = ReplayLoader(store(), 8)
+    before = []
+    for _ in range(5):
+        next(loader)
+        before.append(weakref.ref(loader._running))
+        loader.load_state_dict(loader.state_dict())
+    gc.collect()
+    assert [one() for one in before] == [None] * 5
+    loader.close()

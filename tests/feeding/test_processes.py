@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -14,6 +16,18 @@ from torch.utils.data import DataLoader
 from tests.feeding.test_loader import block, fill, reader, rewards
 from trajstore.errors import StoreClosedError
 from trajstore.feeding import ReplayLoader
+
+
+def opened(folder: Path) -> list[str]:
+    """Return which files below a folder this process has open or mapped."""
+    names = set[str]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            names.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    names.update(line[line.index("/") :] for line in maps if "/" in line)
+    return sorted(name for name in names if name.startswith(f"{folder.resolve()}/"))
+
 
 _RANK = """
 import json, sys
@@ -38,7 +52,7 @@ for _ in range(4):
     if rank == 0:
         print(json.dumps([value for part in parts for value in part]), flush=True)
 if begins and rank == 0:
-    buffer.save_point(4, {"loader": loader})
+    buffer.points.save(4, {"loader": loader})
 dist.barrier()
 loader.close()
 buffer.close()
@@ -93,6 +107,7 @@ import gc, os, signal, sys, threading, time
 from pathlib import Path
 from torch.utils.data import DataLoader
 from tests.feeding.test_loader import reader
+from tests.feeding.test_processes import opened
 from trajstore.feeding import ReplayLoader
 
 
@@ -119,19 +134,17 @@ def killed():
 
 def left():
     gc.collect()
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+    return [thread.name for thread in threading.enumerate() if "trajstore" in thread.name], opened(Path(sys.argv[1]))
 
 
-killed()
-threads, descriptors = left()  # what multiprocessing begins once stays
-for _ in range(3):
+for _ in range(4):
     killed()
 for _ in range(400):  # what ends in the background may take its time
-    if left()[0] <= threads and left()[1] < descriptors + 3:
+    if left() == ([], []):
         break
     time.sleep(0.05)
 else:
-    raise SystemExit(f"{threads} threads, {descriptors} descriptors became {left()}")
+    raise SystemExit(f"threads and files that are left: {left()}")
 """
 
 
@@ -144,13 +157,15 @@ def test_a_worker_that_is_killed_is_an_error_and_leaves_nothing(tmp_path: Path, 
 
 
 def test_a_buffer_that_is_closed_under_the_loader_leaves_nothing_open(tmp_path: Path) -> None:
-    """Nobody announces that its files are read any more, so the loader ends; no descriptor is left."""
+    """Nobody announces that its files are read any more, so the loader ends; no file is left open or mapped."""
     buffer = fill(tmp_path / "store", range(10))
-    before = len(os.listdir("/proc/self/fd"))
     loader = ReplayLoader(buffer, 8)
     next(loader)
     buffer.close()
     with pytest.raises(StoreClosedError):
         next(loader)
+    assert opened(tmp_path) != []
     loader.close()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    del buffer, loader
+    gc.collect()
+    assert opened(tmp_path) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from trajstore import TrajectoryReplayBuffer, run_points
+from trajstore.buffer.internals import internals_of
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 
@@ -110,7 +111,7 @@ def test_ranks_record_and_learn_and_go_on_from_one_step(tmp_path: Path, project_
 
     with TrajectoryReplayBuffer.open(run) as everything:
         assert len(everything) == world * STEPS
-        assert len({one.tobytes() for one in everything.trajectory_uuids}) == world * STEPS
+        assert len({one.tobytes() for one in internals_of(everything).trajectory_uuids}) == world * STEPS
         everything.save_checkpoint(tmp_path / "united")
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         assert reader.load_checkpoint(run) == 0

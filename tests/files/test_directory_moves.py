@@ -56,7 +56,7 @@ def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch:
         add(buffer, 0)
         monkeypatch.chdir(tmp_path / "elsewhere")
         add(buffer, 1, 2)
-        buffer.pin("kept")
+        buffer.points.pin("kept")
         check_batch(buffer.sample(64))
         buffer.save_checkpoint("checkpoint")
         assert buffer.auto_save_path == "rel"

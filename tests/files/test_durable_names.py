@@ -100,7 +100,7 @@ def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> N
             buffer.add_trajectories([witness(key)])
             buffer.flush()
             assert recorder.unsynced <= renewed
-        buffer.pin("kept")
+        buffer.points.pin("kept")
         assert recorder.unsynced <= renewed
         for _ in range(2):
             buffer.save_checkpoint(tmp_path / "c" / "checkpoint")
@@ -126,11 +126,11 @@ def test_names_that_a_killed_writer_left_unsynced_are_synced_by_the_next(tmp_pat
 def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> None:
     with writer_to(tmp_path, writer=WriterOptions(shard_bytes=1), retention=Retention(max_trajectories=1)) as buffer:
         buffer.add_trajectories([witness(0)])
-        buffer.pin("kept")
+        buffer.points.pin("kept")
         buffer.add_trajectories([witness(1)])
         buffer.flush()
         with recording() as recorder:
-            buffer.unpin("kept")
+            buffer.points.unpin("kept")
     unpinned = recorder.place_of("unlink", "pins/kept.json")
     assert unpinned < recorder.place_of("fsync", str(tmp_path / "pins")) < recorder.place_of("unlink", "shards/")
 

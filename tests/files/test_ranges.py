@@ -240,6 +240,7 @@ def test_draws_are_those_of_whole_shards(store: str, asked: list[int]) -> None:
             check_batch(ours)
             figures = reader.get_stats()
             assert (figures["fetched_bytes"], figures["fetched_ranges"]) == (sum(asked), len(asked))
+            assert 1 <= figures["fetched_batches"] <= len(asked)
             assert all(torch.equal(ours[name], theirs[name]) for name in ("actions", "rewards", "dones"))
         assert sum(asked) > 0
         assert check_trajectory(reader.get(3), 40) == 3

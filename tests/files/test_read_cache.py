@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
+import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
+    ConfigurationError,
     CorruptStoreError,
 )
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.opening import open_directory
+from trajstore.files.read_cache import ReadCache
 from trajstore.files.remote import RemoteDirectory
 from trajstore.testing.directory import publish
 from trajstore.testing.witness import check_trajectory, witness
@@ -90,6 +95,20 @@ def test_temporary_copies_go_with_their_directory(
     assert not folder.exists()
 
 
+def test_threads_of_one_process_have_one_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are fetched whole and those that are fetched in ranges ask for it under different locks."""
+    cache, both, make = ReadCache(None, 1), threading.Barrier(2), tempfile.mkdtemp
+
+    def together(prefix: str) -> str:
+        both.wait(60)
+        return make(prefix=prefix, dir=tmp_path)
+
+    monkeypatch.setattr("tempfile.mkdtemp", together)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(cache.open_folder) for _ in range(2)]
+        assert found[0].result() == found[1].result() == cache.open_folder()
+
+
 def test_a_relative_cache_stays_where_it_was(memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -144,3 +163,52 @@ def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) ->
         assert reader.refresh()
         assert reader.trajectory_ids.tolist() == [1]
         assert check_trajectory(reader.get(1)) == 1
+
+
+def test_a_copy_that_does_not_fit_is_fetched_anew(
+    memory_url: str, tmp_path: Path, downloads: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+        for key in range(3):
+            buffer.add_trajectories([witness(key)])
+            buffer.flush()
+    options = {"cache_dir": tmp_path}
+
+    def read_all() -> list[int]:
+        with TrajectoryReplayBuffer.open(memory_url, storage_options=options) as reader:
+            return [check_trajectory(reader.get(number)) for number in range(3)]
+
+    assert read_all() == [0, 1, 2]
+    shards = sorted(downloads)
+    for copy in tmp_path.iterdir():
+        data = bytearray(copy.read_bytes())
+        data[len(data) // 2] ^= 0x10
+        copy.write_bytes(data)
+    assert read_all() == [0, 1, 2]
+    assert sorted(downloads) == sorted([*shards, *shards])
+    assert caplog.text.count("fetched anew") == 3
+    objects = ObjectStore(memory_url, {})
+    damaged = bytearray(objects.read(shards[1]))
+    damaged[len(damaged) // 2] ^= 0x10
+    objects.put(shards[1], bytes(damaged))
+    with pytest.raises(CorruptStoreError, match=r"checksum does not fit the content; trajectories 1 are in it"):
+        read_all()
+
+
+@pytest.mark.parametrize("range_reads", [False, True])
+def test_a_folder_that_takes_no_copies_is_named(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, range_reads: bool
+) -> None:
+    unraisable: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", unraisable.append)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
+        buffer.add_trajectories([witness(1)])
+    for folder in ("/proc/self/fdinfo", "/proc/self/none"):
+        options = {"cache_dir": folder, "range_reads": range_reads}
+        with (
+            TrajectoryReplayBuffer.open(memory_url, storage_options=options) as reader,
+            pytest.raises(ConfigurationError, match=f"cache_dir {folder}: takes no copies"),
+        ):
+            reader.sample(4)
+    gc.collect()
+    assert unraisable == []

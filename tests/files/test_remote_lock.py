@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -25,6 +26,7 @@ from trajstore.files.object_store import ObjectStore
 from trajstore.files.opening import open_directory
 from trajstore.files.remote import RemoteDirectory
 from trajstore.files.uploads import upload
+from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
 from trajstore.testing.directory import publish
 from trajstore.testing.waiting import wait_until
@@ -327,3 +329,28 @@ def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(
     monkeypatch.setattr(commit_log, "open_store", frozen_in)
     with pytest.raises(WriterFencedError, match="was taken over"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=options)
+
+
+@pytest.mark.parametrize("offset", [0, 12, -1])
+def test_a_damaged_fence_is_told_and_costs_nothing(memory_url: str, tmp_path: Path, offset: int) -> None:
+    for key in range(3):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
+            buffer.add_trajectories([witness(key)])
+    remote = open_directory(memory_url)
+    copy = tmp_path / "copy"
+    for name in remote.names():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(remote.read(name))
+    fences = sorted((copy / "log").iterdir())
+    assert len(fences) == 3
+    for fence_file in fences:
+        data = bytearray(fence_file.read_bytes())
+        data[offset] ^= 1
+        fence_file.write_bytes(data)
+    told = [(f"log/{file.name}", "the record is damaged; nothing is lost, for the index has it") for file in fences]
+    for _ in range(2):
+        result = verify(copy)
+        assert [(one.file, one.message) for one in result.problems] == told
+        assert not any(one.lost or one.uncounted for one in result.problems)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=copy, sample_window_size=0) as buffer:
+            assert [check_trajectory(buffer.get(number)) for number in range(3)] == [0, 1, 2]

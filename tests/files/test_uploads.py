@@ -108,7 +108,7 @@ def test_a_store_of_objects_in_parts(objects: ObjectStore, s3_options: dict[str,
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, storage_options=s3_options) as buffer:
         buffer.add_trajectories([witness(key) for key in range(20)])
         buffer.flush()
-        buffer.pin("all")
+        buffer.points.pin("all")
         buffer.evict([3])
     with TrajectoryReplayBuffer.open(url, storage_options=s3_options) as reader:
         found = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]

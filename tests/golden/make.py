@@ -1,4 +1,4 @@
-"""Writes a golden directory. Run once per released layout: ``python tests/golden/make.py tests/golden/layout_N``."""
+"""Writes golden directories. Run once per released layout: ``python tests/golden/make.py tests/golden N``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trajstore import TrajectoryReplayBuffer
+import torch
+
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
@@ -25,7 +27,7 @@ def make(target: Path) -> None:
         path = Path(folder) / "store"
         first = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
         first.add_trajectories([witness(KEYS[0]), witness(KEYS[1])])
-        first.pin("start")
+        first.points.pin("start")
         first.close()
         second = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl")
         second.add_trajectories([witness(KEYS[2])])
@@ -44,5 +46,49 @@ def make(target: Path) -> None:
     target.with_suffix(".json").write_text(json.dumps({"drawn": drawn}) + "\n")
 
 
+def make_rollouts(target: Path) -> None:
+    """Write a store of three rollouts, the last of which is in the log only."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        for at, (task, outcome) in enumerate((("first", 1.0), ("second", None), ("third", 0.0))):
+            with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl") as buffer:
+                buffer.add_trajectories(
+                    [
+                        AgentTrajectory(
+                            input_ids=torch.arange(6),
+                            loss_mask=torch.tensor([0, 0, 1, 1, 1, 1]),
+                            messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+                            reward=Reward(outcome=outcome, metadata={"judge": 0.25 * at}),
+                            task_id=task,
+                            rollout_id=f"r{at}",
+                            policy_version=at,
+                            response_start=2,
+                            is_terminated=at == 0,
+                        )
+                    ]
+                )
+                buffer.flush()
+                if at == 2:
+                    copy_live(path, target, "readers", "writer.lock")
+
+
+def make_values(target: Path) -> None:
+    """Write a store with values that came late: in the snapshot, in the log, rolled back, and in the inbox."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "store"
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl") as buffer:
+            buffer.add_trajectories([witness(key) for key in range(3)])
+            annotate(buffer, [0, 1], {"score": [0.5, 2], "tag": ["é", "x"]}, who="anna")
+            buffer.points.save(1)
+            annotate(buffer, [0], {"score": 9}, who="bob")
+            buffer.points.rollback(1)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl") as buffer:
+            annotate(buffer, [1, 2], {"tag": [None, "late"]})
+            annotate(path, 2, {"score": 4}, who="other")
+            copy_live(path, target, "readers", "writer.lock")
+
+
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make_values(Path(sys.argv[1]) / f"values_{sys.argv[2]}")
+    make(Path(sys.argv[1]) / f"layout_{sys.argv[2]}")
+    make_rollouts(Path(sys.argv[1]) / f"rollouts_{sys.argv[2]}")

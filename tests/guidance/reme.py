@@ -21,14 +21,15 @@ MEMORIES = [
 class FakeReMe(Closing):
     """Answers by ``mode``; keeps every body that it was sent.
 
-    Modes: ``ok``; a status as a number; ``garbage``, ``not an object``, ``no metadata``, ``no success``,
-    ``silent failure`` and ``error as answer`` (200 and success), ``hang`` (no answer until the server is closed),
-    ``drip`` (a byte now and then), ``reset``.
+    Modes: ``ok``; a status as a number; ``garbage``, ``deep`` (JSON without end), ``not an object``, ``no metadata``,
+    ``no success``, ``silent failure`` and ``error as answer`` (200 and success), ``hang`` (no answer until the server
+    is closed), ``drip`` (a byte of the body now and then), ``drip headers``, ``reset``.
     """
 
     def __init__(self, dialect: str = "0.2", mode: str = "ok") -> None:
         self.dialect = dialect
         self.mode = mode
+        self.memories: list[dict[str, Any]] = MEMORIES
         self.calls: list[tuple[str, Any]] = []
         self._released = threading.Event()
         fake = self
@@ -55,9 +56,13 @@ class FakeReMe(Closing):
         if self.mode == "reset":
             handler.close_connection = True
             return
-        if self.mode == "drip":
+        if self.mode in ("drip", "drip headers"):
             handler.send_response(200)
-            handler.end_headers()
+            handler.send_header("X-Late", "")
+            if self.mode == "drip":
+                handler.end_headers()
+            else:
+                handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Late: ")
             while not self._released.wait(0.05):
                 try:
                     handler.wfile.write(b" ")
@@ -79,6 +84,7 @@ class FakeReMe(Closing):
             return 422, {"detail": "field required"}
         failures: dict[str, Any] = {
             "garbage": f"<html>{ERROR_TEXT}",
+            "deep": "[" * 100_000,
             "not an object": [ERROR_TEXT],
             "no metadata": {"answer": ERROR_TEXT, "success": True},
             "no success": {"answer": ERROR_TEXT, "success": False, "metadata": {}},
@@ -88,7 +94,7 @@ class FakeReMe(Closing):
         if self.mode in failures:
             return 200, failures[self.mode]
         if path == "/retrieve_task_memory":
-            found = MEMORIES[: body["top_k"]] if "nothing" not in body["query"] else []
+            found = self.memories[: body["top_k"]] if "nothing" not in body["query"] else []
             return 200, {"answer": "see the list", "success": True, "metadata": {"memory_list": found}}
         if path == "/summary_task_memory":
             result = {"memory_list": MEMORIES, "update_result": {"deleted_count": 0, "inserted_count": 2}}

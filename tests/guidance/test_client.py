@@ -41,6 +41,8 @@ FAILURES = [
     ("reset", "connection"),
     ("hang", "timeout"),
     ("drip", "timeout"),
+    ("drip headers", "timeout"),
+    ("deep", "garbage"),
 ]
 
 
@@ -159,16 +161,17 @@ def test_a_service_of_another_kind_is_told() -> None:
             EMClient(service.url, **PATIENT).retrieve("cup", 1)
 
 
-def test_closing_does_not_wait_for_a_service_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
-    with FakeReMe(mode="hang") as service:
+@pytest.mark.parametrize("mode", ["hang", "drip", "drip headers"])
+def test_closing_ends_a_call_that_is_under_way(mode: str) -> None:
+    with FakeReMe(mode=mode) as service:
         client = EMClient(service.url, dialect="0.2", **{**FAST, "summary_timeout": 3600.0})
-        updates = UpdateQueue(client, capacity=2)
+        updates = UpdateQueue(client)
         for task in ("cup", "book", "key"):
             updates.submit([rollout(task, "go kitchen")])
         wait_until(lambda: bool(service.calls))
         client.close()
-        updates.close(timeout=0.1)
-        assert "not summarized, and one summary under way, which is left to itself" in caplog.text
+        updates.close(timeout=60)
+        assert updates.metrics()["guidance/update/failed/closed"] == 3
         with pytest.raises(MakerError) as caught:
             client.retrieve("cup", 1)
         assert caught.value.kind == "closed"

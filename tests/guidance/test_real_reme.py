@@ -6,85 +6,29 @@ made anew, which takes minutes.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.guidance.real_reme import FLOW, START, Service, environment, kept_environments, programs_of_0_2
 from tests.guidance.rollouts import rollout
 from tests.guidance.stub_model import StubModel
-from trajstore.guidance import EMClient, MakerError, Retrieved
+from trajstore.guidance import MakerError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-FLOW = "reme config=default backend=http thread_pool_max_workers=8 http.host=127.0.0.1 http.port={port}"
-FLOW += " llm.default.model_name=stub embedding_model.default.model_name=stub vector_store.default.backend=local"
-START = "reme start service.host=127.0.0.1 service.port={port} service.web_enabled=false"
 
 
 @pytest.fixture(scope="session")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kept = os.environ.get("TRAJSTORE_REME")
-    return Path(kept) if kept else tmp_path_factory.mktemp("reme")
-
-
-def environment(folder: Path, name: str, *packages: str) -> Path:
-    """Return the ``bin`` of an environment with these packages; made if it is not there."""
-    path = folder / name
-    if not (path / "bin" / "reme").exists():
-        subprocess.run([sys.executable, "-m", "venv", path], check=True)
-        subprocess.run([path / "bin" / "pip", "install", "--quiet", *packages], check=True)
-    return path / "bin"
-
-
-class Service:
-    """A running service."""
-
-    def __init__(self, programs: Path, command: str, model: StubModel, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        names = {"API_KEY": "x", "BASE_URL": model.url}
-        services = ("FLOW_LLM", "FLOW_EMBEDDING", "LLM")
-        variables = {f"{what}_{name}": value for what in services for name, value in names.items()}
-        self.log = folder / "log"
-        program, *arguments = command.format(port=port).split()
-        self.process = subprocess.Popen(
-            [programs / program, *arguments],
-            env={**os.environ, **variables, "LLM_BACKEND": "openai", "LLM_MODEL_NAME": "stub"},
-            cwd=folder,
-            stdout=self.log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        self.client = EMClient(f"http://127.0.0.1:{port}", workspace_id="w1", retrieve_timeout=60, rest=0.0, retries=0)
-
-    def eventually(self, call: Callable[[], Retrieved]) -> Retrieved:
-        end = time.monotonic() + 300
-        while True:
-            try:
-                return call()
-            except MakerError:
-                if self.process.poll() is not None or time.monotonic() > end:
-                    pytest.fail(self.log.read_text())
-                time.sleep(1)
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
+    return kept_environments(tmp_path_factory)
 
 
 def test_reme_0_2_keeps_finds_and_fails_as_the_client_expects(
     environments: Path, shared_fixtures: Path, tmp_path: Path
 ) -> None:
-    pins = shared_fixtures.parent / "reme" / "constraints-reme-0.2.0.6.txt"
-    programs = environment(environments, "r02", "-c", str(pins), "reme-ai==0.2.0.6", "flowllm[reme]==0.2.0.10")
     with StubModel() as model:
-        service = Service(programs, FLOW, model, tmp_path)
+        service = Service(programs_of_0_2(environments, shared_fixtures), FLOW, model, tmp_path)
         try:
             assert service.eventually(lambda: service.client.retrieve("where is the cup", 2)).text == ""
             assert service.client.summarize([rollout("cup", "go kitchen"), rollout("cup", "go attic", 0.0, "2")]) > 0

@@ -70,6 +70,21 @@ def test_batches_are_of_whole_tasks_and_one_that_fails_leaves_the_others(caplog:
     updates.close(60)
 
 
+def test_as_many_summaries_are_made_at_once_as_there_are_workers() -> None:
+    meeting = threading.Barrier(4)
+
+    class Meeting(SlowMaker):
+        def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+            meeting.wait(60)  # passed only by four at once
+            return 1
+
+    updates = UpdateQueue(Meeting(), batch_size=1, workers=4)
+    updates.submit([rollout(str(task), "x") for task in range(8)])
+    assert updates.wait(60)
+    assert updates.metrics()["guidance/update/made"] == 8
+    updates.close(60)
+
+
 def test_summaries_do_not_see_experience() -> None:
     maker = LocalMaker()
     updates = UpdateQueue(maker)
@@ -94,7 +109,7 @@ def test_closing_tells_what_was_not_summarized(caplog: pytest.LogCaptureFixture)
     assert maker.begun.wait(60)
     updates.submit([rollout("b", "x")])
     updates.close(timeout=0.05)
-    assert "closed after 0 s with 1 rollouts not summarized, and one summary under way" in caplog.text
+    assert "closed after 0 s with 1 rollouts not summarized, and 1 summaries under way" in caplog.text
     assert updates.metrics()["guidance/update/dropped"] == 1
     maker.free.set()
     updates.close()

@@ -39,7 +39,7 @@ def lost_before_it_published(path: Path, mirror: str, monkeypatch: pytest.Monkey
             for key in range(5):
                 add(buffer, [key])
         with make(path, Mirror(mirror, close_timeout=0.0)) as buffer:
-            wait_until(lambda: "node is gone" in str(buffer.mirror_state))
+            wait_until(lambda: "node is gone" in str(buffer.mirror.state))
 
 
 def test_a_place_where_nothing_was_published_becomes_the_next_stores(
@@ -56,7 +56,7 @@ def test_a_place_where_nothing_was_published_becomes_the_next_stores(
     assert keys_at(mirror) == {0: 7, 1: 8}
     is_sound(mirror)
     with make(tmp_path / "lost", Mirror(mirror, close_timeout=0.0)) as buffer:
-        wait_until(lambda: "is another store" in str(buffer.mirror_state))
+        wait_until(lambda: "is another store" in str(buffer.mirror.state))
     assert keys_at(mirror) == {0: 7, 1: 8}
 
 
@@ -66,7 +66,7 @@ def test_what_else_lies_there_is_not_taken_over(tmp_path: Path, mirror: str, mon
     directory.remove([LEDGER_NAME])
     with make(tmp_path / "next", Mirror(mirror, close_timeout=0.0)) as buffer:
         add(buffer, [7])
-        wait_until(lambda: "is no mirror of this store" in str(buffer.mirror_state))
+        wait_until(lambda: "is no mirror of this store" in str(buffer.mirror.state))
 
 
 def test_the_places_of_all_earlier_writers_stay_taken(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
     """Lose a node between the pin of a rollback and its index on the mirror; return what is live."""
     with make(path, mirror) as buffer:
         add(buffer, [0, 1])
-        buffer.save_point(1)
+        buffer.points.save(1)
         add(buffer, [2])
-        buffer.save_point(2)
+        buffer.points.save(2)
         add(buffer, [3])
         level(buffer)
         generation = buffer._backing.mirror.state.generation  # type: ignore[union-attr]
@@ -140,9 +140,9 @@ def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Pat
     late = pin_file("aside-6", np.array([2, 3] if named == "live" else [2, 3, 900], np.int64), 6, back_to=1)
     with make(tmp_path / "store", mirror) as buffer:
         add(buffer, [0, 1])
-        buffer.save_point(1)
+        buffer.points.save(1)
         add(buffer, [2])
-        buffer.save_point(2)
+        buffer.points.save(2)
         for key in range(3, 9):
             add(buffer, [key])
         level(buffer)
@@ -150,13 +150,13 @@ def test_the_pin_of_a_rollback_that_comes_late_makes_no_point_void(tmp_path: Pat
     assert steps_at(mirror) == [1, 2]
     restore(mirror, tmp_path / "next")
     with make(tmp_path / "next", None) as other:
-        assert [point.step for point in other.saved_points] == [1, 2]
+        assert [point.step for point in other.points.saved] == [1, 2]
     assert verify(tmp_path / "next").sound
     with make(tmp_path / "store", mirror) as buffer:
         wait_until(lambda: pins_at(mirror) == {"step-1", "step-2"})
         if "://" in mirror:  # elsewhere a frozen writer keeps its lock, and this one does not begin
             open_directory(mirror).publish([late])
             assert steps_at(mirror) == [1, 2]
-            buffer.save_point(3)
+            buffer.points.save(3)
             wait_until(lambda: pins_at(mirror) == {"step-1", "step-2", "step-3"})
     assert verify(mirror).sound

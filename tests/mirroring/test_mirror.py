@@ -61,20 +61,20 @@ def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
         lambda: add(buffer, range(6)),
         lambda: add(buffer, range(6, 9)),
         lambda: buffer.evict([0, 4]),
-        lambda: buffer.pin("early"),
+        lambda: buffer.points.pin("early"),
         lambda: buffer.evict([1, 2]),
-        lambda: buffer.save_point(1, {"a": 1}),
+        lambda: buffer.points.save(1, {"a": 1}),
         lambda: add(buffer, range(9, 14)),
         lambda: buffer.evict([3, 9]),
-        lambda: buffer.save_point(2, {"a": 2}),
-        lambda: buffer.save_point(2, {"a": 3}),
+        lambda: buffer.points.save(2, {"a": 2}),
+        lambda: buffer.points.save(2, {"a": 3}),
         buffer.compact,
         lambda: add(buffer, range(14, 18)),
-        lambda: buffer.rollback(1),
+        lambda: buffer.points.rollback(1),
         lambda: add(buffer, range(18, 20)),
-        lambda: buffer.take_back(set_aside(buffer)),
-        lambda: buffer.unpin("early"),
-        lambda: buffer.save_point(5, {"a": 5}, keep=1),
+        lambda: buffer.points.take_back(set_aside(buffer)),
+        lambda: buffer.points.unpin("early"),
+        lambda: buffer.points.save(5, {"a": 5}, keep=1),
         lambda: buffer.evict(buffer.trajectory_ids.tolist()[:-1]),
     ]
     for step in steps:
@@ -110,7 +110,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
         session(buffer, done)
         held.set()
         level(buffer)
-        points = [point.step for point in buffer.saved_points]
+        points = [point.step for point in buffer.points.saved]
     is_sound(tmp_path / "mirror")
     assert keys_at(tmp_path / "mirror") == keys_at(tmp_path / "store")
     assert [point.step for point in saved_points(tmp_path / "mirror")] == points
@@ -126,7 +126,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
             generation = again._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
             assert keys_of(again) == found == shown.get(generation, found)
             compared += generation in shown
-            for point in again.saved_points:
+            for point in again.points.saved:
                 assert keys_at(tmp_path / "restored", f"step-{point.step}")
         is_sound(tmp_path / "restored")
         shutil.rmtree(tmp_path / "restored")
@@ -139,8 +139,8 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
 def test_a_mirror_is_continued_and_nothing_is_copied_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
         add(buffer, range(5))
-    assert buffer.mirror_state is not None
-    assert buffer.mirror_state.newest_id == 4
+    assert buffer.mirror.state is not None
+    assert buffer.mirror.state.newest_id == 4
     copied: list[str] = []
     publish = LocalDirectory.publish
 
@@ -178,8 +178,8 @@ def test_a_first_copy_that_was_interrupted_is_taken_up(tmp_path: Path, monkeypat
     monkeypatch.setattr(LocalDirectory, "publish", failing)
     options = Mirror(tmp_path / "mirror", close_timeout=0.2)
     with make(tmp_path / "store", options) as buffer:
-        wait_until(lambda: buffer.mirror_state is not None and buffer.mirror_state.error is not None)
-        assert "the cable is out" in str(buffer.mirror_state)
+        wait_until(lambda: buffer.mirror.state is not None and buffer.mirror.state.error is not None)
+        assert "the cable is out" in str(buffer.mirror.state)
         assert buffer.get_stats()["mirror_behind"] == 6
         assert buffer.get_stats()["mirror_failures"] >= 1
     assert (tmp_path / "mirror" / LEDGER_NAME).exists()
@@ -210,11 +210,11 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
     monkeypatch.setattr(LocalDirectory, "append", failing)
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1, longest_pause=0.05)) as buffer:
         ids = add(buffer, range(3))
-        assert buffer.wait_mirrored(ids, 60)
+        assert buffer.mirror.wait(ids, 60)
         broken.set()
         ids = add(buffer, range(3, 6))
-        assert not buffer.wait_mirrored(ids, 0.2)
-        wait_until(lambda: buffer.mirror_state is not None and buffer.mirror_state.failures > 2)
+        assert not buffer.mirror.wait(ids, 0.2)
+        wait_until(lambda: buffer.mirror.state is not None and buffer.mirror.state.failures > 2)
         assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2}
         report = inspect(tmp_path / "store")
         assert report["mirror"]["newest_id"] == 2
@@ -246,15 +246,15 @@ def test_a_reader_of_the_mirror_follows_and_keeps_what_it_shows(tmp_path: Path) 
 def test_a_point_that_is_saved_again_is_mirrored_again(tmp_path: Path) -> None:
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
         add(buffer, range(3))
-        buffer.save_point(1)
+        buffer.points.save(1)
         level(buffer)
         buffer.sample(2)
-        buffer.save_point(1)  # of the same trajectories; but the generator has moved on
+        buffer.points.save(1)  # of the same trajectories; but the generator has moved on
         level(buffer)
         expected = buffer.sample(2)["curr_obs"]["tag"].tolist()
     restore(tmp_path / "mirror", tmp_path / "new")
     with make(tmp_path / "new", None) as buffer:
-        buffer.rollback(1)
+        buffer.points.rollback(1)
         assert buffer.sample(2)["curr_obs"]["tag"].tolist() == expected
 
 
@@ -267,10 +267,10 @@ def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> Non
         assert new >= IDS_LEFT_OUT + 3
         level(buffer)
         with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
-            wait_until(lambda: "is being written by" in str(old.mirror_state))
+            wait_until(lambda: "is being written by" in str(old.mirror.state))
             add(old, range(3, 7))
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.0)) as old:
-        wait_until(lambda: "another copy of the store was mirrored there" in str(old.mirror_state))
+        wait_until(lambda: "another copy of the store was mirrored there" in str(old.mirror.state))
     assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, new: 9}
 
 
@@ -309,7 +309,7 @@ def test_a_mirror_elsewhere_is_refused(tmp_path: Path) -> None:
         add(buffer, range(2))
     with make(tmp_path / "store", Mirror(tmp_path / "other", close_timeout=0.0)) as buffer:
         add(buffer, range(2))
-        wait_until(lambda: "is another store" in str(buffer.mirror_state))
+        wait_until(lambda: "is another store" in str(buffer.mirror.state))
     assert keys_at(tmp_path / "other") == {0: 0, 1: 1}
     for place in (tmp_path / "store", tmp_path / "store" / "mirror", tmp_path):
         with pytest.raises(ConfigurationError, match="lies in the other"):
@@ -319,7 +319,7 @@ def test_a_mirror_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="must be a path"):
         make(tmp_path / "store", 7)
     with pytest.raises(StoreError, match="has no mirror"):
-        make(tmp_path / "store", None).wait_mirrored([0])
+        make(tmp_path / "store", None).mirror.wait([0])
 
 
 def test_shards_that_are_lost_on_the_mirror_are_copied_again(tmp_path: Path) -> None:
@@ -356,17 +356,17 @@ def test_every_format_in_an_object_store(tmp_path: Path, fmt: str) -> None:
 def test_waiting_for_everything_waits_for_saved_points_and_rollbacks(tmp_path: Path) -> None:
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", interval=30.0)) as buffer:
         buffer.add_trajectories([witness(0)])
-        buffer.save_point(1, {"note": "one"})
-        assert buffer.wait_mirrored(timeout=60)
+        buffer.points.save(1, {"note": "one"})
+        assert buffer.mirror.wait(timeout=60)
         assert [point.step for point in saved_points(tmp_path / "mirror")] == [1]
         buffer.add_trajectories([witness(1)])
-        assert buffer.wait_mirrored(timeout=60)
+        assert buffer.mirror.wait(timeout=60)
         assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1}
-        buffer.rollback(1)
-        assert buffer.wait_mirrored(timeout=60)
+        buffer.points.rollback(1)
+        assert buffer.mirror.wait(timeout=60)
         assert keys_at(tmp_path / "mirror") == {0: 0}
         buffer.evict([0])
-        assert buffer.wait_mirrored(timeout=60)
+        assert buffer.mirror.wait(timeout=60)
         assert keys_at(tmp_path / "mirror") == {}
 
 
@@ -377,7 +377,7 @@ def test_a_mirror_that_cannot_be_opened_is_not_said_to_have_nothing(
         add(buffer, range(2))
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.2)) as buffer:
         add(buffer, range(3))
-        wait_until(lambda: buffer.mirror_state is not None and buffer.mirror_state.failures > 0)
-        assert not buffer.wait_mirrored(timeout=0.1)
+        wait_until(lambda: buffer.mirror.state is not None and buffer.mirror.state.failures > 0)
+        assert not buffer.mirror.wait(timeout=0.1)
     assert "what is there is not known" in caplog.text
     assert "up to id -1" not in caplog.text

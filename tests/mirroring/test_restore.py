@@ -23,7 +23,7 @@ def mirror(tmp_path: Path) -> Path:
     with make(tmp_path / "lost", tmp_path / "mirror") as buffer:
         for key in range(4):
             add(buffer, [key])
-        buffer.save_point(3, {"a": 1})
+        buffer.points.save(3, {"a": 1})
         buffer.evict([0])
     return tmp_path / "mirror"
 
@@ -90,6 +90,9 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path, mirror: Path) -> None:
     (mirror / "shards" / "shard_00000002.pt").write_bytes(data)
     with pytest.raises(CorruptStoreError, match=r"shard_00000002\.pt: its checksum does not fit"):
         restore(mirror, tmp_path / "new")
+    (mirror / "shards" / "shard_00000002.pt").unlink()
+    with pytest.raises(CorruptStoreError, match=r"shard_00000002\.pt.*the mirror lacks it; `trajstore repair`"):
+        restore(mirror, tmp_path / "new")
 
 
 def test_a_run_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +125,23 @@ def test_two_stores_of_one_mirror_keep_apart(tmp_path: Path, mirror: Path) -> No
 def test_a_restored_store_is_written_on(tmp_path: Path, mirror: Path) -> None:
     restore(mirror, tmp_path / "new")
     with make(tmp_path / "new", mirror) as buffer:
-        state = buffer.rollback(3)
+        state = buffer.points.rollback(3)
         assert state == {"a": 1}
         assert keys_of(buffer) == {0: 0, 1: 1, 2: 2, 3: 3}
         add(buffer, [8])
     is_sound(mirror)
     assert sorted(keys_at(mirror).values()) == [0, 1, 2, 3, 8]
+
+
+def test_a_pin_whose_trajectories_the_mirror_lacks_is_left_out(
+    tmp_path: Path, mirror: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mirror that comes long after gets an index without a pin's trajectories before the pin is deleted."""
+    with make(tmp_path / "other", None) as other:
+        add(other, range(6))
+        other.points.pin("early")
+    (mirror / "pins" / "early.json").write_bytes((tmp_path / "other" / "pins" / "early.json").read_bytes())
+    restore(mirror, tmp_path / "restored")
+    assert "the pin 'early' is left out: 2 of its trajectories" in caplog.text
+    is_sound(tmp_path / "restored")
+    assert keys_at(tmp_path / "restored") == {1: 1, 2: 2, 3: 3}

@@ -13,7 +13,13 @@ from trajstore.reading.running_copies import RunningCopies
 
 
 class Owner:
-    """Holds rows."""
+    """Holds rows, or stands for a copy of them."""
+
+
+def begun(copies: RunningCopies) -> Owner:
+    copy = Owner()
+    copies.begin(copy)
+    return copy
 
 
 def test_without_a_copy_it_goes_at_once() -> None:
@@ -32,7 +38,7 @@ def test_without_a_copy_it_goes_at_once() -> None:
 def test_it_waits_for_all_copies() -> None:
     free: list[int] = []
     copies = RunningCopies(free.extend)
-    one, other = copies.begin(), copies.begin()
+    one, other = begun(copies), begun(copies)
     owner = Owner()
     gone = weakref.ref(owner)
     copies.let_go(owner, 3)
@@ -53,12 +59,12 @@ def test_it_waits_for_all_copies() -> None:
 def test_a_copy_that_was_dropped_keeps_nothing_once_another_one_ends() -> None:
     free: list[int] = []
     copies = RunningCopies(free.extend)
-    dropped = copies.begin()
+    dropped = begun(copies)
     copies.let_go(None, 1)
     del dropped
     gc.collect()
     assert free == []
-    copies.end(copies.begin())
+    copies.end(begun(copies))
     assert free == [1]
 
 
@@ -70,7 +76,7 @@ def test_nothing_is_destroyed_under_the_lock() -> None:
         def __del__(self) -> None:
             seen.append(copies.idle)  # takes the lock
 
-    copy = copies.begin()
+    copy = begun(copies)
     copies.let_go(Late(), None)
     thread = threading.Thread(target=copies.end, args=(copy,), daemon=True)
     thread.start()
@@ -85,12 +91,12 @@ def test_after_an_interrupt_a_number_is_free_once_at_most_and_the_lock_is() -> N
     def ended(at: int | None) -> tuple[list[int], int]:
         free: list[int] = []
         copies = RunningCopies(free.extend)
-        copy = copies.begin()
+        copy = begun(copies)
         copies.let_go(None, 1)
         copies.let_go(None, 2)
         tracer = Tracer(at)
         tracer.run(lambda: copies.end(copy))
-        copies.end(copies.begin())
+        copies.end(begun(copies))
         assert copies.idle
         return free, tracer.count
 
@@ -103,11 +109,11 @@ def test_after_an_interrupt_a_number_is_free_once_at_most_and_the_lock_is() -> N
 def test_in_a_forked_child_no_copy_runs() -> None:
     free: list[int] = []
     copies = RunningCopies(free.extend)
-    copy = copies.begin()  # of a thread that the child does not have
+    copy = begun(copies)  # of a thread that the child does not have
     copies.let_go(None, 1)
     copies.stop()
     copies.go_on(in_child=True)
-    copies.end(copies.begin())
+    copies.end(begun(copies))
     assert free == [1]
     copies.end(copy)
     assert copies.idle

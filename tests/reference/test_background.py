@@ -76,13 +76,13 @@ def gated(**options: Any) -> tuple[ReplayHook[str], threading.Event]:
 
 
 def test_the_rollouts_do_not_wait_and_all_that_needs_the_histories_does() -> None:
-    replay, gate = gated(offpolicy_trajectories_per_task=2)
+    replay, gate = gated()
     with replay:
         gate.set()
         do_step(replay, 1)
         gate.clear()
         plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.5, 2))
-        assert [(one.fresh_rollouts, len(one.histories), bool(one.histories)) for one in plan] == [(N - 2, 2, True)] * 4
+        assert [(one.fresh_rollouts, len(one.histories), bool(one.histories)) for one in plan] == [(N - 1, 1, True)] * 4
         fresh = roll_out(plan, 2)  # while nothing is chosen
         timer = threading.Timer(0.05, gate.set)
         timer.start()

@@ -114,6 +114,29 @@ def test_the_same_seed_gives_the_same_run_also_when_resumed() -> None:
         assert other.guidance.state_dict() == state
 
 
+FILLED: dict[str, Any] = {"init_experience_before_training": True, "updated_freq": 0}
+
+
+def test_evaluations_are_guided_and_become_experience_where_configured() -> None:
+    with make_trainer(**FILLED, init_experience_only=True) as trainer:
+        assert trainer.train() == []
+        made = trainer.guidance.metrics()["guidance/update/made"]
+        assert made > 0
+        with pytest.raises(ConfigurationError, match="init_experience_only"):
+            trainer.train_step()
+    with make_trainer(**FILLED) as trainer:
+        trainer.train(1)
+        assert trainer.guidance.metrics()["guidance/update/made"] == made, "filled before the first step, as above"
+        assert trainer.metrics["guidance/guided_rollouts"] > 0
+    with make_trainer(val_rollout_expmode="all", val_summarizer_save=True, updated_freq=0) as trainer:
+        seen = Seen(trainer)
+        draws = trainer.guidance.state_dict()
+        assert [trainer.evaluate() for _ in range(2)]
+        assert trainer.guidance.metrics()["guidance/update/made"] == made
+        assert trainer.guidance.state_dict() == draws, "an evaluation leaves the draws of training as they are"
+        assert ["hint" in " ".join(prompts) for prompts in seen.prompts] == [False, True]
+
+
 def test_guidance_that_is_off_changes_nothing() -> None:
     config = TrainerConfig(steps=2, tasks_per_step=4, n_rollout=2, warm_start_steps=5)
     environment = SortEnvironment(lengths=(2,), tasks_per_length=6)

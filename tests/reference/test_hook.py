@@ -178,7 +178,7 @@ def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCap
         metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
         replay.loss_computed(batch, rows, loss, advantages, 0.2)
         replay.step_done(batch, [], current, torch.full_like(current, 0.5))
-    assert caplog.text.count("importance ratio 12.2") == 1
+    assert caplog.text.count("have mean 12.2") == 1
     assert metrics["experience_replay/off_clipped_by_age/3"] == 1.0
     assert metrics["experience_replay/off_clipped_by_difficulty/1"] == 1.0
     assert metrics["experience_replay/off_effective_sample_size_by_age/3"] == pytest.approx(1.0)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,9 +75,15 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_refused(make: Train, tm
         load_checkpoint(trainer, path)
 
 
-def run_child(project_root: Path, folder: Path, mode: str) -> subprocess.Popen[bytes]:
+@pytest.fixture(scope="module")
+def killed(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of what killed runs left, by name."""
+    folder = tmp_path_factory.mktemp("killed")
     environment = {**os.environ, "PYTHONPATH": str(project_root), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(CHILD), str(folder), mode], env=environment, cwd=project_root)
+    command = [sys.executable, str(CHILD), str(folder)]
+    done = subprocess.run(command, env=environment, cwd=project_root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 def reopened(folder: Path) -> dict[str, Any]:
@@ -92,26 +96,16 @@ def reopened(folder: Path) -> dict[str, Any]:
         store.close()
 
 
-def test_kill_in_the_middle_of_a_step_leaves_the_pool_of_the_last_flush(project_root: Path, tmp_path: Path) -> None:
-    child = run_child(project_root, tmp_path, "in-step")
-    assert child.wait(timeout=400) == -signal.SIGKILL
-    flushed = json.loads((tmp_path / "flushed.json").read_text())
-    found = reopened(tmp_path)
+def test_kill_in_the_middle_of_a_step_leaves_the_pool_of_the_last_flush(killed: Path) -> None:
+    flushed = json.loads((killed / "in-step" / "flushed.json").read_text())
+    found = reopened(killed / "in-step")
     assert found == flushed["pool"]
     assert sum(map(len, found["trajectories"].values())) > 0
 
 
-def test_kill_at_any_moment_leaves_a_pool_that_opens(project_root: Path, tmp_path: Path) -> None:
-    child = run_child(project_root, tmp_path, "run")
-    deadline = time.monotonic() + 400
-    while not (tmp_path / "flushed.json").exists() and time.monotonic() < deadline:
-        assert child.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.137)
-    child.kill()
-    child.wait()
-    flushed = json.loads((tmp_path / "flushed.json").read_text())
-    found = reopened(tmp_path)
+def test_kill_at_any_moment_leaves_a_pool_that_opens(killed: Path) -> None:
+    flushed = json.loads((killed / "run" / "flushed.json").read_text())
+    found = reopened(killed / "run")
     for task, several in flushed["pool"]["trajectories"].items():
         kept = found["trajectories"].get(task, [])
         newer = [one for one in kept if one[1] > flushed["step"]]
@@ -121,15 +115,11 @@ def test_kill_at_any_moment_leaves_a_pool_that_opens(project_root: Path, tmp_pat
     assert found["trajectories"] or found["skip"]
 
 
-def test_a_killed_run_resumes_with_the_pools_files(
-    make: Train, project_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_run_resumes_with_the_pools_files(make: Train, killed: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The checkpoint has no cut of the pool, as that of a trainer which saves the model alone."""
-    child = run_child(project_root, tmp_path, "files")
-    assert child.wait(timeout=400) == -signal.SIGKILL
-    files = tmp_path / "experience_pool"
+    files = killed / "files" / "experience_pool"
     assert sorted(path.name for path in files.iterdir()) == ["step_2", "step_4"]
-    newest = newest_checkpoint(tmp_path / "checkpoints")
+    newest = newest_checkpoint(killed / "files" / "checkpoints")
     assert newest is not None
     state = torch.load(newest, weights_only=True)
     assert state["curve"][-1]["step"] == 4

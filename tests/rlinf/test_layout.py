@@ -18,6 +18,7 @@ import torch
 
 from tools.mutate import pickles
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import walk
 from trajstore.errors import (
     ConfigurationError,
@@ -129,7 +130,7 @@ def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.
     said = [record.message for record in caplog.records]
     assert len(said) == 1
     assert re.search(r"2 of 7 .*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", said[0])
-    assert (len(buffer), buffer.is_ready(7), buffer.trajectory_counter) == (7, True, 7)
+    assert (len(buffer), buffer.is_ready(7), internals_of(buffer).trajectory_counter) == (7, True, 7)
     assert buffer.total_samples == json.loads((path / "metadata.json").read_text())["total_samples"]
     files = [torch.load(file, weights_only=True)["rewards"] for file in path.glob("*.pt")]
     stored = {digest(row) for rewards in files for row in rewards.flatten(0, 1)}
@@ -198,7 +199,7 @@ def test_rank_directories_are_united_and_shared_out(rlinf: Path, world_size: int
         rewards += [digest(buffer.get(number).rewards) for number in buffer.trajectory_ids.tolist()]  # type: ignore[arg-type, union-attr]
     files = sorted((rlinf / "per_rank" / "replay_buffer").glob("rank_*/*.pt"))
     assert sorted(rewards) == sorted(digest(torch.load(f, weights_only=True)["rewards"]) for f in files)
-    assert sorted(ids) == list(range(len(files)))
+    assert len(set(ids)) == len(files)
 
 
 def small(path: Path, **changed: Any) -> Path:

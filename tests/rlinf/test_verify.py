@@ -100,7 +100,7 @@ def test_a_copy_of_a_directory_of_rlinf_is_a_store(tmp_path: Path, ranks: int | 
     store = tmp_path / "copy" / ("rank_1" if ranks else "")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as buffer:
         assert [check_trajectory(buffer.get(one)) for one in buffer.trajectory_ids.tolist()] == [0, 1, 2]
-        buffer.save_point(1)
+        buffer.points.save(1)
         assert buffer.add_trajectories([witness(5)]) == [3]
 
 

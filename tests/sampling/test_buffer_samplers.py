@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from tests.sampling.chance import fits
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.choices import Batch
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.sampling import EpochSampler, Priorities, Recency, Staleness, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, Staleness, WeightedSampler
 
 
 def block(key: int, steps: int = 3, batch: int = 2) -> Trajectory:
@@ -75,6 +75,8 @@ def test_priorities_decide_and_come_back_by_row(buffer: TrajectoryReplayBuffer) 
     errors = torch.where(batch["rewards"].reshape(-1) == 1004, 3.0, 0.0)
     assert buffer.update_priorities(sampler, batch.drawn, errors) == 0
     assert set(buffer.sample(100, sampler=sampler)["rewards"].reshape(-1).tolist()) == {1004.0}
+    with TrajectoryReplayBuffer() as other, pytest.raises(ConfigurationError, match="of another buffer"):
+        other.update_priorities(WeightedSampler(priorities=Priorities()), batch.drawn, errors)
     buffer.evict([1])
     assert buffer.update_priorities(sampler, batch.drawn, errors) == np.count_nonzero(batch.drawn.ids == 1)
 
@@ -165,3 +167,28 @@ def test_a_sampler_hears_of_all_that_comes_and_goes_also_when_the_index_moves_it
                 buffer.evict(buffer.trajectory_ids[:-kept].tolist())
             buffer.sample_trajectories(3, sampler=sampler)
             assert sampler.ids.tolist() == buffer.trajectory_ids.tolist()
+
+
+@pytest.mark.parametrize("make", [EpochSampler, lambda: WeightedSampler(priorities=Priorities())])
+def test_a_sampler_draws_from_what_was_loaded_in_place_of_another_store_with_the_same_ids(
+    tmp_path: Path, make: Callable[[], Sampler]
+) -> None:
+    sizes = {"long": 40, "short": 2}
+    for name, size in sizes.items():
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / name) as buffer:
+            buffer.add_trajectories([Trajectory(rewards=torch.full((size, 1, 1), float(size)))] * 3)
+    sampler = make()
+    with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
+        for name in ("long", "short", "long"):
+            buffer.load_checkpoint(tmp_path / name)
+            places = set()
+            for _ in range(60):
+                batch = buffer.sample(6, sampler=sampler)
+                assert set(batch["rewards"].flatten().tolist()) == {float(sizes[name])}
+                places |= set(batch.drawn.samples.tolist())  # type: ignore[attr-defined]
+            assert len(places) > sizes[name] // 2
+        held = buffer.draw(6, sampler=sampler)
+        buffer.load_checkpoint(tmp_path / "short")
+        held.samples[:] = sizes["long"] - 1
+        with pytest.raises(TrajectoryUnavailableError, match="draw again"):
+            buffer.read(held)

@@ -10,7 +10,7 @@ import torch
 
 from tests.sampling.chance import fits
 from tests.sampling.told import told
-from trajstore.errors import EmptyBufferError
+from trajstore.errors import EmptyBufferError, EpochsEndedError
 from trajstore.sampling import EpochSampler
 from trajstore.sampling.permutation import permuted
 
@@ -75,6 +75,15 @@ def test_a_state_goes_on_where_it_was_taken() -> None:
     other.load_state_dict(state)
     generator.set_state(rng)
     assert [row for _ in range(9) for row in _rows(other, 7, generator)] == expected
+
+
+def test_epochs_whose_rest_was_evicted_have_ended() -> None:
+    sampler, generator = EpochSampler(epochs=1), torch.Generator().manual_seed(0)
+    sampler.added(told({0: 3, 1: 3}))
+    assert len(sampler.draw(1, generator)) == 1
+    sampler.evicted([0, 1])
+    with pytest.raises(EpochsEndedError):
+        sampler.draw(2, generator)
 
 
 def _rows(sampler: EpochSampler, count: int, generator: torch.Generator) -> list[tuple[int, int]]:

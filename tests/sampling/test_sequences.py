@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.chance import fits
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
-from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
-from trajstore.sampling import GroupSampler
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
+from trajstore.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 
 GAMMA = 0.5
 
@@ -78,6 +82,32 @@ def test_whole_sequences_are_uniform_among_the_starts_that_have_one() -> None:
     assert fits([starts.count(code) for code in possible], [1] * len(possible))
     assert batch["mask"].all()
     assert all(codes == world.after[codes[0]][:3] for codes in batch["curr_obs"]["code"][..., 0].tolist())
+
+
+class OfTheUsers(EpochSampler):
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:  # type: ignore[override]
+        return super().draw(count, generator, first)
+
+
+def test_a_sampler_of_the_users_that_does_not_ask_which_rows_fit_is_named() -> None:
+    world = World([(6, 2)], 3)
+    assert len(sample_sequences(world.buffer, 4, 3, pad=True, sampler=OfTheUsers())["mask"]) == 4
+    with pytest.raises(ConfigurationError, match=r"sampler: OfTheUsers\.draw takes no fits=.*or .* pad=True"):
+        sample_sequences(world.buffer, 4, 3, sampler=OfTheUsers())
+
+
+def test_a_draw_within_a_draw_follows_what_left_meanwhile() -> None:
+    buffer = World([(3, 2)] * 4, 1).buffer
+    sampler = EpochSampler()
+
+    def let_one_go_and_draw() -> Drawn:
+        buffer.draw(1, sampler=sampler)
+        buffer._view.contents.drop(np.array([0]))
+        return buffer.draw(40, sampler=sampler)
+
+    drawn = internals_of(buffer).together(sampler, lambda _: let_one_go_and_draw())
+    assert set(drawn.ids.tolist()) == {1, 2, 3}
+    assert sampler.ids.tolist() == [1, 2, 3]
 
 
 def test_sequences_longer_than_any_episode_are_an_error_that_counts() -> None:
@@ -167,3 +197,76 @@ def test_groups_are_whole_and_uniform_over_tasks() -> None:
     with pytest.raises(EmptyBufferError, match="none of 3 tasks has 4 rollouts"):
         buffer.sample_trajectories(1, sampler=GroupSampler(least=4))
     assert sampler.draw(5, torch.Generator()).ids.tolist() != []
+
+
+def test_sequences_by_priority_are_one_draw_with_one_set_of_weights() -> None:
+    world = World([(9, 2), (3, 1), (12, 3)], seed=4)
+    sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0))
+    everything = np.array([(number, at) for number, size in enumerate((18, 3, 36)) for at in range(size)])
+    chances = 1.0 + np.arange(len(everything)) % 7
+    world.buffer.follow(sampler)
+    world.buffer.update_priorities(sampler, Drawn(everything[:, 0], everything[:, 1]), chances)
+    known = dict(zip(map(tuple, everything.tolist()), chances.tolist(), strict=True))
+    counts: dict[int, int] = {}
+    for _ in range(40):
+        batch = sample_sequences(world.buffer, 100, 3, sampler=sampler)
+        drawn = [known[row] for row in zip(batch.drawn.ids.tolist(), batch.drawn.samples.tolist(), strict=True)]
+        assert batch.drawn.weights is not None
+        assert batch.drawn.weights.tolist() == pytest.approx([min(drawn) / one for one in drawn], rel=1e-6)
+        for code in batch["curr_obs"]["code"][:, 0, 0].tolist():
+            counts[code] = counts.get(code, 0) + 1
+    possible = [code for code, run in world.after.items() if len(run) >= 3]
+    assert fits([counts.get(code, 0) for code in possible], [chances[code] for code in possible])
+    assert set(counts) <= set(possible)
+
+
+def test_every_start_of_a_whole_sequence_comes_once_an_epoch_and_rejected_ones_are_not_used() -> None:
+    world = World([(9, 2), (3, 1), (12, 3)], seed=4)
+    sampler, starts = EpochSampler(epochs=1), []
+    possible = sorted(code for code, run in world.after.items() if len(run) >= 3)
+    while len(starts) < len(possible):
+        starts += sample_sequences(world.buffer, 4, 3, sampler=sampler)["curr_obs"]["code"][:, 0, 0].tolist()
+    assert sorted(starts) == possible
+    with pytest.raises(EpochsEndedError):
+        sample_sequences(world.buffer, 4, 3, sampler=sampler)
+    short = World([(2, 1), (2, 1), (40, 1)], seed=1)
+    limited = WeightedSampler([UseLimit(max_uses=1)])
+    sample_sequences(short.buffer, 4, 3, sampler=limited)
+    assert limited.figures()["used_up_trajectories"] == 1
+
+
+def test_steps_beyond_an_end_do_not_count_even_where_they_are_no_numbers_and_padding_repeats_the_last_step() -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    dones = torch.tensor([False, True, False, False]).reshape(4, 1, 1)
+    rewards = torch.tensor([1.0, 2.0, float("nan"), float("nan")]).reshape(4, 1, 1)
+    buffer.add_trajectories([Trajectory(rewards=rewards, dones=dones, terminations=dones)])
+    sums = sample_n_step(buffer, 4, 3, GAMMA, sampler=EpochSampler())
+    of = dict(zip(sums.drawn.samples.tolist(), sums["rewards"].reshape(-1).tolist(), strict=True))
+    assert (of[0], of[1]) == (2.0, 2.0)
+    padded = sample_sequences(buffer, 4, 3, pad=True, sampler=EpochSampler())
+    of_start = dict(zip(padded.drawn.samples.tolist(), padded["rewards"].reshape(4, 3).tolist(), strict=True))
+    assert (of_start[0], of_start[1]) == ([1.0, 2.0, 2.0], [2.0, 2.0, 2.0])
+
+
+def test_sequences_beside_retention_are_read_as_they_were_drawn(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(
+        seed=0, auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=2)
+    ) as buffer:
+        trajectory = Trajectory(rewards=torch.ones(6, 1, 1), dones=torch.zeros(6, 1, 1, dtype=torch.bool))
+        buffer.add_trajectories([trajectory])
+        stop = threading.Event()
+
+        def add() -> None:
+            while not stop.is_set():
+                buffer.add_trajectories([trajectory])
+                buffer.flush()
+
+        adding = threading.Thread(target=add)
+        adding.start()
+        try:
+            for _ in range(60):
+                assert len(sample_sequences(buffer, 16, 3)["mask"]) == 16
+                assert len(sample_n_step(buffer, 4, 3, GAMMA, terminations="dones")["steps"]) == 4
+        finally:
+            stop.set()
+            adding.join()

@@ -230,5 +230,34 @@ def test_samplers_from_configuration() -> None:
             sampler_of(wrong)
 
 
+@pytest.mark.parametrize("bad", [1e308, 1e200])
+def test_priorities_whose_powers_are_too_large_change_nothing(bad: float) -> None:
+    sampler = WeightedSampler(priorities=Priorities(alpha=1.0))
+    sampler.added(told({0: 2, 1: 2}))
+    with pytest.raises(ConfigurationError, match=r"must be at most 1e\+100"):
+        sampler.update(np.array([0, 1]), np.array([0, 0]), [1.0, bad])
+    sampler.added(told({2: 2}))
+    assert sampler.draw(50, torch.Generator().manual_seed(0)).weights.tolist() == [1.0] * 50  # type: ignore[union-attr]
+    with pytest.raises(ConfigurationError, match="smaller alpha"):
+        Priorities(alpha=1000.0, eps=10.0)
+
+
+def test_a_window_of_tiny_weights_after_huge_ones_is_drawn_from() -> None:
+    sampler = WeightedSampler(priorities=Priorities(alpha=1.0, eps=0.0))
+    sampler.added(told({0: 1, 1: 1, 2: 1}))
+    sampler.update(np.arange(3), np.zeros(3, np.int64), [1e30, 1e-10, 3e-10])
+    ids = sampler.draw(400, torch.Generator().manual_seed(0), first=1).ids.tolist()
+    assert fits([ids.count(0), ids.count(1), ids.count(2)], [0, 1, 3])
+
+
+def test_where_all_that_is_left_rests_the_shortest_rest_ends() -> None:
+    sampler = WeightedSampler([UseLimit(cooldown=3)], unit="trajectory")
+    sampler.added(told({0: 1, 1: 1, 2: 1}))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [sampler.draw(1, generator).ids.tolist()[0] for _ in range(12)]
+    assert all(drawn[at : at + 3] == drawn[:3] for at in range(0, 12, 3))
+    assert sorted(drawn[:3]) == [0, 1, 2]
+
+
 def _all(sampler: WeightedSampler) -> set[int]:
     return set(sampler.draw(100, torch.Generator()).ids.tolist())

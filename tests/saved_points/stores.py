@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.files.held import HeldFolder
 
 
 def block(key: int, steps: int = 4) -> Trajectory:
@@ -50,3 +54,33 @@ def loaded(path: str | Path, pin: str | None = None) -> dict[int, int]:
 def state_files(path: Path) -> int:
     """Return how many files with states of saved points there are."""
     return len(list((path / "pins").glob("*.state")))
+
+
+@contextmanager
+def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
+    """Copy a directory before each change of its files, and at the end; what was not changed is not copied again."""
+    copies: list[Path] = []
+    seen: list[dict[str, bytes]] = []
+
+    def copy() -> None:
+        target = kept / f"{len(copies):04d}"
+        shutil.copytree(path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
+        files = {str(one.relative_to(target)): one.read_bytes() for one in target.rglob("*") if one.is_file()}
+        if files in seen[-1:]:
+            shutil.rmtree(target)
+        else:
+            seen.append(files)
+            copies.append(target)
+
+    def noting(genuine: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            copy()
+            return genuine(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "unlink", "remove_folder", "sync"):
+            patch.setattr(HeldFolder, name, noting(getattr(HeldFolder, name)))
+        yield copies
+    copy()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.mirroring.stores import level
-from tests.saved_points.stores import add, keys_of, loaded, make, state_files
+from tests.saved_points.stores import add, keys_of, loaded, make, moments, state_files
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.cli import main
 from trajstore.errors import StoreError, StoreNotFoundError, StoreWriteError
-from trajstore.files.held import HeldFolder
 from trajstore.files.remote import RemoteDirectory
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back, take_back
@@ -31,17 +30,17 @@ THEN = {number: number for number in range(4)}
 def fill(buffer: TrajectoryReplayBuffer, *, since: bool = True) -> None:
     """Make the points 1, 2, 3; the point 2 of an earlier life is aside; ``since``: whether anything was added."""
     add(buffer, range(4))
-    buffer.save_point(1, {"step": 1})
+    buffer.points.save(1, {"step": 1})
     add(buffer, [4])
-    buffer.save_point(2, {"step": "earlier"})
+    buffer.points.save(2, {"step": "earlier"})
     buffer.flush()
-    buffer.rollback(1)
+    buffer.points.rollback(1)
     if since:
         add(buffer, range(5, 7))
     else:
         buffer.evict([0])
-    buffer.save_point(2, {"step": 2})
-    buffer.save_point(3, {"step": 3})
+    buffer.points.save(2, {"step": 2})
+    buffer.points.save(3, {"step": 3})
     if since:
         add(buffer, [7])
 
@@ -61,30 +60,6 @@ def asides_of(since: bool, url: str | Path) -> set[str]:
     return found
 
 
-@contextmanager
-def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
-    """Copy a directory before each change of its files, and at the end."""
-    copies: list[Path] = []
-
-    def copy() -> None:
-        target = kept / f"{len(copies):04d}"
-        shutil.copytree(path, target, ignore=shutil.ignore_patterns("readers", "writer.lock"))
-        copies.append(target)
-
-    def noting(genuine: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            copy()
-            return genuine(*arguments, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("rename", "unlink", "remove_folder", "sync"):
-            patch.setattr(HeldFolder, name, noting(getattr(HeldFolder, name)))
-        yield copies
-    copy()
-
-
 def ended(copy: Path, kept: set[str], call: Callable[[Path], Any]) -> None:
     """Go back again, after which nothing but what was aside before is aside."""
     assert verify(copy).sound
@@ -99,14 +74,14 @@ def ended(copy: Path, kept: set[str], call: Callable[[Path], Any]) -> None:
 
 def again(copy: Path) -> None:
     with make(copy) as buffer:
-        assert buffer.rollback(1, aside=False) == {"step": 1}
+        assert buffer.points.rollback(1, aside=False) == {"step": 1}
 
 
 @pytest.mark.parametrize("since", [True, False])
 def test_a_kill_anywhere_leaves_nothing_aside_once_it_is_called_again(tmp_path: Path, since: bool) -> None:
     kept = asides_of(since, tmp_path / "store")
     with make(tmp_path / "store") as buffer, moments(tmp_path / "store", tmp_path / "first") as copies:
-        buffer.rollback(1, aside=False)
+        buffer.points.rollback(1, aside=False)
     happened = []
     for copy in copies:
         opened = Path(shutil.copytree(copy, tmp_path / "opened" / copy.name))
@@ -141,7 +116,7 @@ def cut_short(url: str | Path, **more: Any) -> str:
         patch.setattr(CommitLog, "release_pins", killed)
         generation = buffer._backing.writer.log.catalog.generation  # type: ignore[attr-defined]
         with pytest.raises(StoreWriteError, match="killed"):
-            buffer.rollback(1, aside=False)
+            buffer.points.rollback(1, aside=False)
         if more:
             level(buffer)
     return f"aside-{generation + 1}"
@@ -186,7 +161,7 @@ def test_a_node_that_is_gone_at_any_operation_in_an_object_store(since: bool) ->
             for name in ("publish", "remove", "append"):
                 patch.setattr(RemoteDirectory, name, gone(getattr(RemoteDirectory, name)))
             with suppress(StoreError, OSError):
-                buffer.rollback(1, aside=False)
+                buffer.points.rollback(1, aside=False)
             with suppress(StoreError, OSError):
                 buffer.close()
         assert pins_of(url) == kept
@@ -194,7 +169,7 @@ def test_a_node_that_is_gone_at_any_operation_in_an_object_store(since: bool) ->
         assert steps in ([1], [1, 2, 3])
         happened.append(steps == [1])
         with make(url) as buffer:
-            assert buffer.rollback(1, aside=False) == {"step": 1}
+            assert buffer.points.rollback(1, aside=False) == {"step": 1}
             assert keys_of(buffer) == THEN
         assert pins_of(url) == kept
         found = verify(url)
@@ -227,8 +202,8 @@ def test_a_commit_that_came_between_is_not_taken_for_the_rollback(
         with monkeypatch.context() as patch:
             patch.setattr(CommitLog, "replace", late)
             with pytest.raises(StoreWriteError, match="after all"):
-                buffer.rollback(1, aside=False)
-        assert [point.step for point in buffer.saved_points] == [1, 2, 3]
+                buffer.points.rollback(1, aside=False)
+        assert [point.step for point in buffer.points.saved] == [1, 2, 3]
     assert pins_of(tmp_path) == kept
     assert [point.step for point in saved_points(tmp_path)] == [1, 2, 3]
 

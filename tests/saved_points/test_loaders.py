@@ -46,7 +46,7 @@ def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
         add(writer, range(10))
         with ReplayLoader(writer, 8, prefetch=3, sampler=SAMPLERS[name]()) as loader:
             begun = [rewards(next(loader)) for _ in range(5)]
-            writer.save_point(5, {"loader": loader})
+            writer.points.save(5, {"loader": loader})
             rest = [rewards(next(loader)) for _ in range(15)]
         writer.evict([2, 3])
         add(writer, range(10, 14))
@@ -71,12 +71,12 @@ def test_the_writers_own_loader_goes_on_after_a_rollback(tmp_path: Path) -> None
         add(buffer, range(10))
         with ReplayLoader(buffer, 8, prefetch=3, sampler=EpochSampler()) as loader:
             next(loader)
-            buffer.save_point(1, {"loader": loader})
+            buffer.points.save(1, {"loader": loader})
             expected = [rewards(next(loader)) for _ in range(12)]
         buffer.evict([1])
         add(buffer, [70])
     with make(tmp_path) as buffer:
-        state = buffer.rollback(1)
+        state = buffer.points.rollback(1)
         with ReplayLoader(buffer, 8, sampler=EpochSampler()) as loader:
             loader.load_state_dict(state["loader"])
             assert [rewards(next(loader)) for _ in range(12)] == expected
@@ -104,10 +104,10 @@ def test_priorities_go_on_to_the_bit(tmp_path: Path, factor: Factor) -> None:
     with make(tmp_path) as buffer:
         chosen = sampler()
         learn(buffer, chosen, range(1, 30))
-        buffer.save_point(30, {"sampler": chosen})
+        buffer.points.save(30, {"sampler": chosen})
         expected = learn(buffer, chosen, range(30, 60))
     with make(tmp_path) as buffer:
-        state = buffer.rollback(30)
+        state = buffer.points.rollback(30)
         chosen = sampler()
         buffer.follow(chosen)
         chosen.load_state_dict(state["sampler"])

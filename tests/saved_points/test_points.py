@@ -26,14 +26,14 @@ def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
     path = str(tmp_path / "store") if where == "local" else f"memory://saved-{trajectory_format}"
     with make(path, trajectory_format=trajectory_format) as buffer:
         add(buffer, range(6))
-        saved = buffer.save_point(750, {"note": "here"})
+        saved = buffer.points.save(750, {"note": "here"})
         assert (saved.step, saved.trajectories, saved.state_bytes > 0) == (750, 6, True)
         buffer.evict([1, 2])
         add(buffer, range(6, 9))
         drawn = buffer.sample(8)["rewards"]
     with make(path, trajectory_format=trajectory_format) as buffer:
         assert list(keys_of(buffer)) == [0, 3, 4, 5, 6, 7, 8]
-        assert buffer.rollback(750) == {"note": "here"}
+        assert buffer.points.rollback(750) == {"note": "here"}
         assert keys_of(buffer) == {number: number for number in range(6)}
         assert add(buffer, [77]) == [9]  # the ids of what is set aside are not given again
         assert len(drawn) == 8
@@ -42,10 +42,10 @@ def test_a_rollback_shows_what_the_point_named_and_sets_the_rest_aside(
     assert loaded(path, aside) == {6: 6, 7: 7, 8: 8}
     assert verify(path).sound
     with make(path, trajectory_format=trajectory_format) as buffer:
-        assert buffer.take_back(aside) == 3
+        assert buffer.points.take_back(aside) == 3
         assert keys_of(buffer) == {**{number: number for number in range(9)}, 9: 77}
         with pytest.raises(StoreNotFoundError, match="nothing was set aside"):
-            buffer.take_back(aside)
+            buffer.points.take_back(aside)
 
 
 def _has_pin(path: str, name: str) -> bool:
@@ -59,11 +59,11 @@ def test_draws_go_on_as_they_did_from_the_point(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(6))
         buffer.sample(5)
-        buffer.save_point(1)
+        buffer.points.save(1)
         expected = [buffer.sample(16)["rewards"] for _ in range(3)]
         add(buffer, range(6, 9))
         buffer.sample(7)
-        buffer.rollback(1)
+        buffer.points.rollback(1)
         again = [buffer.sample(16)["rewards"] for _ in range(3)]
     assert all(torch.equal(*pair) for pair in zip(expected, again, strict=True))
 
@@ -71,10 +71,10 @@ def test_draws_go_on_as_they_did_from_the_point(tmp_path: Path) -> None:
 def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(3))
-        buffer.save_point(1)
+        buffer.points.save(1)
         files = sorted(tmp_path.rglob("*"))
         contents = buffer._view.contents
-        buffer.rollback(1)
+        buffer.points.rollback(1)
         assert sorted(tmp_path.rglob("*")) == files
         assert buffer._view.contents is contents
 
@@ -82,21 +82,21 @@ def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> N
 def test_what_was_set_aside_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(3))
-        buffer.save_point(1)
+        buffer.points.save(1)
         for aside in (False, True):
             add(buffer, range(3, 6))
-            buffer.save_point(2, {"x": 1})
-            assert [point.step for point in buffer.saved_points] == [1, 2]
-            buffer.rollback(1, aside=aside)
-            assert [point.step for point in buffer.saved_points] == [1]
+            buffer.points.save(2, {"x": 1})
+            assert [point.step for point in buffer.points.saved] == [1, 2]
+            buffer.points.rollback(1, aside=aside)
+            assert [point.step for point in buffer.points.saved] == [1]
             names = sorted(path.name for path in (tmp_path / "pins").glob("*.json"))
             assert len(names) == (3 if aside else 1), names
             assert state_files(tmp_path) == int(aside)
         name = next(name for name in names if name.startswith("aside") and "step" not in name)[:-5]
         deleted, kept = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
         assert "3 trajectories (288 bytes) added since were deleted, 0 evicted are back" in deleted
-        assert f"were set aside as {name} (unpin({name!r}) deletes them, take_back({name!r}) shows them again)" in kept
-        buffer.unpin(name)
+        assert f"were set aside as {name} (points.unpin({name!r}) deletes them, " in kept
+        buffer.points.unpin(name)
         assert [path.name for path in (tmp_path / "pins").iterdir()] == ["step-1.json"]
         assert buffer.get_stats()["shard_bytes"] == sum(path.stat().st_size for path in (tmp_path / "shards").iterdir())
         assert keys_of(buffer) == {0: 0, 1: 1, 2: 2}
@@ -108,20 +108,20 @@ def test_points_of_later_steps_come_back_with_what_was_set_aside(
     with make(tmp_path) as buffer:
         for step in (1, 2, 3):
             add(buffer, [step])
-            buffer.save_point(step, {"step": step})
-        buffer.rollback(1)
+            buffer.points.save(step, {"step": step})
+        buffer.points.rollback(1)
         with pytest.raises(StoreNotFoundError, match="no saved point of step 3; there are: 1"):
-            buffer.rollback(3)
-        buffer.take_back("aside-4")
-        assert [point.step for point in buffer.saved_points] == [1, 2, 3]
-        assert buffer.rollback(2) == {"step": 2}
+            buffer.points.rollback(3)
+        buffer.points.take_back("aside-4")
+        assert [point.step for point in buffer.points.saved] == [1, 2, 3]
+        assert buffer.points.rollback(2) == {"step": 2}
         add(buffer, [30])
-        buffer.save_point(3, {"step": "another"})
+        buffer.points.save(3, {"step": "another"})
         [name] = [path.stem for path in (tmp_path / "pins").glob("aside-*") if "step" not in path.stem]
-        buffer.take_back(name)
+        buffer.points.take_back(name)
         assert "the points" in caplog.text
         assert "stay aside" in caplog.text
-        assert buffer.rollback(3) == {"step": "another"}
+        assert buffer.points.rollback(3) == {"step": "another"}
         assert sorted(keys_of(buffer).values()) == [1, 2, 30]
 
 
@@ -129,15 +129,15 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
     with make(tmp_path) as buffer:
         for step in range(6):
             add(buffer, [step])
-            buffer.save_point(step, {"step": step}, keep=None if step < 3 else 2)
+            buffer.points.save(step, {"step": step}, keep=None if step < 3 else 2)
             if step == 2:
-                assert [point.step for point in buffer.saved_points] == [0, 1, 2]
-        assert [point.step for point in buffer.saved_points] == [4, 5]
+                assert [point.step for point in buffer.points.saved] == [0, 1, 2]
+        assert [point.step for point in buffer.points.saved] == [4, 5]
         assert state_files(tmp_path) == 2
-        buffer.unpin("step-4")
+        buffer.points.unpin("step-4")
         assert state_files(tmp_path) == 1
         with pytest.raises(StoreNotFoundError, match="no saved point of step 4; there are: 5"):
-            buffer.rollback(4)
+            buffer.points.rollback(4)
     assert [point.step for point in trajstore.saved_points(tmp_path)] == [5]
     assert trajstore.saved_state(tmp_path, 5) == {"step": 5}
 
@@ -145,40 +145,44 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
 def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(1)
+        buffer.points.save(1)
         buffer.clear()
         buffer.compact()
         assert loaded(tmp_path, "step-1") == {number: number for number in range(4)}
-        buffer.rollback(1)
+        buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
         buffer.clear()
-        buffer.unpin("step-1")
+        buffer.points.unpin("step-1")
         assert list((tmp_path / "shards").iterdir()) == []
 
 
 def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with make(tmp_path / "store") as buffer:
         add(buffer, range(2))
-        buffer.save_point(7)
+        buffer.points.save(7)
         with pytest.raises(ConfigurationError, match="saved point of step 7, which is later; go back with rollback"):
-            buffer.save_point(6)
+            buffer.points.save(6)
         with pytest.raises(ConfigurationError, match="step: -1"):
-            buffer.save_point(-1)
+            buffer.points.save(-1)
         with pytest.raises(ConfigurationError, match="keep: 0"):
-            buffer.save_point(8, keep=0)
+            buffer.points.save(8, keep=0)
         with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]: a object cannot be saved"):
-            buffer.save_point(8, {"a": [1, object()]})
+            buffer.points.save(8, {"a": [1, object()]})
         for name in ("step-8", "aside-3", "aside-3-step-9"):
             with pytest.raises(ConfigurationError, match="names like this are those of saved points"):
-                buffer.pin(name)
-        assert [point.step for point in buffer.saved_points] == [7]
+                buffer.points.pin(name)
+        assert [point.step for point in buffer.points.saved] == [7]
         assert state_files(tmp_path / "store") == 0
         buffer.save_checkpoint(tmp_path / "copy")
     with TrajectoryReplayBuffer() as buffer, pytest.raises(StoreError, match="no store of its own"):
-        buffer.save_point(1)
+        buffer.points.save(1)
     with make(tmp_path / "store") as buffer:
         buffer.load_checkpoint(tmp_path / "copy")
-        for call in (lambda: buffer.save_point(8), lambda: buffer.rollback(7), lambda: buffer.take_back("aside-1")):
+        for call in (
+            lambda: buffer.points.save(8),
+            lambda: buffer.points.rollback(7),
+            lambda: buffer.points.take_back("aside-1"),
+        ):
             with pytest.raises(StoreError, match=r"shows what was loaded from .*copy"):
                 call()
 
@@ -195,8 +199,8 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
     }
     with make(tmp_path) as buffer:
         add(buffer, range(2))
-        buffer.save_point(1, state)
-        back = buffer.rollback(1)
+        buffer.points.save(1, state)
+        back = buffer.points.rollback(1)
     assert torch.equal(back["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
     assert back["optimizer"]["betas"] == (0.9, 0.999)
     assert back["numpy"][0] == "MT19937"
@@ -210,7 +214,7 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, damage: str) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(2))
-        buffer.save_point(1, {"x": torch.arange(100)})
+        buffer.points.save(1, {"x": torch.arange(100)})
         add(buffer, range(2, 4))
         [file] = (tmp_path / "pins").glob("*.state")
         data = bytearray(file.read_bytes())
@@ -222,7 +226,7 @@ def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, dama
         else:
             file.unlink()
         with pytest.raises(CorruptStoreError, match=file.name):
-            buffer.rollback(1)
+            buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
     with pytest.raises(CorruptStoreError, match=file.name):
         trajstore.saved_state(tmp_path, 1)
@@ -234,7 +238,7 @@ def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> 
     rows = 1_000_000
     with make(tmp_path) as buffer:
         add(buffer, range(2))
-        saved = buffer.save_point(1, {"sampler": {"powers": torch.rand(rows, dtype=torch.float64)}})
+        saved = buffer.points.save(1, {"sampler": {"powers": torch.rand(rows, dtype=torch.float64)}})
     assert 8 * rows < saved.state_bytes < 8 * rows + 10_000
     assert (tmp_path / "pins" / "step-1.json").stat().st_size < 20_000
 
@@ -248,7 +252,7 @@ def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
             self.buffer = buffer
 
         def state_dict(self) -> dict[str, Any]:
-            return {"committed": self.buffer.committed}
+            return {"committed": self.buffer.points.committed}
 
     with make(tmp_path) as buffer:
 
@@ -262,11 +266,11 @@ def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
         thread.start()
         try:
             for step in range(5):
-                buffer.save_point(step, {"part": Part(buffer)})
+                buffer.points.save(step, {"part": Part(buffer)})
         finally:
             stop.set()
             thread.join()
         for step in (4, 3, 2):
-            state = buffer.rollback(step)
+            state = buffer.points.rollback(step)
             assert len(buffer) == state["part"]["committed"] + 1
             assert list(keys_of(buffer)) == list(range(len(buffer)))

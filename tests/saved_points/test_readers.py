@@ -29,10 +29,10 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(
 ) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(1)
+        buffer.points.save(1)
         add(buffer, range(4, 8))
         follower = reader()
-        buffer.rollback(1, aside=False)
+        buffer.points.rollback(1, aside=False)
         buffer.compact()
         assert len(keys_of(follower)) == 8, "its lease keeps what was deleted"
         assert follower.refresh()
@@ -49,11 +49,11 @@ def test_a_follower_that_comes_late_finds_the_newest_state(
 ) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(1)
+        buffer.points.save(1)
         follower = reader()
         for number in range(3):
             add(buffer, [10 + number])
-            buffer.rollback(1)
+            buffer.points.rollback(1)
         add(buffer, [20])
         follower.refresh()
         assert sorted(keys_of(follower).values()) == [0, 1, 2, 3, 20]
@@ -79,14 +79,14 @@ def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(
 
     with make(tmp_path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(1)
+        buffer.points.save(1)
         thread = threading.Thread(target=follow)
         thread.start()
         try:
             for number in range(6):
                 for key in range(3):
                     add(buffer, [100 * (number + 1) + key])
-                buffer.rollback(1, aside=number % 2 == 0)
+                buffer.points.rollback(1, aside=number % 2 == 0)
         finally:
             stop.set()
             thread.join()
@@ -97,12 +97,12 @@ def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -
     with make(tmp_path) as buffer:
         sampler = EpochSampler(unit="trajectory")
         add(buffer, range(4))
-        buffer.save_point(1, {"sampler": sampler})
+        buffer.points.save(1, {"sampler": sampler})
         buffer.evict([0])
         add(buffer, range(4, 8))
         buffer.sample_trajectories(2, sampler=sampler)
         assert sorted(sampler.ids.tolist()) == list(range(1, 8))
-        sampler.load_state_dict(buffer.rollback(1)["sampler"])
+        sampler.load_state_dict(buffer.points.rollback(1)["sampler"])
         drawn = buffer.sample_trajectories(4, sampler=sampler)
         assert sorted(sampler.ids.tolist()) == [0, 1, 2, 3]
         assert sorted(int(one.rewards[0, 0, 0]) // 1000 for one in drawn) == [0, 1, 2, 3]
@@ -111,7 +111,7 @@ def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -
 def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(1)
+        buffer.points.save(1)
         expected = buffer.sample(8)["rewards"]
         add(buffer, range(4, 8))
         with TrajectoryReplayBuffer(sample_window_size=0) as other:
@@ -123,7 +123,7 @@ def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
 def test_refresh_of_a_points_reader_tells_of_commits_and_draws_on(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(4))
-        buffer.save_point(1)
+        buffer.points.save(1)
         with (
             TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as reader,
             TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as still,

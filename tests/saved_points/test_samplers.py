@@ -78,7 +78,7 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
             run.draw()
         for _ in range(undrawn):
             run.add()
-        run.buffer.save_point(0, state={"sampler": run.sampler})
+        run.buffer.points.save(0, state={"sampler": run.sampler})
         if killed:
             then = run.version
             for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
                 run.draw()
             run.buffer.close()
             run = Run(tmp_path / f"{killed}", MAKERS[name]())
-            state = run.buffer.rollback(0, aside=False)
+            state = run.buffer.points.rollback(0, aside=False)
             run.buffer.follow(run.sampler)
             run.sampler.load_state_dict(state["sampler"])
             run.version = then

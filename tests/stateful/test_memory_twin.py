@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trajstore import Retention, TrajectoryReplayBuffer, errors
+from trajstore.buffer.internals import internals_of
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
 LIMIT = 10
@@ -123,7 +124,7 @@ class MemoryTwin(RuleBasedStateMachine):
         assert self.buffer.trajectory_ids.tolist() == list(self.twin)
         assert len(self.buffer) == len(self.twin)
         assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
-        assert self.buffer.trajectory_counter == self.next_id
+        assert internals_of(self.buffer).trajectory_counter == self.next_id
         for number, key in list(self.twin.items())[::2]:
             if number in self.held:
                 assert check_trajectory(self.buffer.get(number)) == key
@@ -136,6 +137,4 @@ class MemoryTwin(RuleBasedStateMachine):
 
 
 TestMemoryTwin = MemoryTwin.TestCase
-TestMemoryTwin.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestMemoryTwin.settings = settings(settings.get_profile("stateful"), max_examples=40, stateful_step_count=25)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore.buffer.backing import StoreBacking
+from trajstore.buffer.internals import internals_of
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
@@ -31,7 +34,9 @@ class Twin(RuleBasedStateMachine):
         self.next_id = 0
         self.next_key = 0
         self.pins: dict[str, dict[int, int]] = {}
-        self.checkpoint: tuple[dict[int, int], torch.Tensor] | None = None
+        self.checkpoint: tuple[dict[int, int], torch.Tensor, dict[int, dict[str, Any]]] | None = None
+        self.notes: dict[int, dict[str, Any]] = {}
+        self.point: tuple[int, dict[int, int], dict[int, dict[str, Any]]] | None = None
         self.generator = torch.Generator().manual_seed(9)
         self.buffer: TrajectoryReplayBuffer
 
@@ -85,6 +90,44 @@ class Twin(RuleBasedStateMachine):
         for number in chosen:
             del self.twin[number]
 
+    @precondition(lambda self: self.twin)
+    @rule(data=st.data(), value=st.none() | st.integers(0, 3), inbox=st.booleans())
+    def annotate(self, data: Any, value: int | None, inbox: bool) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True, min_size=1, max_size=3))
+        values = {"score": 1.0, "tag": "t"} if value is None else {"score": value, "tag": None if value else "é"}
+        annotate(self.path / "store" if inbox else self.buffer, chosen, values)
+        if inbox:
+            self.take_in()
+        for number in chosen:
+            self.notes[number] = values
+
+    def take_in(self) -> None:
+        backing = internals_of(self.buffer).backing
+        assert isinstance(backing, StoreBacking)
+        backing.writer.inbox.take_in()
+
+    @rule()
+    def save_point(self) -> None:
+        step = 0 if self.point is None else self.point[0] + 1
+        self.buffer.points.save(step, keep=1)
+        self.point = step, dict(self.twin), dict(self.notes)
+
+    @precondition(lambda self: self.point is not None)
+    @rule(back=st.booleans())
+    def roll_back(self, back: bool) -> None:
+        assert self.point is not None
+        step, twin, notes = self.point
+        before = self.twin, self.notes
+        self.buffer.points.rollback(step)
+        asides = [name for name in os.listdir(self.path / "store" / "pins") if name.startswith("aside-")]
+        newest = max(asides, key=lambda name: int(name.removeprefix("aside-").removesuffix(".json")), default=None)
+        if back and set(before[0]) > set(twin) and newest is not None:
+            self.buffer.points.take_back(newest.removesuffix(".json"))
+            self.twin, self.notes = {**twin, **before[0]}, before[1]
+        else:
+            self.twin, self.notes = dict(twin), dict(notes)
+        self.generator.set_state(self.buffer.state_dict()["rng_state"])
+
     @rule()
     def clear(self) -> None:
         self.buffer.clear()
@@ -109,14 +152,14 @@ class Twin(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["a", "b"]))
     def pin(self, name: str) -> None:
-        self.buffer.pin(name)
+        self.buffer.points.pin(name)
         self.pins[name] = dict(self.twin)
 
     @precondition(lambda self: self.pins)
     @rule()
     def unpin(self) -> None:
         name, _ = self.pins.popitem()
-        self.buffer.unpin(name)
+        self.buffer.points.unpin(name)
 
     @precondition(lambda self: self.pins)
     @rule()
@@ -127,16 +170,17 @@ class Twin(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.buffer.save_checkpoint(self.path / "checkpoint")
-        self.checkpoint = dict(self.twin), self.generator.get_state()
+        self.checkpoint = dict(self.twin), self.generator.get_state(), dict(self.notes)
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule()
     def load(self) -> None:
         assert self.checkpoint is not None
-        expected, state = self.checkpoint
+        expected, state, notes = self.checkpoint
         assert self.read(self.path / "checkpoint") == expected
         other = TrajectoryReplayBuffer(sample_window_size=5)
         other.load_checkpoint(self.path / "checkpoint")
+        check_notes(other, notes)
         assert torch.equal(other.state_dict()["rng_state"], state)
         other.close()
 
@@ -154,30 +198,34 @@ class Twin(RuleBasedStateMachine):
         assert self.buffer.trajectory_ids.tolist() == list(self.twin)
         assert len(self.buffer) == len(self.twin)
         assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
-        assert self.buffer.trajectory_counter == self.next_id
+        assert internals_of(self.buffer).trajectory_counter == self.next_id
         for number, key in list(self.twin.items())[::3]:
             assert check_trajectory(self.buffer.get(number)) == key
+        check_notes(self.buffer, self.notes)
 
     def teardown(self) -> None:
         if hasattr(self, "buffer"):
             self.buffer.close()
             assert self.read(self.path / "store") == self.twin
+            with TrajectoryReplayBuffer.open(self.path / "store") as reader:
+                check_notes(reader, self.notes)
         self.temporary.cleanup()
 
 
+def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, Any]]) -> None:
+    """Compare the values that came late, of all trajectories that are shown."""
+    for row in buffer.query().rows():
+        notes = expected.get(row["trajectory_id"], {})
+        assert {name: row.get(name) for name in ("score", "tag")} == {
+            name: notes.get(name) for name in ("score", "tag")
+        }
+
+
 TestTwin = Twin.TestCase
-TestTwin.settings = settings(
-    max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestTwin.settings = settings(settings.get_profile("stateful"), max_examples=20, stateful_step_count=20)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 class TestLongTwin(Twin.TestCase):  # type: ignore[misc]
-    settings = settings(
-        max_examples=400,
-        stateful_step_count=60,
-        derandomize=False,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    settings = settings(settings.get_profile("stateful"), max_examples=400, stateful_step_count=60, derandomize=False)

@@ -38,7 +38,7 @@ def build(path: Path, fmt: str, *, clean: bool = False) -> Path:
             if key % 2:
                 buffer.flush()
         if keys.start == 0 or clean:
-            buffer.pin("kept")
+            buffer.points.pin("kept")
             buffer.close()
         else:
             copy_live(path, path.with_name("open"))
@@ -294,7 +294,9 @@ def test_metadata_that_is_nested_deeply(store: Path, depth: int) -> None:
         read(store)
 
 
-@pytest.mark.parametrize("body", [b"[]", b'"x"', b"{}", b'{"ids":3}'])
+@pytest.mark.parametrize(
+    "body", [b"[]", b'"x"', b"{}", b'{"ids":3}', b'{"ids":[],"step":1,"state":{"file":5,"size":1,"crc32":1}}']
+)
 def test_pins_that_name_nothing(store: Path, body: bytes) -> None:
     (store / "pins" / "kept.json").write_bytes(seal("pin", body))
     for call in (lambda: read(store), lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)):
@@ -307,7 +309,7 @@ def test_pins_that_were_exchanged(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         for key, name in enumerate(("one", "two")):
             buffer.add_trajectories([witness(key)])
-            buffer.pin(name)
+            buffer.points.pin(name)
     one, two = (tmp_path / "pins" / f"{name}.json" for name in ("one", "two"))
     first = one.read_bytes()
     one.write_bytes(two.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def killed(path: Path, *, pinned: bool, renewed: int = 0) -> None:
             buffer.add_trajectories([witness(key)])
             buffer.flush()
             if key == 3 and pinned:
-                buffer.save_point(1)
+                buffer.points.save(1)
         copy_live(live, path, "writer.lock", "readers")
         tell_ids(path, renewed)
 
@@ -65,6 +66,14 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
         with TrajectoryReplayBuffer.open(tmp_path / "new") as reader:
             assert keys(reader) == list(range(lines))
     assert len(list((path / "shards").iterdir())) == 6
+
+
+def test_a_pin_tells_where_log_and_metadata_are_lost_together(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    killed(path, pinned=True)
+    shutil.rmtree(path / "log")
+    (path / "metadata.json").write_bytes(b"\xff")
+    assert any("names 4 trajectories" in one.message and one.uncounted for one in verify(path).problems)
 
 
 @pytest.mark.parametrize("whole_segment", [False, True])

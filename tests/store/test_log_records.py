@@ -71,7 +71,7 @@ def entries(**changes: Any) -> dict[str, Any]:
 
 
 def added(told: dict[str, Any], generation: int = 4, row: int = 0) -> AddedShard:
-    return AddedShard(generation, 3, row, manifest(6, 9), told)
+    return AddedShard(generation, 3, row, manifest(6, 9), told, 7)
 
 
 # -- lines --------------------------------------------------------------------------------------------
@@ -187,6 +187,7 @@ def test_entries_become_columns_with_places_by_axis() -> None:
         "max_episode_length": [9, 8],
         "version_low": [1, -(1 << 63)],
         "version_high": [2, -(1 << 63)],
+        "committed": [7, 7],
         "weights": [0, 1],
         "shard": [7, 7],
         "start_samples": [0, 2],

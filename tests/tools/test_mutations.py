@@ -24,11 +24,12 @@ STORE, RLINF = kinds_of("store_pt")[0], kinds_of("rlinf_pt")[0]
 
 
 def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, KINDS, 60, seed=4)
-    assert [str(trouble) for trouble in result.troubles] == []
-    assert result.mutations == 60
+    kinds = [kind for kind in KINDS if kind.name != "store_zstd"]  # as Zarr's, and slow; the long campaign has it
+    result = run_campaign(tmp_path, kinds, 54, seed=4)
+    assert result.problems == []
+    assert result.mutations == 54
     reported = sum(count for (_, _, outcome), count in result.outcomes.items() if outcome == "reported by verify")
-    assert 30 < reported < 60
+    assert 27 < reported < 54
     assert {level for _, level, _ in result.outcomes} >= {Level.DAMAGE.value, Level.FORGED.value, Level.NOTHING.value}
 
 
@@ -36,14 +37,14 @@ def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_damage_is_reported_or_without_effect_in_a_long_campaign(tmp_path: Path) -> None:
     result = run_campaign(tmp_path, KINDS, 5000, seed=5)
-    assert [str(trouble) for trouble in result.troubles] == []
+    assert result.problems == []
 
 
 # -- the campaign sees faults ------------------------------------------------------------------------
 
 
 def _troubles(tmp_path: Path, kind: Kind, look: Callable[[Path, Kind], Report] = probe) -> str:
-    return "\n".join(map(str, run_campaign(tmp_path, [kind], 12, seed=1, probe=look).troubles))
+    return "\n".join(run_campaign(tmp_path, [kind], 12, seed=1, probe=look).problems)
 
 
 def test_a_verify_that_finds_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,7 @@ def store_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return files_of(path)
 
 
-LOG = "log/0000000000000005.log"
+LOG = "log/0000000000000006.log"
 
 
 @pytest.mark.parametrize(
@@ -158,9 +159,9 @@ LOG = "log/0000000000000005.log"
         ("shards/shard_00000001.pt", lambda data: None, Level.DAMAGE, 0),
         ("pins/first.json", lambda data: None, Level.UNPINNED, 0),
         ("pins/first.json", lambda data: data[:-1], Level.DAMAGE, 0),
-        (LOG, lambda data: data[:-1], Level.TAIL, 3),
+        (LOG, lambda data: data[:-1], Level.TAIL, 4),
         (LOG, lambda data: None, Level.DAMAGE, 0),  # a pin is left that was made after it
-        (LOG, lambda data: data + b"half a rec", Level.TAIL, 4),
+        (LOG, lambda data: data + b"half a rec", Level.TAIL, 5),
         (LOG, lambda data: data + b"no record\n", Level.DAMAGE, 0),
         (LOG, lambda data: data + data.splitlines(keepends=True)[1], Level.NOTHING, 0),
         (LOG, lambda data: b"".join(data.splitlines(keepends=True)[1:]), Level.DAMAGE, 0),

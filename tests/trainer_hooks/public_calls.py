@@ -169,9 +169,9 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
             "admit": {"rollouts": rollouts(), "asked": {"a": 2}},
             "save_trajectories_to_memory": {"trajectories": rollouts()},
             "seed": {"demonstrations": rollouts()},
-            "sample_tasks_from_replaypool": {"n": 1, "difficulty": None, "strategy": "by_task", "exclude": ()},
-            "get_offpolicy_trajectories_from_memory": {"task_id": "a", "n": 1},
-            "get_offpolicy_batch": {"tasks": TASKS, "n": 1},
+            "sample_tasks_from_replaypool": {"num_tasks": 1, "difficulty": None, "strategy": "by_task", "exclude": ()},
+            "get_offpolicy_trajectories_from_memory": {"task_id": "a", "num_trajectories": 1},
+            "get_offpolicy_batch": {"tasks": TASKS, "num_trajectories_per_task": 1},
             "count_offpolicy": {"tasks": TASKS, "n": 1},
             "get_all_candidates_batch": {"tasks": TASKS},
             "hold": {"cuts": []},
@@ -242,12 +242,12 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
         RetrievalIndex,
         {
             "add": {"keys": [0], "texts": ["go"]},
-            "remove": {"keys": [], "texts": []},
+            "remove": {"keys": []},
             "search": {"query": "go", "k": 1, "without": ()},
         },
     )
     yield from methods(WorthLedger, {"note": {"rollouts": rollouts()}})
-    client = functools.partial(EMClient, "http://127.0.0.1:9", retries=0, retrieve_timeout=0.1, summary_timeout=0.1)
+    client = functools.partial(EMClient, "http://127.0.0.1:9", retries=0, retrieve_timeout=5.0, summary_timeout=5.0)
     client.__name__ = "client"  # type: ignore[attr-defined]
     yield from methods(
         client,

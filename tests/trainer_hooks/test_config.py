@@ -98,6 +98,7 @@ def test_it_comes_from_omegaconf() -> None:
     )
     config = ExperienceReplayConfig.from_mapping(node.replay)
     assert (config.seed, config.store, config.exp_ratio) == (3, {"path": "p"}, ((0, 0.5),))
+    assert ExperienceReplayConfig(exp_ratio=[[0, 0.5]]).exp_ratio == config.exp_ratio  # type: ignore[arg-type]
 
 
 def test_it_comes_from_yaml(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_it_comes_from_yaml(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("enable", "yes"),
-        ("enable", 1),
+        ("enable", 2),
         ("replay_start_ratio", 1.01),
         ("replay_start_ratio", "0.3"),
         ("exp_ratio", -0.1),
@@ -185,11 +186,13 @@ def test_k_must_be_below_n_rollout() -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    wrong = {"exp_ratio": 2, "experience_lbound": 9, "sede": 1, "offpolicy_trajectories_per_task": 8, "enable": None}
-    with pytest.raises(ConfigurationError) as caught:
-        ExperienceReplayConfig.from_mapping(wrong, n_rollout=8)
-    for key in wrong:
-        assert f"{key}: " in str(caught.value)
+    alone = {"exp_ratio": 2, "experience_lbound": "9", "sede": 1, "enable": None}
+    beside_others = {"experience_lbound": 9, "off_cliprange_high": 2.0, "clip_off_policy": False, "pool_save_freq": 1}
+    for wrong in (alone, beside_others):
+        with pytest.raises(ConfigurationError) as caught:
+            ExperienceReplayConfig.from_mapping(wrong)
+        for key in wrong.keys() - {"clip_off_policy"}:
+            assert f"{key}: " in str(caught.value)
 
 
 def test_what_is_no_mapping_is_refused() -> None:

@@ -456,3 +456,21 @@ def test_without_verl_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "verl", None)
     with pytest.raises(MissingDependencyError, match=r"verl.*trajstore\[verl\]"):
         to_dataproto(build_batch(some_rows(), PAD))
+
+
+def test_a_group_counts_a_rollout_of_several_rows_once() -> None:
+    """One success of three rows among four rollouts: 1.5 and -0.5."""
+    trajectories = [some_rows()[0].trajectory] * 6
+    places = [(0, 0, 3), (0, 1, 3), (0, 2, 3), None, None, None]
+    rows = [
+        BatchRow(trajectory=one, group_id=0, rollout=place) for one, place in zip(trajectories, places, strict=True)
+    ]
+    data = to_dataproto(build_batch(rows, pad_token_id=0))
+    data.reorder(torch.tensor([5, 1, 3, 0, 2, 4]))
+    mask = data.batch["response_mask"]
+    rewards = torch.zeros(mask.shape)
+    rewards[:, 0] = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 0.0])
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, torch.ones_like(mask), data.non_tensor_batch["uid"], rollouts=data.batch["rollouts"]
+    )
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([-0.5, 1.5, -0.5, 1.5, 1.5, -0.5]))

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.guidance.rollouts import rollout
+from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.batch import build_batch
 from trainer_hooks.guidance import GuidanceHook
 from trainer_hooks.guidance_config import GuidanceConfig
-from trainer_hooks.plan import PlannedTask
-from trajstore.errors import ConfigurationError
-from trajstore.guidance import Guidance, TrajExpConfig
+from trainer_hooks.plan import PlannedTask, rows_of_plan
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.experience.conversation import ChatTemplate, with_tokens
+from trajstore.experience.rows import turns_as_rows
+from trajstore.experience.transcripts import load_tokenizer
+from trajstore.guidance import EXPERIENCE_TEMPLATE, Experience, Guidance, LocalMaker, Retrieved, TrajExpConfig
+from trajstore.guidance.summary import unicode_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 
@@ -48,9 +60,42 @@ def test_both_sets_of_names_are_understood() -> None:
     assert GuidanceConfig.from_config({}) == GuidanceConfig()
 
 
+def test_the_section_that_agentevolver_ships_is_understood() -> None:
+    """Every key of ``exp_manager`` in its ``config/agentevolver.yaml``."""
+    shipped = {
+        "val_rollout_mode": "woexp",
+        "train_rollout_mode": "woexp",
+        "rollout_ratio": 0.0,
+        "train_sample_mode": "alldiscard",
+        "train_sample_keepratio": 1.0,
+        "experience_template": EXPERIENCE_TEMPLATE,
+        "init_exp_before_training": False,
+        "init_exp_only": False,
+        "summary_batch_size": 4,
+        "reme": {
+            "base_url": "http://127.0.0.1:8001",
+            "workspace_id": "default",
+            "enable_summarizer": False,
+            "enable_context_generator": False,
+            "retrieve_top_k": 3,
+            "updated_freq": 0,
+        },
+    }
+    made = GuidanceConfig.from_config({"exp_manager": shipped})
+    assert made == GuidanceConfig(base_url="http://127.0.0.1:8001", train_rollout_expmode="woexp", summary_batch_size=4)
+    assert (made.workers, GuidanceConfig().workers, GuidanceConfig(summary_workers=3).workers) == (8, 1, 3)
+    for unquoted in (0.2, "0.2"):
+        assert GuidanceConfig.from_config({"experience_maker": {"dialect": unquoted}}).dialect == "0.2"
+
+
 @pytest.mark.parametrize(
     ("config", "messages"),
     [
+        (
+            {"experience_maker": {"summary_workers": 0}},
+            ["summary_workers: 0, must be at least 1 and at most 256"],
+        ),
+        ({"experience_maker": {"dialect": 0.3}}, ["dialect: '0.3', must be one of 'auto', '0.2', '0.4'"]),
         ({"exp_manager": {"rollout_ratio": 0.1, "rollout_expratio": 0.1}}, ["is the same option as exp_manager"]),
         (
             {"experience_maker": {"base_url": "http://a"}, "exp_manager": {"reme": {"base_url": "http://a"}}},
@@ -61,17 +106,17 @@ def test_both_sets_of_names_are_understood() -> None:
         (
             {"exp_manager": {"train_rollout_mode": "some", "rollout_ratio": 2}},
             [
-                "exp_manager.train_rollout_mode: 'some', must be one of woexp, all, mixed",
+                "exp_manager.train_rollout_mode: 'some', must be one of 'woexp', 'all', 'mixed'",
                 "exp_manager.rollout_ratio: 2",
             ],
         ),
-        ({"exp_manager": {"train_sample_mode": "keep"}}, ["must be one of allkeep, alldiscard, hybrid"]),
+        ({"exp_manager": {"train_sample_mode": "keep"}}, ["must be one of 'allkeep', 'alldiscard', 'hybrid'"]),
         ({"exp_manager": {"experience_template": "no place"}}, ["a text with one {}"]),
         ({"exp_manager": {"reme": {"base_url": "localhost"}}}, ["exp_manager.reme.base_url: 'localhost'"]),
         ({"experience_maker": {"updated_freq": 2}}, ["0 without enable_summarizer"]),
         ({"experience_maker": {"enable_summarizer": "yes"}}, ["must be true or false"]),
         ({"experience_maker": {"store": {"path": "x", "size": 3}}}, ["experience_maker.store.size: unknown key"]),
-        ({"experience_maker": {"store": {"path": "x", "capacity": 3}}}, ["whole number of at least 256"]),
+        ({"experience_maker": {"store": {"path": "x", "capacity": 3}}}, ["capacity: 3, must be at least 256"]),
         ({"exp_manager": {"init_exp_only": True}}, ["false without init_experience_before_training"]),
         ({"experience_maker": 3}, ["experience_maker: must be a mapping"]),
     ],
@@ -149,6 +194,123 @@ def test_the_pool_can_be_filled_before_training() -> None:
         assert Guidance.of(rolled_out(hook, 1)[0][0]) is None
         hook.validated([rollout("cup", "go kitchen")])
         assert hook.metrics()["guidance/update/submitted"] == 0.0
+
+
+@pytest.fixture(scope="module", params=["digits", "bytes"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    if request.param == "digits":
+        return make_tokenizer()
+    return load_tokenizer(str(request.getfixturevalue("shared_fixtures") / "experience_pool_cmt" / "tokenizer"))
+
+
+def rolled(messages: list[dict[str, Any]], first: int, tokenizer: Any) -> AgentTrajectory:
+    """Return a rollout with its tokens, as a loop makes them; the response begins with the model's turn ``first``."""
+    template = ChatTemplate.of(tokenizer)
+    made = with_tokens(AgentTrajectory(messages=messages, task_id="t", reward=Reward(outcome=1.0)), template)
+    assert made.loss_mask is not None
+    start = len(template.encode(template.render(messages[:first], True)))
+    loss_mask = torch.cat([torch.zeros_like(made.loss_mask[:start]), made.loss_mask[start:]])
+    mask = loss_mask[start:]
+    return dataclasses.replace(
+        made,
+        loss_mask=loss_mask,
+        response_start=start,
+        response_mask=mask,
+        old_log_probs=torch.full(mask.shape, -0.5),
+    )
+
+
+def said(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("shots", [0, 2])
+def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int, tokenizer: Any) -> None:
+    """What is trained on is what the chat template makes of the messages without the experience."""
+    maker = LocalMaker()
+    maker.add([Experience(when_to_use="say", content="say it twice", query="say one")])
+    config = GuidanceConfig(enable_context_generator=True)
+    prompt = [*said("say 3", "3")[:shots], *said("say one")]
+    answer = said("", "1", "and two", "2")[1:]
+    plain = [*prompt, *answer]
+    with GuidanceHook(config, maker=maker, tokenizer=tokenizer) as hook:
+        one = TrajExpConfig(add_exp=True)
+        made = rolled([*hook.context(prompt, one), *answer], len(prompt), tokenizer)
+        wanted = rolled(plain, len(prompt), tokenizer)
+        if rows == 2:
+            made, wanted = turns_as_rows(made), turns_as_rows(wanted)
+        assert "say it twice" in tokenizer.decode(made.input_ids)
+        done = hook.finished(made, one)
+        assert done.messages == plain
+        assert done.old_log_probs is None
+        for name in ("input_ids", "loss_mask", "response_mask"):
+            assert torch.equal(getattr(done, name), getattr(wanted, name))
+        assert done.response_start == wanted.response_start
+        batch = build_batch(rows_of_plan([PlannedTask("t", 1, ())], [done], "shared"), 0)
+        assert len(batch.tensors["input_ids"]) == rows
+        assert torch.equal(batch.tensors["exp_mask"], batch.tensors["attention_mask"])
+        other = dataclasses.replace(made, input_ids=made.input_ids + 1)
+        with pytest.raises(InvalidTrajectoryError, match="does not begin with the"):
+            hook.finished(other, one)
+        late = TrajExpConfig(add_exp=True)
+        read = [*hook.context(plain[:-1], late), plain[-1]]
+        with pytest.raises(InvalidTrajectoryError, match="does not begin with the"):
+            hook.finished(rolled(read, len(prompt), tokenizer), late)  # put into what is the response
+        assert hook.metrics()["guidance/discard_refused"] == 2
+    other_template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    for arguments, error, what in (
+        ({"tokenizer": tokenizer, "chat_template_kwargs": other_template}, InvalidTrajectoryError, "does not begin"),
+        ({}, ConfigurationError, "give GuidanceHook the tokenizer"),
+    ):
+        with GuidanceHook(config, maker=maker, **arguments) as hook, pytest.raises(error, match=what):
+            hook.finished(made, one)
+
+
+class Speaking:
+    """A maker that finds what it was told to."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
+        return Retrieved(self.text, ("a\ud800",))
+
+    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+PIECES = ["<eos>", "<assistant>", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<", ">", "|", "eos", " "]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.one_of(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), st.text(st.characters())))
+def test_experience_stays_inside_of_its_message_whatever_it_holds(tokenizer: Any, text: str) -> None:
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    plain = [{"role": "user", "content": "say one"}]
+
+    def marks(messages: list[dict[str, Any]]) -> list[int]:
+        ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+        return [token for token in ids if token in special]
+
+    with GuidanceHook(GuidanceConfig(enable_context_generator=True), maker=Speaking(text), tokenizer=tokenizer) as hook:
+        config = TrajExpConfig(add_exp=True)
+        read = hook.context(plain, config)
+        figures = hook.metrics()
+        assert len(config.insertions) == int(bool(text))
+        assert figures["guidance/retrieve/cleaned"] == int(any("\ud800" <= one <= "\udfff" for one in text))
+        assert marks(read) == marks(plain)
+        assert (figures["guidance/retrieve/control_tokens"] > 0) == bool(special & set(ids_of(tokenizer, text)))
+        assert hook.training_messages(read, config) == plain
+        json.dumps([config.names, read], ensure_ascii=False).encode()
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(unicode_of(text), add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def test_an_option_without_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:

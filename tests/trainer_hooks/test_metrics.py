@@ -20,10 +20,12 @@ from trainer_hooks.metrics import (
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        ({"off_policy_share": 0.51, "off_ratio_max": 9.0}, ["off-policy: lower exp_ratio"]),
-        ({"off_policy_share": 0.5, "off_ratio_max": 10.5}, ["importance ratio 10.5"]),
-        ({"off_policy_share": 0.9, "off_ratio_max": math.inf}, ["off-policy: lower exp_ratio", "importance ratio inf"]),
-        ({"off_policy_share": 0.5, "off_ratio_max": 10.0}, []),
+        ({"off_policy_share": 0.51, "off_ratio_mean": 9.0}, ["off-policy: lower exp_ratio"]),
+        ({"off_policy_share": 0.5, "off_ratio_mean": 10.5}, ["mean 10.5 and effective sample size 100.0%"]),
+        ({"off_policy_share": 0.9, "off_ratio_mean": math.inf}, ["off-policy: lower exp_ratio", "have mean inf"]),
+        ({"off_ratio_mean": 1.1, "off_effective_sample_size": 0.05}, ["mean 1.1 and effective sample size 5.0%"]),
+        ({"off_ratio_mean": 1.1, "off_ratio_max": 30.0, "off_effective_sample_size": 0.6}, []),  # it learns
+        ({"off_policy_share": 0.5, "off_ratio_mean": 10.0}, []),
         ({"off_policy_share": 0.012}, ["only 1.2% of the tokens are replayed, where exp_ratio and"]),
         ({"off_policy_share": 0.049}, []),  # what the defaults ask for, with histories that are somewhat shorter
         ({"off_policy_share": 0.0}, []),

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.pages import unexplained
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-
-from .witness import LossRow
 
 GROUP = 4
 PROMPTS = 4
@@ -96,41 +91,6 @@ def recorded(folder: Path) -> list[AgentTrajectory]:
         found = [buffer.get(int(number)) for number in buffer.trajectory_ids]
     assert all(isinstance(one, AgentTrajectory) for one in found)
     return found  # type: ignore[return-value]
-
-
-def check_loss_rows(rows: Sequence[LossRow], rollouts: Sequence[AgentTrajectory]) -> int:
-    """Check every row that the loss saw against the store; return how many were replayed.
-
-    A row is a rollout of the store, token by token. Its ``old_log_probs`` are exactly those recorded, its
-    ``exp_mask`` is its response mask if its group is not the one it was sampled in, else 0. Groups have n rows, and
-    their advantages are those of GRPO over the recorded scores.
-    """
-    by_tokens: dict[tuple[int, ...], list[AgentTrajectory]] = defaultdict(list)
-    for one in rollouts:
-        assert one.input_ids is not None
-        by_tokens[tuple(one.input_ids.tolist())].append(one)
-    groups: dict[str, list[tuple[LossRow, AgentTrajectory]]] = defaultdict(list)
-    replayed = 0
-    for row in rows:
-        match = [one for one in by_tokens[row.tokens] if torch.equal(one.old_log_probs, row.old_log_probs)]
-        assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
-        own = [one for one in match if one.metadata["uid"] == row.uid]
-        found = own[0] if own else match[0]
-        assert found.response_mask is not None
-        assert torch.equal(row.response_mask, found.response_mask)
-        mask = row.exp_mask[: row.response.numel()]
-        assert torch.equal(mask, torch.zeros_like(mask) if own else found.response_mask)
-        assert not row.exp_mask[row.response.numel() :].any()
-        replayed += not own
-        groups[row.uid].append((row, found))
-    for held in groups.values():
-        assert len(held) == GROUP
-        scores = torch.tensor([one.reward.metadata["score"] for _, one in held if one.reward is not None])
-        expected = (scores - scores.mean()) / (scores.std() + 1e-6)
-        for (row, _), value in zip(held, expected.tolist(), strict=True):
-            wanted = value * row.response_mask.float()
-            torch.testing.assert_close(row.advantages, wanted, atol=1e-4, rtol=1e-4)
-    return replayed
 
 
 def check_replay_metrics(records: Sequence[dict[str, Any]], workers: int = 1) -> None:

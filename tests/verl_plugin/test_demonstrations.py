@@ -32,8 +32,9 @@ def log_probs_of(model: Path, row: LossRow) -> torch.Tensor:
     return found
 
 
+@pytest.mark.parametrize("longest", [16, 3])
 def test_a_run_that_begins_with_demonstrations(
-    verl_session: VerlSession, verl_assets: Assets, witness: Witness, tmp_path: Path
+    longest: int, verl_session: VerlSession, verl_assets: Assets, witness: Witness, tmp_path: Path
 ) -> None:
     lines = []
     for task in make_rows(0, TRAIN_ROWS, "train"):
@@ -41,7 +42,8 @@ def test_a_run_that_begins_with_demonstrations(
         messages = [*task["prompt"], {"role": "assistant", "content": answer}]
         lines.append({"task_id": f"digit:{task['extra_info']['index']}", "messages": messages, "reward": 1.0})
     source = write(tmp_path / "demos.jsonl", *lines)
-    config = make_config(verl_assets, tmp_path, (*REPLAY, "trainer.total_training_steps=2"))
+    limits = (f"data.max_response_length={longest}", "trainer.total_training_steps=2")
+    config = make_config(verl_assets, tmp_path, (*REPLAY, *limits))
     pool = tmp_path / "checkpoints" / "trajstore" / "pool"
     pool.parent.mkdir(parents=True)
     reader = TranscriptReader(load_tokenizer(str(verl_assets.model)))
@@ -54,12 +56,18 @@ def test_a_run_that_begins_with_demonstrations(
     witness.take()
     run = verl_session.run(config)
     records = [record for record in run.metrics if "training/global_step" in record]
+    rows = witness.take()
+    if longest == 3:  # the answers have three digits and an end
+        assert [record["experience_replay/histories_refused/too_long"] for record in records] == [2.0, 2.0]
+        assert not any(row.exp_mask.any() for row in rows)
+        assert {row.response.numel() <= longest for row in rows} == {True}
+        return
     assert [record["experience_replay/demonstration_rows"] for record in records] == [2.0, 2.0]
     assert records[0]["experience_replay/demonstration_row_share"] == 1.0
     assert records[0]["experience_replay/off_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert "experience_replay/recorded_difference_mean" not in records[0], "nothing was recorded"
     groups: dict[str, list[LossRow]] = defaultdict(list)
-    for row in witness.take():
+    for row in rows:
         if row.response_mask.any():  # else it is a row by which verl fills the batch up
             groups[row.uid].append(row)
     replayed = [row for held in groups.values() for row in held if row.exp_mask.any()]

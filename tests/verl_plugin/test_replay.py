@@ -15,13 +15,13 @@ from trajstore.inspection.verify import verify
 
 from .assets import Assets
 from .harness import Run, VerlSession, make_config
+from .recount import check_loss_rows
 from .runs import (
     GROUP,
     PROMPTS,
     REPLAY,
     TOLERANCE,
     TWO_WORKERS,
-    check_loss_rows,
     check_replay_metrics,
     comparable,
     recorded,
@@ -42,6 +42,10 @@ class Training:
         self.validations = [record for record in run.metrics if "training/global_step" not in record]
         self.rows = rows
         self.folder = folder
+
+    def replayed(self) -> int:
+        """Check what the loss saw; return how many of its rows were replayed."""
+        return check_loss_rows(self.rows, self.rollouts, group=lambda task: GROUP).replayed_rows
 
     @property
     def rollouts(self) -> list[AgentTrajectory]:
@@ -114,7 +118,7 @@ def test_every_rollout_is_recorded(recording: Training) -> None:
 
 def test_the_loss_receives_what_the_store_holds(replaying: Training) -> None:
     assert len(replaying.rows) == STEPS * PROMPTS * GROUP
-    replayed = check_loss_rows(replaying.rows, replaying.rollouts)
+    replayed = replaying.replayed()
     assert replayed == sum(record["experience_replay/replayed_rows"] for record in replaying.metrics)
     assert replayed >= STEPS - 1
 
@@ -145,7 +149,7 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train)
     assert [record["step"] for record in resumed.metrics] == [4, 5, 6]
     for ours, theirs in zip(resumed.metrics, replaying.metrics[SAVED:], strict=True):
         assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
-    check_loss_rows(resumed.rows, resumed.rollouts)
+    resumed.replayed()
     made = sum(record["recording/rollouts"] for record in resumed.metrics)
     assert len(resumed.rollouts) == before + made, "what was recorded before the checkpoint and after it is still there"
 
@@ -165,7 +169,7 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train) -> No
     assert [record["step"] for record in resumed.metrics] == [4, 5]
     check_replay_metrics(resumed.metrics)
     assert len(resumed.rows) == 2 * PROMPTS * GROUP
-    assert check_loss_rows(resumed.rows, resumed.rollouts) >= 1
+    assert resumed.replayed() >= 1
     first, same = resumed.metrics[0], replaying.metrics[SAVED]
     assert first["experience_replay/experience_tasks"] == same["experience_replay/experience_tasks"]
     assert first["experience_replay/replayed_rows"] == same["experience_replay/replayed_rows"]
@@ -196,4 +200,4 @@ def test_asynchronous_training(train, tmp_path: Path) -> None:
     )
     assert len(training.metrics) == 5
     check_replay_metrics(training.metrics)
-    assert check_loss_rows(training.rows, training.rollouts) >= 1
+    assert training.replayed() >= 1

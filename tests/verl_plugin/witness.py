@@ -11,7 +11,16 @@ WITNESS_MODULE = "trajstore_verl_cpu_witness"
 WITNESS_FOLDER = "TRAJSTORE_VERL_WITNESS"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one call of the loss gave."""
+
+    loss: float
+    batch_tokens: float
+    """Tokens that count in the mini-batch, for each rank."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class LossRow:
     """One row of a micro-batch; all tensors but ``prompt`` have the response's length, ``exp_mask`` may be padded."""
 
@@ -22,6 +31,8 @@ class LossRow:
     old_log_probs: torch.Tensor
     advantages: torch.Tensor
     exp_mask: torch.Tensor
+    log_probs: torch.Tensor
+    micro_batch: MicroBatch
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -32,14 +43,16 @@ class Witness:
     """The folder into which every process writes its micro-batches."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def take(self) -> list[LossRow]:
         """Return the rows seen since the last call."""
         rows = []
-        for path in sorted(self._folder.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(self.folder.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns):
             seen = torch.load(path, weights_only=True)
             names = ("uid", "prompts", "responses", "response_mask", "old_log_probs", "advantages", "exp_mask")
-            rows += [LossRow(*values) for values in zip(*(seen[name] for name in names), strict=True)]
+            columns = zip(*(seen[name] for name in (*names, "log_probs")), strict=True)
+            micro_batch = MicroBatch(seen["loss"], seen["batch_tokens"])
+            rows += [LossRow(*values, micro_batch) for values in columns]
             path.unlink()
         return rows

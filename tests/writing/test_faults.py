@@ -72,7 +72,7 @@ class Session:
 
     def pin(self) -> None:
         assert self.buffer is not None
-        self.buffer.pin("kept")
+        self.buffer.points.pin("kept")
 
     def close(self) -> None:
         assert self.buffer is not None
@@ -179,7 +179,7 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
                 buffer.wait([2])
             assert buffer.add_trajectories([witness(3)]) == [3]  # the error was told; there is room in memory
             assert [check_trajectory(buffer.get(number)) for number in range(4)] == [0, 1, 2, 3]
-            assert buffer.committed == 0
+            assert buffer.points.committed == 0
             assert contents_of(tmp_path / "store") == {0: 0}
             plan.heal()
             buffer.flush()

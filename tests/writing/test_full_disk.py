@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.stores import contents_of, opened
-from trajstore import WriterOptions
+from trajstore import Trajectory, WriterOptions
 from trajstore.errors import StoreWriteError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
@@ -46,7 +48,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
         for key in range(1, 4):  # told once; then there is room in memory
             buffer.add_trajectories([witness(key)])
         plan.heal()
-        wait_until(lambda: buffer.committed == 3)
+        wait_until(lambda: buffer.points.committed == 3)
         assert buffer.get_stats()["write_retries"] >= 2
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3]
     assert "Traceback" not in caplog.text
@@ -113,6 +115,27 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
         buffer.close()
     assert contents_of(tmp_path / "store") == [3, 5]
     assert verify(tmp_path / "store").sound
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+def test_a_limit_on_the_size_of_files_is_the_systems_fault_and_not_a_trajectorys(tmp_path: Path, form: str) -> None:
+    block = Trajectory(rewards=torch.zeros(64, 64, 4))  # 64 KiB
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with opened(tmp_path / "store", trajectory_format=form, writer=WriterOptions(commit_interval=60)) as buffer:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+            buffer.add_trajectories([block] * 5)
+            buffer.flush()  # in files that the limit allows
+            resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+            buffer.add_trajectories([block] * 5)
+            with pytest.raises(StoreWriteError, match="File too large"):
+                buffer.flush()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+        buffer.flush()
+    result = verify(tmp_path / "store")
+    assert result.sound
+    assert result.trajectories == 10
 
 
 def publish_nothing(*arguments: Any) -> int:

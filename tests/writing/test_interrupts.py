@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from tests.interrupting import Tracer, within
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
 from trajstore.inspection.verify import verify
+from trajstore.interrupts import CHANGE_THREAD, uninterrupted
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.moves import STARTS, Moved, move_entries
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -45,7 +47,7 @@ def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> 
     within(60, lambda: ids.extend(buffer.add_trajectories([witness(77)])))
     within(60, buffer.flush)
     assert buffer.get_stats()["pending_bytes"] == 0
-    assert buffer.committed >= ids[0]
+    assert buffer.points.committed >= ids[0]
     within(60, lambda: check_batch(buffer.sample(4)))
     shown = buffer.trajectory_ids.tolist()
     assert len(set(shown)) == len(shown)
@@ -126,6 +128,19 @@ def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_t
 def test_an_interrupt_at_every_instruction(tmp_path: Path, name: str) -> None:
     for at in range(instructions(tmp_path / "count", name)):
         interrupted_at(tmp_path / str(at), name, at)
+
+
+def test_a_thread_whose_start_is_interrupted_begins_and_ends_or_never_was() -> None:
+    called: list[None] = []
+    tracer = Tracer(None)
+    tracer.run(lambda: uninterrupted(lambda: called.append(None)))
+    for at in range(tracer.count):
+        Tracer(at).run(lambda: uninterrupted(lambda: called.append(None)))
+    begun = [thread for thread in threading.enumerate() if thread.name == CHANGE_THREAD]
+    for thread in begun:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in begun)
+    assert called
 
 
 def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:

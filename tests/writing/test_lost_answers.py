@@ -108,7 +108,7 @@ def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(networ
                 elif doing == 3:
                     buffer.compact()
                 elif key % 7 == 0:
-                    buffer.save_point(key)
+                    buffer.points.save(key)
             except (StoreWriteError, TrajectoryUnavailableError):
                 pass
             follower.refresh()

@@ -137,7 +137,7 @@ def test_tools_and_writers_go_on_with_it(crashed: Path, tmp_path: Path) -> None:
     assert copy_store(crashed, tmp_path / "copy").trajectories == len(KEYS)
     assert keys_in(tmp_path / "copy") == dict(enumerate(KEYS))
     with opened(crashed, writer=LATE) as buffer:
-        buffer.pin("first")
+        buffer.points.pin("first")
         buffer.evict([1, 2, 6])
         assert buffer.add_trajectories([witness(key) for key in (10, 12, 13)]) == [8, 9, 10]
         buffer.flush()

@@ -7,6 +7,8 @@ import logging
 import os
 import random
 import shutil
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.stores import reader_of, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.files.base import Directory
+from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -81,11 +83,11 @@ def test_a_reader_that_never_refreshes_holds_what_it_sees_and_no_more(
 def test_a_reader_of_a_pin_keeps_its_files_when_the_pin_goes(tmp_path: Path) -> None:
     with writer_to(tmp_path, enable_cache=False) as source:
         add_one_by_one(source, range(3))
-        source.pin("kept")
+        source.points.pin("kept")
         source.evict([0, 1])
         reader = TrajectoryReplayBuffer(sample_window_size=0)
         reader.load_checkpoint(tmp_path, pin="kept")
-        source.unpin("kept")
+        source.points.unpin("kept")
         assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
         reader.close()
         add_one_by_one(source, range(3, 4))
@@ -225,7 +227,7 @@ def test_pins_checkpoints_and_readers_see_the_same_after_compacting(tmp_path: Pa
     path = tmp_path / "store"
     with writer_to(path, sample_window_size=0) as source:
         add_one_by_one(source, range(10))
-        source.pin("ten")
+        source.points.pin("ten")
         reader, follower = reader_of(path), reader_of(path)
         source.evict([0, 2, 4, 6, 8])
         source.compact()
@@ -238,7 +240,7 @@ def test_pins_checkpoints_and_readers_see_the_same_after_compacting(tmp_path: Pa
         source.save_checkpoint(tmp_path / "saved")
         for buffer in (reader, follower, pinned):
             buffer.close()
-        source.unpin("ten")
+        source.points.unpin("ten")
         source.compact()
         assert len(shard_files(path)) == 2, "one for each of two sets of columns"
         assert [check_trajectory(source.get(number)) for number in range(1, 10, 2)] == list(range(1, 10, 2))
@@ -389,3 +391,28 @@ def test_a_process_whose_readers_keep_much_is_told_once(tmp_path: Path, caplog: 
             add_one_by_one(source, range(key + 2, key + 6))
             reader.close()
     assert sum("readers still show them" in message for message in caplog.messages) == 1
+
+
+def test_a_store_is_closed_only_when_nothing_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next writer gives out the number of the new shard again: what is written under it late would be lost."""
+    buffer = writer_to(tmp_path)
+    add_one_by_one(buffer, range(4))
+    closing = threading.Thread(target=buffer.close)
+    publish = LocalDirectory.publish
+    waited: list[bool] = []
+
+    def published(self: LocalDirectory, files: Sequence[EncodedFile]) -> None:
+        if threading.current_thread() is threading.main_thread() and not waited:
+            closing.start()
+            closing.join(1)
+            waited.append(closing.is_alive())
+        publish(self, files)
+
+    monkeypatch.setattr(LocalDirectory, "publish", published)
+    with pytest.raises(errors.StoreClosedError):
+        buffer.compact()
+    closing.join()
+    assert waited == [True]
+    with writer_to(tmp_path) as again:
+        assert [check_trajectory(again.get(number)) for number in range(4)] == list(range(4))
+    assert not verify(tmp_path).problems

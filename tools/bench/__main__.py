@@ -34,8 +34,10 @@ from tools.bench import (
     t15_start,
     t16_verl,
     t17_priorities,
+    t18_annotate,
     t19_ray,
     t20_ranges,
+    t23_questions,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -70,8 +72,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t16rows": t16_verl.row_figures,
     "t17": t17_priorities.figures,
     "guided": guided.figures,
+    "t18": t18_annotate.figures,
     "t19": t19_ray.figures,
     "t20": t20_ranges.figures,
+    "t23": t23_questions.figures,
     "samplers": samplers.figures,
     "space": space.figures,
     "rlinf": rlinf.figures,

@@ -12,8 +12,7 @@ from statistics import median
 
 import numpy as np
 
-from tools.bench.report import Figure, Options, SkippedError
-from trajstore.errors import MissingDependencyError
+from tools.bench.report import Figure, Options
 from trajstore.guidance import RetrievalIndex
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
@@ -23,10 +22,6 @@ WORDS = 20
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield both ratios at each size."""
-    try:
-        RetrievalIndex()
-    except MissingDependencyError as error:
-        raise SkippedError(str(error)) from error
     smallest: tuple[float, float] | None = None
     for size in SIZES:
         count = options.count(size, 64)

@@ -16,19 +16,8 @@ import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import alternate
-from trajstore.sampling import (
-    Additions,
-    EpochSampler,
-    FreshestSampler,
-    GroupSampler,
-    LeastUsedSampler,
-    Priorities,
-    Recency,
-    Sampler,
-    Staleness,
-    UseLimit,
-    WeightedSampler,
-)
+from trajstore import sampling
+from trajstore.sampling import Additions, Priorities, Sampler, WeightedSampler
 
 BATCH = 1024
 SAMPLES = 1000
@@ -36,15 +25,15 @@ TRAJECTORIES = (10, 1_000, 100_000)
 
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "uniform by tree": WeightedSampler,
-    "recency": lambda: WeightedSampler([Recency(1000)]),
-    "staleness": lambda: WeightedSampler([Staleness(5)]),
-    "uses with a pause": lambda: WeightedSampler([UseLimit(cooldown=1)]),
+    "recency": lambda: WeightedSampler([sampling.Recency(1000)]),
+    "staleness": lambda: WeightedSampler([sampling.Staleness(5)]),
+    "uses with a pause": lambda: WeightedSampler([sampling.UseLimit(cooldown=1)]),
     "priorities per trajectory": lambda: WeightedSampler(priorities=Priorities(per="trajectory")),
     "priorities per transition": lambda: WeightedSampler(priorities=Priorities()),
-    "epochs": EpochSampler,
-    "freshest": FreshestSampler,
-    "least used": LeastUsedSampler,
-    "groups of 10": lambda: GroupSampler(most=10),
+    "epochs": sampling.EpochSampler,
+    "freshest": sampling.FreshestSampler,
+    "least used": sampling.LeastUsedSampler,
+    "groups of 10": lambda: sampling.GroupSampler(most=10),
 }
 
 

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tools.bench.report import Figure, Options
@@ -31,11 +32,14 @@ from trajstore.formats.base import ShardContent, ShardManifest
 from trajstore.formats.checksums import manifest_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.new_entries import columns_of, starts_of
+from trajstore.store.packing import StringTable
 from trajstore.store.sealed import INDEX_NAME
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.queue import random_uuids
 
 RANKS = 8
+
+Facts = Callable[[int, StringTable], dict[str, npt.NDArray[Any]]]
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -45,7 +49,7 @@ def figures(options: Options) -> Iterator[Figure]:
     _write_rlinf_index(theirs, total)
     for packed in (100, 1):
         folder = options.folder / f"packed_{packed}"
-        _write_store(folder, total, packed)
+        write_store(folder, total, packed)
         found: dict[str, list[dict[str, Any]]] = {"all": [], "rank": [], "writer": [], "json": []}
         for _ in range(-(-options.repeats * 5 // 7)):
             for what, times in found.items():
@@ -81,8 +85,15 @@ def _write_rlinf_index(path: Path, total: int) -> None:
     path.write_text(json.dumps({"trajectory_index": entries, "trajectory_id_list": list(range(total))}))
 
 
-def _write_store(folder: Path, total: int, packed: int) -> None:
-    """Write index and metadata of a store, and empty files for its shards."""
+def write_store(folder: Path, total: int, packed: int, facts: Facts | None = None) -> None:
+    """Write index and metadata of a store, and empty files for its shards.
+
+    Args:
+        folder: where to.
+        total: trajectories.
+        packed: of them in a shard.
+        facts: returns columns of the index that differ from trajectory to trajectory, given their number and the texts.
+    """
     directory = open_directory(folder)
     directory.create()
     (folder / "shards").mkdir()
@@ -98,11 +109,12 @@ def _write_store(folder: Path, total: int, packed: int) -> None:
         catalog.shards.add(number, _renamed(manifest, name))
         with open(folder / "shards" / f"{name}.pt", "wb") as file:
             file.truncate(manifest.files[0].size)  # nothing is stored of it
-    columns = columns_of(flats, range(packed), random_uuids(packed), catalog.index.weights)
+    columns = columns_of(flats, range(packed), random_uuids(packed), catalog.index.texts)
     columns |= starts_of([flat.extent for flat in flats], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}
     repeated["trajectory_id"] = np.arange(total)
     repeated["shard"] = (np.arange(total) // packed).astype(np.int32)
+    repeated |= {} if facts is None else facts(total, catalog.index.texts)
     repeated["uuid"] = np.frombuffer(random_uuids(total), "V16")
     catalog.index.append(repeated)
     catalog.next_id, catalog.next_shard = total, shards

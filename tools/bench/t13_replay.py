@@ -5,7 +5,12 @@ first evaluation that reaches ``solved_at``, or at the last step; such a run cou
 is then a lower bound ("censored"). Prints one JSON line per run and one for the figure, whose interval is a
 percentile bootstrap over the seeds (90 %).
 
+``--select`` names rules by which a task's histories are chosen, each measured against the same runs without replay:
+by entropy alone, the lowest (``argmin``) or highest (``argmax``) first, or all alike (``random``). Without it they are
+chosen as by default: least used first.
+
     python tools/bench/t13_replay.py [--seeds 0 1 2 3 4] [--environment household] [--steps 200] [--threads 1]
+        [--select argmin argmax random]
 """
 
 from __future__ import annotations
@@ -15,19 +20,28 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
+from typing import Any
 
 import torch
 
-from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.demo import BASE, replay_config
 from trainer_hooks.reference.trainer import ReferenceTrainer
 
 TARGETS = {"household": 0.4, "sort": 0.7}
+DEFAULT = "default"
+BEST = {"name": "best"}
+RULES: Mapping[str, Mapping[str, Any]] = {
+    DEFAULT: {},
+    "argmin": {"exp_select_mode": "argmin", "sampler": BEST},
+    "argmax": {"exp_select_mode": "argmax", "sampler": BEST},
+    "random": {"exp_select_mode": "random"},
+}
+"""What chooses among the histories of a task, by the name of the rule."""
 RESAMPLES = 10_000
 
 
@@ -38,6 +52,8 @@ class Run:
     environment: str
     seed: int
     replay: bool
+    select: str | None
+    """Rule of the replay; ``None`` without."""
     solved: bool
     fresh_rollouts: int
     steps: int
@@ -45,8 +61,10 @@ class Run:
     seconds: float
 
 
-def measure(config: TrainerConfig) -> Run:
-    """Train until solved."""
+def measure(config: TrainerConfig, select: str | None = None) -> Run:
+    """Train until solved; without replay, or with histories that a rule chooses."""
+    if select is not None:
+        config = replace(config, replay=replace(replay_config(seed=config.seed), **RULES[select]))
     began = time.perf_counter()
     with ReferenceTrainer(config) as trainer:
         trainer.warm_start()
@@ -55,7 +73,8 @@ def measure(config: TrainerConfig) -> Run:
     return Run(
         environment=config.environment,
         seed=config.seed,
-        replay=config.replay.enable,
+        replay=select is not None,
+        select=select,
         solved=summary.solved_after is not None,
         fresh_rollouts=summary.fresh_rollouts,
         steps=summary.steps,
@@ -81,36 +100,44 @@ def interval(with_replay: Sequence[int], without: Sequence[int]) -> tuple[float,
     return ratios[RESAMPLES // 20], ratios[-RESAMPLES // 20]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--environment", choices=TARGETS, default=BASE.environment)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    parser.add_argument("--select", nargs="+", choices=[name for name in RULES if name != DEFAULT], default=[DEFAULT])
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    arms: dict[bool, list[Run]] = {False: [], True: []}
+    arms: dict[str | None, list[Run]] = {select: [] for select in (None, *options.select)}
     for seed in options.seeds:
         base = replace(BASE, environment=options.environment, steps=options.steps, seed=seed)
-        for on, replay in ((False, ExperienceReplayConfig()), (True, replay_config(seed=seed))):
-            run = measure(replace(base, replay=replay))
-            arms[on].append(run)
+        for select, runs in arms.items():
+            run = measure(base, select)
+            runs.append(run)
             sys.stdout.write(json.dumps({"id": "T13", **asdict(run)}) + "\n")
             sys.stdout.flush()
-    rollouts = {on: [run.fresh_rollouts for run in runs] for on, runs in arms.items()}
-    low, high = interval(rollouts[True], rollouts[False])
-    figure = {
+    without = arms.pop(None)
+    for select, runs in arms.items():
+        line = figure(options.environment, "" if select == DEFAULT else f" ({select})", runs, without)
+        sys.stdout.write(json.dumps(line) + "\n")
+
+
+def figure(environment: str, rule: str, runs: Sequence[Run], without: Sequence[Run]) -> dict[str, Any]:
+    """Return what the runs of one rule say, beside those without replay."""
+    rollouts = [run.fresh_rollouts for run in runs], [run.fresh_rollouts for run in without]
+    low, high = interval(*rollouts)
+    return {
         "id": "T13",
-        "name": f"fresh rollouts until {options.environment} is solved, replay on over off",
-        "ratio": round(ratio(rollouts[True], rollouts[False]), 3),
+        "name": f"fresh rollouts until {environment} is solved, replay on{rule} over off",
+        "ratio": round(ratio(*rollouts), 3),
         "interval": [round(low, 3), round(high, 3)],
-        "seeds": len(options.seeds),
-        "censored_on": sum(not run.solved for run in arms[True]),
-        "censored_off": sum(not run.solved for run in arms[False]),
-        "target": TARGETS[options.environment],
+        "seeds": len(runs),
+        "censored_on": sum(not run.solved for run in runs),
+        "censored_off": sum(not run.solved for run in without),
+        "target": TARGETS[environment],
     }
-    sys.stdout.write(json.dumps(figure) + "\n")
 
 
 if __name__ == "__main__":

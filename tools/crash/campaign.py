@@ -7,12 +7,13 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tools import campaigns
+from tools.campaigns import at_work, wait_for
 from tools.crash.child import torture
-from tools.crash.forked import forking
 from tools.crash.interrupted import WAYS, error_file, stacks_file, work
 from tools.crash.journal import Promises, read_journal
 from tools.crash.look import look
@@ -23,24 +24,20 @@ _PATIENCE = 240.0  # seconds; who has not come to an end then never will
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
         kills: children killed.
-        problems: what was wrong, each with the number of the kill.
         checked: trajectories read back and compared, all kills together.
         promised: trajectories whose ``flush`` had returned, counted at each kill.
         slowest: seconds that an interrupted child took to end, at most.
-        seconds: how long it took.
     """
 
     kills: int = 0
-    problems: list[str] = field(default_factory=list)
     checked: int = 0
     promised: int = 0
     slowest: float = 0.0
-    seconds: float = 0.0
 
 
 def run_campaign(
@@ -60,36 +57,28 @@ def run_campaign(
         progress: told after each kill.
         interrupt: send SIGINT instead of SIGKILL; the child has to come to an end by itself.
     """
-    context = forking()
     chance = random.Random(seed)
-    loaded = context.Process(target=int)  # the fork server starts with the first child
-    loaded.start()
-    loaded.join()
+    with at_work(int) as loaded:  # the fork server starts with the first child
+        loaded.join()
     result, promises = Result(), Promises()
     seen: dict[int, int] = {}
-    start = time.monotonic()
     for number in range(kills):
-        target = work if interrupt else torture
-        child = context.Process(target=target, args=(str(folder), number, seed), daemon=True)
-        child.start()
-        life = chance.uniform(0.02, _LONGEST_LIFE)
         journal = folder / f"journal_{number:06d}"
-        _wait_for(journal, b"", child)
-        child.join(life)
-        if number % 4:  # every fourth one may have come to nothing, the others have a promise, however slow the machine
-            _wait_for(journal, b'"flushed"', child)
-            child.join(chance.uniform(0.0, _AFTER_PROMISE))
-        if not child.is_alive():
-            result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
-        if interrupt:
-            _interrupt(child, folder, number, result)
-        child.kill()
-        child.join()
+        with at_work(work if interrupt else torture, str(folder), number, seed) as child:
+            life = chance.uniform(0.02, _LONGEST_LIFE)
+            _wait_for(journal, b"", child)
+            child.join(life)
+            if number % 4:  # every fourth may have come to nothing, others have a promise, however slow the machine
+                _wait_for(journal, b'"flushed"', child)
+                child.join(chance.uniform(0.0, _AFTER_PROMISE))
+            if not child.is_alive():
+                result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
+            if interrupt:
+                _interrupt(child, folder, number, result)
         if journal.exists():
             read_journal(journal, promises)
         _look(folder, number, promises, seen, result)
         result.kills += 1
-        result.seconds = time.monotonic() - start
         if progress is not None:
             progress(result)
     return result
@@ -97,8 +86,7 @@ def run_campaign(
 
 def _wait_for(journal: Path, text: bytes, child: BaseProcess) -> None:
     """Wait until a child has made its journal and noted this text there."""
-    while child.is_alive() and not (journal.exists() and text in journal.read_bytes()):
-        time.sleep(0.005)
+    wait_for(child, lambda: journal.exists() and text in journal.read_bytes())
 
 
 def _interrupt(child: BaseProcess, folder: Path, number: int, result: Result) -> None:

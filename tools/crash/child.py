@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from tools.crash.journal import KEEP, Journal
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 FORMATS = ("pt", "zarr", "pt", "pkl")
@@ -51,6 +51,7 @@ class Child:
         self.round = round_number
         self.chance = chance
         self.next_key = round_number * _KEYS_PER_ROUND
+        self.next_value = self.next_key
         self.keys: dict[int, int] = {}
         self.opened = False
         self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
@@ -81,9 +82,9 @@ class Child:
         """Do one thing."""
         actions = (
             *(self.add, self.flush, self.evict, self.sample, self.pin, self.unpin),
-            *(self.checkpoint, self.reopen, self.load),
+            *(self.checkpoint, self.reopen, self.load, self.annotate),
         )
-        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3, 2))[0]()
+        self.chance.choices(actions, weights=(40, 20, 8, 8, 4, 6, 4, 3, 2, 12))[0]()
 
     def add(self) -> None:
         keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
@@ -117,7 +118,7 @@ class Child:
         self.journal.note("pinning", name=name)
         self.buffer.flush()
         keys = {str(number): self.keys[number] for number in self._ids()}
-        self.buffer.pin(name)
+        self.buffer.points.pin(name)
         self.pins.append(name)
         self.journal.note("pinned", name=name, keys=keys)
 
@@ -125,8 +126,19 @@ class Child:
         if self.pins:
             name = self.pins.pop(0)
             self.journal.note("unpinning", name=name)
-            self.buffer.unpin(name)
+            self.buffer.points.unpin(name)
             self.journal.note("unpinned", name=name)
+
+    def annotate(self) -> None:
+        """Give trajectories a value that is higher than all before it, as the writer or through the inbox."""
+        self.flush()
+        chosen = sorted(self.chance.sample(ids := self._ids(), min(len(ids), 3)))
+        if chosen:
+            self.next_value += 1
+            self.journal.note("annotating", ids=chosen, value=self.next_value)
+            store = self.folder / "store" if self.chance.random() < 0.5 else self.buffer
+            annotate(store, chosen, {"v": self.next_value})
+            self.journal.note("annotated", ids=chosen, value=self.next_value)
 
     def checkpoint(self) -> None:
         self.buffer.flush()

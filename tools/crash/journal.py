@@ -42,6 +42,8 @@ class Promises:
         unpinned: names of pins that were let go of and not taken again.
         checkpoint: ids and keys of the last checkpoint of which ``save_checkpoint`` returned; None before the first.
         saving: ids and keys of checkpoints of which saving was begun since.
+        annotated: by id, the highest value that ``annotate`` returned of.
+        annotating: by id, the highest one that was begun.
         pool: number of the pool that was saved last; None before the first.
         pooling: numbers of pools of which saving was begun since.
     """
@@ -53,6 +55,8 @@ class Promises:
     unpinned: set[str] = field(default_factory=set)
     checkpoint: dict[int, int] | None = None
     saving: list[dict[int, int]] = field(default_factory=list)
+    annotated: dict[int, int] = field(default_factory=dict)
+    annotating: dict[int, int] = field(default_factory=dict)
     pool: int | None = None
     pooling: list[int] = field(default_factory=list)
 
@@ -76,6 +80,9 @@ class Promises:
             self.saving.append(_keys(values))
         elif event == "saved":
             self.checkpoint, self.saving = self.saving[-1], []
+        elif event in ("annotating", "annotated"):
+            target = self.annotating if event == "annotating" else self.annotated
+            target |= dict.fromkeys(values["ids"], values["value"])
         elif event == "pooling":
             self.pooling.append(values["number"])
         elif event == "pooled":
@@ -91,6 +98,8 @@ class Promises:
     def forget(self, present: Mapping[int, int]) -> None:
         """Forget what was rightly evicted, so that checking does not grow with the campaign."""
         self.flushed = {number: key for number, key in self.flushed.items() if number in present}
+        self.annotated = {number: value for number, value in self.annotated.items() if number in present}
+        self.annotating = {number: value for number, value in self.annotating.items() if number in present}
         oldest = min(present, default=0)
         self.evicted = {number for number in self.evicted if number > oldest}
         self.surely_evicted = {number for number in self.surely_evicted if number > oldest}

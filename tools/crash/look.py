@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tools.crash.journal import Promises
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, TrajstoreError
+from trajstore.files.opening import open_directory
 from trajstore.inspection.verify import verify
+from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import WitnessError, check_trajectory
+from trajstore.writing.inbox import said_in, waiting
 
 Tell = Callable[[str], None]
 
@@ -47,8 +50,30 @@ def look(folder: Path, promises: Promises, problem: Tell) -> dict[int, int] | No
     for name in sorted(promises.unpinned):
         if (store / "pins" / f"{name}.json").exists():
             problem(f"pin {name} was let go of and is there again")
+    _look_at_values(store, present, promises, problem)
     verify_at(store, problem)
     return present
+
+
+def _look_at_values(store: Path, present: Iterable[int], promises: Promises, problem: Tell) -> None:
+    """Compare the values that came late: those that wait in the inbox count; none is there twice."""
+    directory = open_directory(store)
+    try:
+        catalog = Catalog.open(directory)
+        files = [name for name in waiting(directory) if name not in catalog.notes.sources]
+        inbox = [said_in(directory, name, catalog.store_id) for name in files]
+    except (TrajstoreError, OSError) as error:
+        problem(f"the values that came late cannot be read: {type(error).__name__}: {error}")
+        return
+    for number in sorted(set(present) & promises.annotating.keys()):
+        values = [note.value for note in catalog.notes.history(number)]
+        values += [said.values["v"][said.ids.index(number)] for said in inbox if number in said.ids]
+        found = [int(value) for value in values if isinstance(value, int | float)]
+        if found != sorted(set(found)):
+            problem(f"trajectory {number} was given {found}: one value twice, or in another order")
+        least, most = promises.annotated.get(number, 0), promises.annotating[number]
+        if not least <= max(found, default=0) <= most:
+            problem(f"trajectory {number} has the value {max(found, default=None)}, not one from {least} to {most}")
 
 
 def _look_at_checkpoint(path: Path, promises: Promises, problem: Tell) -> None:

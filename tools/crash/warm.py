@@ -26,8 +26,8 @@ def _use(folder: Path, form: str) -> None:
         buffer.add_trajectories([witness(key) for key in range(1, 20)])
         buffer.flush()
         buffer.evict([1])
-        buffer.pin("pin")
-        buffer.unpin("pin")
+        buffer.points.pin("pin")
+        buffer.points.unpin("pin")
         check_batch(buffer.sample(8))
         buffer.save_checkpoint(folder / "checkpoint")
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
@@ -45,7 +45,7 @@ def _use_kernels() -> None:
         check_batch(buffer.sample(1))
     tree = SumTree(40)
     tree.set(np.arange(3), np.ones(3))
-    tree.total_before(2)
+    tree.total_from(2)
     tree.find(np.array([0.5]))
     tree.replace(np.ones(3), 40)
 

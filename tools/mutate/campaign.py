@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import orjson
 
+from tools import campaigns
 from tools.mutate.damage import disturb
 from tools.mutate.forgery import forge
 from tools.mutate.pristine import Kind, build, files_of
@@ -32,54 +32,22 @@ _PRECIOUS = b"precious"
 Probe = Callable[[Path, Kind], Report]
 
 
-@dataclass(frozen=True)
-class Trouble:
-    """A mutation after which something was not as it must be."""
-
-    kind: str
-    seed: int
-    number: int
-    done: str
-    level: str
-    problems: tuple[str, ...]
-    place: int
-    """How many mutations of all kinds there were up to it."""
-
-    def __str__(self) -> str:
-        lines = [f"--kind {self.kind} --seed {self.seed} --only {self.number}: {self.done} ({self.level})"]
-        return "\n    ".join([*lines, *self.problems])
-
-
-@dataclass
-class Result:
+@dataclass(kw_only=True)
+class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
         outcomes: how many mutations of a kind and level came out how, by (kind, level, outcome).
-        troubles: what was wrong.
         slowest: seconds that the slowest case took.
-        seconds: how long all of it took.
     """
 
     outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    troubles: list[Trouble] = field(default_factory=list)
     slowest: float = 0.0
-    seconds: float = 0.0
 
     @property
     def mutations(self) -> int:
         """How many directories were damaged."""
         return self.outcomes.total()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return {
-            "mutations": self.mutations,
-            "seconds": round(self.seconds, 1),
-            "slowest": round(self.slowest, 2),
-            "outcomes": [[*key, count] for key, count in sorted(self.outcomes.items())],
-            "problems": [{**vars(trouble), "problems": list(trouble.problems)} for trouble in self.troubles],
-        }
 
 
 def run_campaign(
@@ -103,7 +71,6 @@ def run_campaign(
         probe: looks at a directory; None has a process of its own do it.
         progress: told after each mutation.
     """
-    start = time.monotonic()
     worker = Worker() if probe is None else None
     look = probe if worker is None else worker.probe
     if look is None:
@@ -118,7 +85,6 @@ def run_campaign(
             begun = time.monotonic()
             _mutate(folder, kind, pristine[kind.name], seed, number, look, result)
             result.slowest = max(result.slowest, time.monotonic() - begun)
-            result.seconds = time.monotonic() - start
             if progress is not None:
                 progress(result)
     finally:
@@ -195,8 +161,8 @@ def _mutate(folder: Path, kind: Kind, pristine: Pristine, seed: int, number: int
         problems.append("something outside the directory was touched")
     result.outcomes[kind.name, stakes.level.value, outcome(report, pristine)] += 1
     if problems:
-        level, place = stakes.level.value, result.mutations
-        result.troubles.append(Trouble(kind.name, seed, number, done, level, tuple(problems), place))
+        which = f"--kind {kind.name} --seed {seed} --only {number}: {done} ({stakes.level.value})"
+        result.problems.append("\n    ".join([which, *problems]))
 
 
 def _damage(path: Path, kind: Kind, files: Files, canary: Path, chance: random.Random, *, forged: bool) -> str:

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.experience.store import BufferStore
 from trajstore.testing.copies import copy_live
@@ -91,13 +91,15 @@ def _store(path: Path, form: str, **options: object) -> None:
         for keys in ((0, 1), (2,), (3,)):
             buffer.add_trajectories([witness(key) for key in keys])
             buffer.flush()
-        buffer.pin("first")
+        buffer.points.pin("first")
         buffer.evict([0])
+        annotate(buffer, [1, 2], {"score": [0.5, 2], "tag": "in the snapshot"})
     buffer = _open(path, form, options)
+    annotate(buffer, [2, 3], {"score": 3}, who="in the log")
     for key in (4, 5):
         buffer.add_trajectories([witness(key)])
         buffer.flush()
-    buffer.pin("second")
+    buffer.points.pin("second")
     buffer.evict([2])
     buffer.add_trajectories([witness(key) for key in (6, 7)])
     buffer.flush()

@@ -14,12 +14,15 @@ import torch
 
 from tools.mutate.pristine import RULES, Kind, agent_witness, files_of
 from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.buffer.internals import internals_of
+from trajstore.columns.facts import SCORE
 from trajstore.experience import ExperienceManager
 from trajstore.experience.store import BufferStore
 from trajstore.inspection.copying import repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verification import Problem, Verification
 from trajstore.inspection.verify import verify
+from trajstore.querying.facts import FACTS
 from trajstore.testing.witness import WitnessError, check_batch, witness
 
 NEW = 99
@@ -163,7 +166,12 @@ def _look(path: Path, kind: Kind, report: Report, *, strict: bool, pin: str | No
     try:
         _, look.error = _call("load_checkpoint", lambda: buffer.load_checkpoint(path, strict=strict, pin=pin), report)
         if look.error is None:
-            state = (buffer.seed, buffer.state_dict(), buffer.trajectory_counter, buffer.trajectory_format)
+            state = (
+                buffer.seed,
+                buffer.state_dict(),
+                internals_of(buffer).trajectory_counter,
+                buffer.trajectory_format,
+            )
             look.facts["state"] = digest(state)
             if pin is None:
                 look.facts["batch"] = _sample(buffer, kind, report)
@@ -178,6 +186,10 @@ def _trajectories(buffer: TrajectoryReplayBuffer, report: Report) -> dict[str, s
     for number in buffer.trajectory_ids.tolist():
         found, error = _call("get", lambda number=number: buffer.get(number), report)  # type: ignore[misc]
         facts[f"trajectory {number}"] = digest(found) if error is None else REFUSED + error
+    for row in buffer.query().rows():
+        given = {name: row[name] for name in row if name not in FACTS and not name.startswith(SCORE)}
+        if any(value is not None for value in given.values()):
+            facts[f"values of {row['trajectory_id']}"] = digest(given)
     return facts
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from tools import campaigns
 from tools.crash.journal import Promises
 from tools.crash.look import look, read, verify_at
 from tools.powerloss.filesystem import Op, Promise
@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
@@ -30,16 +30,12 @@ class Result:
         possible: how many crashes there were to choose from.
         operations: recorded, all sessions together.
         compared: trajectories read back and compared.
-        problems: what was wrong, each with what repeats it.
-        seconds: how long it took.
     """
 
     states: int = 0
     possible: int = 0
     operations: int = 0
     compared: int = 0
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def run_campaign(
@@ -61,20 +57,14 @@ def run_campaign(
         steps: see :func:`~tools.powerloss.sessions.record_store`.
         progress: told after each state.
     """
-    result, start = Result(), time.monotonic()
-
-    def tell(done: Result) -> None:
-        done.seconds = time.monotonic() - start
-        if progress is not None:
-            progress(done)
-
+    result = Result()
+    tell = progress or (lambda _: None)
     pools = max(states // 10, 1)
     check(folder / "pools", record_pools(folder / "record_pools"), pools, seed, look_at_pool, "pools", result, tell)
     for at, number in enumerate(sessions):
         ops = record_store(folder / "record", number, seed, steps)
         share = (states - result.states) // (len(sessions) - at)
         check(folder / "store", ops, share, seed, look_at_store, f"session {number}", result, tell)
-    result.seconds = time.monotonic() - start
     return result
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools import campaigns
 from tools.crash.forked import forking
 from tools.soak.follower import follow
 from tools.soak.measure import Sample, bytes_of, growth, taken_by
@@ -45,19 +46,17 @@ class Plan:
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What was found.
 
     Attributes:
         samples: in the order of time.
-        problems: what was wrong.
         added: trajectories.
         rows: that were checked by followers.
         worst: shard bytes over live bytes, at the worst moment.
     """
 
     samples: list[Sample] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
     added: int = 0
     rows: int = 0
     worst: float = 0.0
@@ -173,13 +172,13 @@ class _Session:
     def pin(self) -> None:
         if len(self.pins) < 2:
             name = f"pin{self.key}"
-            self.buffer.pin(name)
+            self.buffer.points.pin(name)
             self.pins[name] = set(self.ids())
 
     def unpin(self) -> None:
         if self.pins:
             name = next(iter(self.pins))
-            self.buffer.unpin(name)
+            self.buffer.points.unpin(name)
             del self.pins[name]
 
     def checkpoint(self) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.reference.model import ModelConfig
-from trajstore.arguments import finite
+from trajstore.arguments import finite, whole
 from trajstore.checked import checked
-from trajstore.errors import ConfigurationError
+from trajstore.settings import Settings
 
 Rows = Literal["rollout", "turns"]
 RowWeight = Literal["row", "rollout"]
 
 
+_ABOVE_0 = partial(finite, least=0, above=True)
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Settings):
     """Everything that a run depends on.
 
     Raises:
@@ -28,28 +31,28 @@ class TrainerConfig:
     """
 
     environment: str = "household"
-    steps: int = 120
+    steps: Annotated[int, partial(whole, least=1)] = 120
     """Training steps of the whole run; training progress is measured against it."""
-    tasks_per_step: int = 16
-    n_rollout: int = 8
-    """Rows per task: fresh rollouts, plus histories if there are any."""
-    minibatches: int = 2
+    tasks_per_step: Annotated[int, partial(whole, least=1)] = 16
+    n_rollout: Annotated[int, partial(whole, least=2)] = 8
+    """Rows per task: fresh rollouts, plus histories if there are any. Advantages compare rollouts."""
+    minibatches: Annotated[int, partial(whole, least=1)] = 2
     """Optimizer steps per training step; each takes an equal share of the rows, drawn at random."""
-    learning_rate: float = 5e-4
-    entropy_coeff: float = 0.003
+    learning_rate: Annotated[float, _ABOVE_0] = 5e-4
+    entropy_coeff: Annotated[float, partial(finite, least=0)] = 0.003
     """Weight of the mean entropy that is added to the objective."""
-    cliprange_low: float = 0.2
-    cliprange_high: float = 0.28
-    clip_ratio_c: float = 3.0
-    max_grad_norm: float = 1.0
-    warm_start_steps: int = 200
+    cliprange_low: Annotated[float, partial(finite, least=0)] = 0.2
+    cliprange_high: Annotated[float, partial(finite, least=0)] = 0.28
+    clip_ratio_c: Annotated[float, partial(finite, least=1)] = 3.0
+    max_grad_norm: Annotated[float, _ABOVE_0] = 1.0
+    warm_start_steps: Annotated[int, partial(whole, least=0)] = 200
     """Supervised steps on replies that ignore the goal; see ``warm_start``."""
-    warm_start_learning_rate: float = 2e-3
-    evaluate_every: int = 5
+    warm_start_learning_rate: Annotated[float, _ABOVE_0] = 2e-3
+    evaluate_every: Annotated[int, partial(whole, least=1)] = 5
     """Steps between evaluations; these draw from a generator of their own and do not count as rollouts."""
-    evaluation_rollouts: int = 4
+    evaluation_rollouts: Annotated[int, partial(whole, least=1)] = 4
     """Rollouts of each task in an evaluation."""
-    solved_at: float = 0.9
+    solved_at: Annotated[float, partial(finite, least=0, most=1, above=True)] = 0.9
     """Success rate over all tasks at which the environment counts as solved."""
     seed: int = 0
     device: str = "cpu"
@@ -62,24 +65,10 @@ class TrainerConfig:
     guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
     """Guided rollouts. ``experience_template`` must be words around its place, such as ``"hint {} now "``."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "tasks_per_step", "minibatches", "evaluate_every", "evaluation_rollouts"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name}: {getattr(self, name)}, must be at least 1")
-        if self.n_rollout < 2:
-            raise ConfigurationError(f"n_rollout: {self.n_rollout}, must be at least 2: advantages compare rollouts")
-        if self.minibatches > self.tasks_per_step * self.n_rollout:
-            raise ConfigurationError(f"minibatches: {self.minibatches}, must not be above the rows of a batch")
-        for name in ("learning_rate", "warm_start_learning_rate", "max_grad_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name}: {getattr(self, name)}, must be above 0 and finite")
-        for name in ("entropy_coeff", "cliprange_low", "cliprange_high"):
-            finite(name, getattr(self, name), 0)
-        finite("clip_ratio_c", self.clip_ratio_c, 1)
-        if self.warm_start_steps < 0:
-            raise ConfigurationError(f"warm_start_steps: {self.warm_start_steps}, must be at least 0")
-        if not 0 < self.solved_at <= 1:
-            raise ConfigurationError(f"solved_at: {self.solved_at}, must be in (0, 1]")
+    def contradictions(self) -> list[str]:
+        if self.minibatches <= self.tasks_per_step * self.n_rollout:
+            return []
+        return [f"minibatches: {self.minibatches}, must not be above the rows of a batch"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from trainer_hooks.guidance_config import GuidanceConfig
-from trainer_hooks.reference.tokenizer import WordTokenizer
 from trajstore.errors import ConfigurationError
 from trajstore.experience import is_success
-from trajstore.guidance import Experience, ExperienceTemplate, Guidance, LocalMaker
+from trajstore.guidance import Experience, ExperienceTemplate, LocalMaker
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -70,22 +66,3 @@ def word_maker(config: GuidanceConfig) -> LocalMaker | None:
     if config.base_url is not None or config.store is not None:
         raise ConfigurationError("base_url, store: the reference trainer keeps experience in memory; leave them out")
     return LocalMaker(summarizer=WordSummarizer(), present=lambda found: " ".join(one.content for one in found))
-
-
-def retokenized(trajectory: AgentTrajectory, tokenizer: WordTokenizer) -> AgentTrajectory:
-    """Return a discarded rollout with the prompt tokens of its messages as they are now; any other as it is."""
-    guidance = Guidance.of(trajectory)
-    if guidance is None or not guidance.taken_out:
-        return trajectory
-    if trajectory.input_ids is None or trajectory.response_mask is None or trajectory.response_start is None:
-        return trajectory
-    prompt = tokenizer.opening(str(trajectory.messages[0]["content"]))
-    ids = torch.tensor(prompt + trajectory.input_ids[trajectory.response_start :].tolist())
-    return dataclasses.replace(
-        trajectory,
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        loss_mask=torch.cat([torch.zeros(len(prompt), dtype=torch.int64), trajectory.response_mask]),
-        response_start=len(prompt),
-        query=str(trajectory.messages[0]["content"]),
-    )

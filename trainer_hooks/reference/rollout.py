@@ -173,7 +173,7 @@ class RolloutWorker:
             response_mask=response_mask,
             reward=Reward(outcome=row.outcome),
             task_id=task.task_id,
-            query=row.messages[0]["content"],
+            query=row.episode.first_message,
             is_terminated=True,
             tokenizer_fingerprint=self._tokenizer.fingerprint,
         )

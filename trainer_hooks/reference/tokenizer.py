@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from trajstore.errors import ConfigurationError
 
@@ -52,6 +53,28 @@ class WordTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the words of ids, marks included."""
         return " ".join(self._words[index] for index in ids)
+
+    # ---- the same by the names of Hugging Face ----
+
+    all_special_tokens = _MARKS
+    all_special_ids = range(len(_MARKS))
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> str:
+        """Return a conversation as text, of words and marks."""
+        words = [BOS]
+        for one in messages:
+            words += [MODEL if one["role"] == "assistant" else USER, str(one["content"]), END]
+        return " ".join([*words, MODEL] if add_generation_prompt else words)
+
+    def convert_tokens_to_ids(self, words: Sequence[str]) -> list[int]:
+        """Return the ids of words and marks."""
+        return [self._ids[word] for word in words]
+
+    def __call__(self, text: str, *, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        """Return the ids of a text of known words and marks."""
+        return {"input_ids": self.encode(text)}
 
     def opening(self, message: str) -> list[int]:
         """Return the ids of a conversation's beginning, up to where the model begins to write."""

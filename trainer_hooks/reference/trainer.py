@@ -7,6 +7,7 @@ bit, and so are a resumed and an uninterrupted one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,7 +23,7 @@ from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask, rows_of_rollout
 from trainer_hooks.reference.config import CurvePoint, TrainerConfig
 from trainer_hooks.reference.environments import Environment, TextTask, make_environment
-from trainer_hooks.reference.guided import guided_words, retokenized, word_maker, word_template
+from trainer_hooks.reference.guided import guided_words, word_maker, word_template
 from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
@@ -31,7 +32,10 @@ from trajstore.checked import checked
 from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.experience.rows import turns_as_rows
+from trajstore.guidance.manager import RolloutMode
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
 _STATE_KEYS = ("tokenizer_fingerprint", "model", "optimizer", "tokens", "order", "waiting", "curve", "replay")
@@ -74,7 +78,7 @@ class ReferenceTrainer(Closing):
             current_entropy=self._current_entropy,
             task_text=lambda task: self.environment.begin(task).first_message,
         )
-        self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance))
+        self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance), tokenizer=self.tokenizer)
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
         self.curve: list[CurvePoint] = []
         self.metrics: dict[str, float] = {}
@@ -123,7 +127,14 @@ class ReferenceTrainer(Closing):
         stop_when_solved: bool = False,
         after_step: Callable[[CurvePoint], None] | None = None,
     ) -> list[CurvePoint]:
-        """Train up to step ``until`` (all steps of the configuration if None) and return the whole curve."""
+        """Train up to step ``until`` (all steps of the configuration if None) and return the whole curve.
+
+        With ``guidance.init_experience_before_training`` the rollouts of an evaluation become experience before the
+        first step; with ``init_experience_only`` there are no steps.
+        """
+        if self.config.guidance.init_experience_only:
+            self._fill()
+            return self.curve
         last = self.config.steps if until is None else min(until, self.config.steps)
         while self.step < last and not (stop_when_solved and self.solved_after is not None):
             point = self.train_step()
@@ -132,8 +143,18 @@ class ReferenceTrainer(Closing):
         return self.curve
 
     def train_step(self) -> CurvePoint:
-        """Do one step: choose tasks, roll out, update the policy, fill the pool; evaluate now and then."""
+        """Do one step: choose tasks, roll out, update the policy, fill the pool; evaluate now and then.
+
+        Raises:
+            ConfigurationError: with ``guidance.init_experience_only`` there are no steps.
+        """
+        if self.config.guidance.init_experience_only:
+            raise ConfigurationError(
+                "guidance.init_experience_only: true, so there are no steps; train() fills the pool"
+            )
         step = self.step + 1
+        if step == 1:
+            self._fill()
         mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
         plan = self.hook.before_rollout(mixed)
         fresh = self._roll_out(plan, step)
@@ -162,13 +183,18 @@ class ReferenceTrainer(Closing):
         return point
 
     def evaluate(self) -> tuple[float, dict[int, float]]:
-        """Return the success rate over all tasks, and that of each level. The same draws for the same policy."""
-        generator = torch.Generator(self.config.device).manual_seed(self.config.seed)
-        tasks = [task for task in self.environment.tasks for _ in range(self.config.evaluation_rollouts)]
-        outcomes = list(map(_outcome, self.worker.run(tasks, generator)))
+        """Return the success rate over all tasks, and that of each level. The same draws for the same policy.
+
+        Its rollouts are guided as ``guidance.val_rollout_expmode`` says, and become experience with
+        ``guidance.val_summarizer_save``.
+        """
+        made = self._evaluated()
+        self.guidance.validated(made)
+        self.guidance.wait(_PATIENCE)
+        outcomes = list(map(_outcome, made))
         levels: dict[int, list[float]] = {}
-        for task, outcome in zip(tasks, outcomes, strict=True):
-            levels.setdefault(task.level, []).append(outcome)
+        for one, outcome in zip(made, outcomes, strict=True):
+            levels.setdefault(self._tasks[one.task_id].level, []).append(outcome)
         return sum(outcomes) / len(outcomes), {level: sum(held) / len(held) for level, held in levels.items()}
 
     # ---- saving ----
@@ -220,6 +246,12 @@ class ReferenceTrainer(Closing):
 
     # ---- inside a step ----
 
+    def _fill(self) -> None:
+        """Make experience of an evaluation, before the first step, where configured."""
+        wanted = self.config.guidance.init_experience_before_training and self.step == 0
+        if wanted and not self.guidance.begin(self._evaluated(), _PATIENCE):
+            logger.warning("guidance: not all of the evaluation has become experience in %.0f s", _PATIENCE)
+
     def _next_tasks(self) -> list[TextTask]:
         """Return the next tasks of an order that is shuffled anew when all have had their turn."""
         while len(self._waiting) < self.config.tasks_per_step:
@@ -230,19 +262,30 @@ class ReferenceTrainer(Closing):
         return [self._tasks[name] for name in chosen]
 
     def _roll_out(self, plan: Sequence[PlannedTask[TextTask]], step: int) -> list[AgentTrajectory]:
+        done = self._guided(plan, "sample", self._tokens)
+        for number, trajectory in enumerate(done):
+            trajectory.rollout_id = f"{step}-{number}"
+            trajectory.policy_version = step
+        return done if self.config.rows == "rollout" else [turns_as_rows(one) for one in done]
+
+    def _evaluated(self) -> list[AgentTrajectory]:
+        """Return the rollouts of an evaluation."""
+        generator = torch.Generator(self.config.device).manual_seed(self.config.seed)
+        plan = [PlannedTask(task, self.config.evaluation_rollouts, ()) for task in self.environment.tasks]
+        return self._guided(plan, "validate", generator)
+
+    def _guided(
+        self, plan: Sequence[PlannedTask[TextTask]], mode: RolloutMode, generator: torch.Generator
+    ) -> list[AgentTrajectory]:
+        """Return the plan's rollouts, some of which were shown experience."""
         tasks = [one.task for one in plan for _ in range(one.fresh_rollouts)]
-        configs = self.guidance.before_rollout(plan)
+        configs = self.guidance.before_rollout(plan, mode)
         openings = [
             self.guidance.context([{"role": "user", "content": self.environment.begin(task).first_message}], one)
             for task, one in zip(tasks, configs, strict=True)
         ]
-        fresh = self.worker.run(tasks, self._tokens, [str(messages[0]["content"]) for messages in openings])
-        for number, trajectory in enumerate(fresh):
-            trajectory.rollout_id = f"{step}-{number}"
-            trajectory.policy_version = step
-        done = [self.guidance.finished(one, config) for one, config in zip(fresh, configs, strict=True)]
-        done = [retokenized(one, self.tokenizer) for one in done]
-        return done if self.config.rows == "rollout" else [turns_as_rows(one) for one in done]
+        made = self.worker.run(tasks, generator, [str(messages[0]["content"]) for messages in openings])
+        return [self.guidance.finished(one, config) for one, config in zip(made, configs, strict=True)]
 
     def _batch(self, rows: Sequence[BatchRow]) -> Batch:
         """Return the padded batch on the model's device."""

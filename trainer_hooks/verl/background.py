@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trajstore import locks
 from trajstore.errors import StoreClosedError
-from trajstore.interrupts import Parking
+from trajstore.interrupts import Parking, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Background:
         self._error: BaseException | None = None
         self._closing = False
         try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
+            start_thread(threading.Thread(target=self._run, name=name, daemon=True))
         except BaseException:
             self._closing = True  # an interrupt may come when it runs already
             raise

@@ -7,16 +7,19 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.guided_config import KEYS, discards_experience, guidance_of, guidance_problems
+from trajstore.arguments import finite, text_or_none, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 from trajstore.experience import is_success
 from trajstore.formats import get_format
+from trajstore.settings import Settings, keys_of, refuse, unknown
 
 SECTION = "exp_manager"
 """Where the block stands in verl's configuration."""
@@ -27,14 +30,17 @@ FOLDER = "trajstore"
 OnError = Literal["raise", "warn"]
 OnResume = Literal["exact", "keep"]
 
-Section = TypeVar("Section")
-
 _BELOW_ONE = 1.0 - 2.0**-23
 """Below 1 in float32 too, in which the pool compares."""
 
 
+def _format(_name: str, value: Any) -> str:
+    get_format(value)
+    return str(value)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RecordingConfig:
+class RecordingConfig(Settings):
     """``exp_manager.recording``: where every rollout that the trainer samples is kept.
 
     Attributes:
@@ -50,34 +56,18 @@ class RecordingConfig:
         ConfigurationError: a value is out of range; the message names the key.
     """
 
+    section: ClassVar[str] = f"{SECTION}.recording"
+
     enable: bool = True
-    path: str | None = None
-    format: str = "pt"
-    capacity: int | None = None
+    path: Annotated[str | None, text_or_none] = None
+    format: Annotated[str, _format] = "pt"
+    capacity: Annotated[int | None, partial(whole_or_none, least=1)] = None
     text: bool = True
     on_error: OnError = "raise"
 
-    def __post_init__(self) -> None:
-        problems = []
-        for name in ("enable", "text"):
-            if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name}: {getattr(self, name)!r}, must be true or false")
-        if self.path is not None and (not isinstance(self.path, str) or not self.path):
-            problems.append(f"path: {self.path!r}, must be a directory or URL, or null")
-        try:
-            get_format(self.format)
-        except ConfigurationError as error:
-            problems.append(str(error))
-        if self.capacity is not None and (type(self.capacity) is not int or self.capacity < 1):
-            problems.append(f"capacity: {self.capacity!r}, must be a whole number of at least 1, or null")
-        if self.on_error not in get_args(OnError):
-            problems.append(f"on_error: {self.on_error!r}, must be one of {', '.join(get_args(OnError))}")
-        if problems:
-            raise ConfigurationError(f"{SECTION}.recording: " + "; ".join(problems))
-
 
 @dataclass(frozen=True, kw_only=True)
-class OutcomeRule:
+class OutcomeRule(Settings):
     """``exp_manager.outcome``: what a success is, in terms of verl's rewards.
 
     Attributes:
@@ -89,15 +79,10 @@ class OutcomeRule:
         ConfigurationError: a value is out of range; the message names the key.
     """
 
-    key: str | None = None
-    success: float = 1.0
+    section: ClassVar[str] = f"{SECTION}.outcome"
 
-    def __post_init__(self) -> None:
-        if self.key is not None and (not isinstance(self.key, str) or not self.key):
-            raise ConfigurationError(f"{SECTION}.outcome: key: {self.key!r}, must be a name or null")
-        number = isinstance(self.success, int | float) and not isinstance(self.success, bool)
-        if not number or not 0 < self.success < float("inf"):
-            raise ConfigurationError(f"{SECTION}.outcome: success: {self.success!r}, must be a number above 0")
+    key: Annotated[str | None, text_or_none] = None
+    success: Annotated[float, partial(finite, least=0, above=True)] = 1.0
 
     def of(self, score: float, reward_extra: Mapping[str, Any]) -> float:
         """Return the outcome of a rollout, 1 for a success and below 1 otherwise; what is not finite stays so.
@@ -133,6 +118,10 @@ class ReplayBlock:
     folder: Path
     """``<trainer.default_local_dir>/trajstore``."""
     n_rollout: int
+    max_prompt_length: int | None = None
+    """``data.max_prompt_length``, in tokens; ``None`` = any."""
+    max_response_length: int | None = None
+    """``data.max_response_length``, in tokens; ``None`` = any."""
     n_validation: int = 1
     """Rollouts of a task in validation."""
     agent_loop: str = "single_turn_agent"
@@ -165,11 +154,10 @@ class ReplayBlock:
         Raises:
             ConfigurationError: unknown keys, values out of range, options elsewhere that contradict them.
         """
-        block = _mapping(config.get(SECTION), SECTION)
-        known = {"experience_replay", "recording", "outcome", "on_resume"}
-        _refuse_unknown(block, known, SECTION, more=KEYS)
+        block = keys_of(config.get(SECTION), SECTION)
+        refuse(SECTION, unknown(block, ["experience_replay", "recording", "outcome", "on_resume", *KEYS]))
         folder = Path(str(config.trainer.default_local_dir)).absolute() / FOLDER
-        replay = dict(_mapping(block.get("experience_replay"), REPLAY_SECTION))
+        replay = keys_of(block.get("experience_replay"), REPLAY_SECTION)
         # Elsewhere a pool without a path is in memory; a run that shall survive a crash needs another default.
         replay.setdefault("store", {"path": str(folder / "pool")})
         if "success_threshold" in replay:
@@ -190,13 +178,15 @@ class ReplayBlock:
         n_rollout = int(rollout.n)
         result = ReplayBlock(
             experience_replay=ExperienceReplayConfig.from_mapping(
-                replay, n_rollout=n_rollout if replay.get("enable") is True else None
+                replay, n_rollout=n_rollout if replay.get("enable") else None
             ),
-            recording=_section(RecordingConfig, block, "recording"),
-            outcome=_section(OutcomeRule, block, "outcome"),
+            recording=RecordingConfig.from_node(block.get("recording")),
+            outcome=OutcomeRule.from_node(block.get("outcome")),
             on_resume=block.get("on_resume", "exact"),
             folder=folder,
             n_rollout=n_rollout,
+            max_prompt_length=int(config.data.max_prompt_length),
+            max_response_length=int(config.data.max_response_length),
             n_validation=int(rollout.val_kwargs.n),
             agent_loop=str(rollout.agent.default_agent_loop),
             guidance=guidance_of(config, folder),
@@ -265,24 +255,3 @@ def naming(option: str, value: str | None) -> Iterator[None]:
         raise
     except Exception as error:  # clients of object stores raise errors of their own, for absent credentials too
         raise ConfigurationError(f"{option}: {value}: cannot be opened: {type(error).__name__}: {error}") from error
-
-
-def _section(kind: type[Section], block: Mapping[str, Any], name: str) -> Section:
-    values = _mapping(block.get(name), f"{SECTION}.{name}")
-    _refuse_unknown(values, {field.name for field in dataclasses.fields(kind)}, f"{SECTION}.{name}")  # type: ignore[arg-type]
-    return kind(**values)
-
-
-def _mapping(node: Any, name: str) -> Mapping[str, Any]:
-    if node is None:
-        return {}
-    if not hasattr(node, "keys"):
-        raise ConfigurationError(f"{name}: must be a mapping of keys, is a {type(node).__name__}")
-    return {str(key): node[key] for key in node.keys()}  # noqa: SIM118 - may be no dict
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: set[str], name: str, more: frozenset[str] = frozenset()) -> None:
-    unknown = sorted(set(given) - known - more)
-    if unknown:
-        known_here = ", ".join([*sorted(known), *sorted(more)])
-        raise ConfigurationError(f"{name}: unknown key {', '.join(unknown)}; known are {known_here}")

@@ -48,6 +48,8 @@ class Cut:
     """Histories that are to join prompts whose rollouts are under way, by ``uid``; asynchronous modes have such."""
     guidance: str | None = None
     """State of what guidance draws; ``None`` if nothing is guided. Text: its numbers are longer than JSON's."""
+    wanted: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Sessions, histories among them, of such prompts that the data set gives a number of their own, by ``uid``."""
 
 
 def checkpoint_folder(root: str | Path, step: int) -> Path:
@@ -91,6 +93,7 @@ def read_cut(folder: Path) -> Cut | None:
             pool=document["pool"],
             expected=dict(document["expected"]),
             guidance=document.get("guidance"),
+            wanted=dict(document.get("wanted", {})),
         )
     except FileNotFoundError:
         return None

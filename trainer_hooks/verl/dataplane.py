@@ -73,6 +73,12 @@ def add_rows(rows: Sequence[Row], partition_id: str) -> None:
         )
 
 
+def clear_rows(keys: Sequence[str], partition_id: str) -> None:
+    """Remove rows from the plane."""
+    if keys:
+        tq.kv_clear(keys=list(keys), partition_id=partition_id)
+
+
 def write_column(keys: Sequence[str], partition_id: str, name: str, values: Sequence[Tensor]) -> None:
     """Write one token column of these rows, one tensor each."""
     if keys:

@@ -54,19 +54,19 @@ class GuidedRollouts:
 
     Args:
         block: the configuration; with guidance switched off all calls hand back what they were given.
+        tokenizer: of the run.
 
     Raises:
         StoreLockedError: another process writes to the store of experiences.
-        MissingDependencyError: bm25s is not installed, which the embedded maker needs.
     """
 
-    def __init__(self, block: ReplayBlock) -> None:
+    def __init__(self, block: ReplayBlock, tokenizer: Any = None) -> None:
         config = block.guidance
         self.is_on = config.is_on
         """Whether rollouts are guided, or become experience."""
         self._block = block
         with naming("experience_maker.store.path", (config.store or {}).get("path")):
-            self._hook = GuidanceHook(config)
+            self._hook = GuidanceHook(config, tokenizer=tokenizer)
         self._asking: ThreadPoolExecutor | None = None
         if config.base_url is not None and config.enable_context_generator:
             self._asking = ThreadPoolExecutor(AT_ONCE, "guidance-retrieve")
@@ -105,7 +105,7 @@ class GuidedRollouts:
         sources, indices = _column(prompts, "data_source", ""), _column(prompts, "index", "")
         tasks = [task_name(*names) for names in zip(sources, indices, strict=True)]
         plan = [PlannedTask(task, int(count), ()) for task, count in zip(tasks, counts, strict=True)]
-        configs = iter(self._allotted(plan, validates=validates))
+        configs = iter(self._hook.before_rollout(plan, "validate" if validates else "sample"))
         rollouts = [[next(configs) for _ in range(one.fresh_rollouts)] for one in plan]
         wanted = {place: held for place, held in enumerate(rollouts) if any(one.add_exp for one in held)}
         messages = _column(prompts, "raw_prompt", ())
@@ -122,15 +122,6 @@ class GuidedRollouts:
         result["agent_name"] = NonTensorStack(*loops)
         result[OFFER] = NonTensorStack(*offers)  # on each of them: the data plane drops a column that one row lacks
         return result
-
-    def _allotted(self, plan: Sequence[PlannedTask[str]], *, validates: bool) -> list[TrajExpConfig]:
-        """Return who is guided. A validation leaves the random choices of training as they are, whenever it comes."""
-        if not validates:
-            return self._hook.before_rollout(plan)
-        state = self._hook.state_dict()
-        configs = self._hook.before_rollout(plan, "validate")
-        self._hook.load_state_dict(state)
-        return configs
 
     def _ask(self, questions: dict[int, tuple[list[Any], TrajExpConfig]]) -> dict[int, TrajExpConfig]:
         """Return for each prompt what was found for it; prompts for which nothing was are absent."""

@@ -12,7 +12,9 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.verl import dataplane
+from trainer_hooks.verl.fitting import Fitting
 from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.placement import surplus
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, output_of, replayed_row, session_of
 from trajstore.errors import ConfigurationError
 from trajstore.experience.entry import llm_mask
@@ -37,11 +39,12 @@ class Histories:
     Rows join when a batch is sampled; where groups are filtered, before verl judges them (:meth:`join_finished`).
 
     Args:
-        n_rollout: sessions that a prompt may have.
+        n_rollout: sessions that a prompt may have, if it does not say so itself.
+        fitting: tells which may stand beside the rollouts of a prompt.
         own_group: each replayed row is a group of its own.
     """
 
-    def __init__(self, n_rollout: int, *, own_group: bool) -> None:
+    def __init__(self, n_rollout: int, fitting: Fitting, *, own_group: bool) -> None:
         self.expected: dict[str, Sequence[AgentTrajectory]] = {}
         """By ``uid`` of the prompt, until the prompt is sampled or dropped."""
         self.joined: dict[str, AgentTrajectory] = {}
@@ -50,19 +53,42 @@ class Histories:
         """History by session, of the batch sampled last."""
         self.asked: dict[str, int] = {}
         """Rollouts that were to be made, by ``uid``, of the batch sampled last."""
+        self.wanted: dict[str, int] = {}
+        """Sessions of prompts that say so themselves, with histories, by ``uid``; until sampled or dropped."""
+        self.without_room = 0
+        """Histories that were expected, and left out of the batch sampled last."""
         self._n_rollout = n_rollout
+        self._fitting = fitting
         self._own_group = own_group
         self._told_metric = False
 
-    def expect(self, histories: Mapping[str, Sequence[AgentTrajectory]]) -> None:
+    def expect(
+        self, histories: Mapping[str, Sequence[AgentTrajectory]], wanted: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """Remember which histories are to join the rollouts of which prompt, by ``uid``.
 
         To be called before the prompts are under way. Histories of prompts that were dropped since are forgotten.
+
+        Args:
+            histories: of prompts; of each as many as leave it a fresh rollout.
+            wanted: sessions that each prompt is to have, its histories among them; n where absent.
+
+        Returns:
+            How many histories are to join each prompt that has any.
         """
-        if self.expected:
+        if self.expected or self.wanted:
             alive = dataplane.prompts_under_way(TRAINING)
             self.expected = {uid: held for uid, held in self.expected.items() if uid in alive}
-        self.expected.update({uid: held for uid, held in histories.items() if held})
+            self.wanted = {uid: count for uid, count in self.wanted.items() if uid in alive}
+        self.wanted.update({uid: count for uid, count in (wanted or {}).items() if count != self._n_rollout})
+        joining = {}
+        for uid, held in histories.items():
+            room = max(self._wanted(uid) - 1, 0)
+            kept = held if len(held) <= room else held[:room]  # a slice waits for those that a thread draws
+            if kept:
+                self.expected[uid] = kept
+                joining[uid] = len(kept)
+        return joining
 
     def join_finished(self, uids: Iterable[str], tags: dict[str, dict[str, Any]], metric: str) -> None:
         """Put the histories of finished prompts into the data plane, before their groups are judged.
@@ -88,27 +114,33 @@ class Histories:
         dataplane.add_rows(added, TRAINING)
         tags.update((row.key, dict(row.tag)) for row in added)
 
-    def sampled(self, batch: KVBatchMeta, exchanged: Container[str] = frozenset()) -> KVBatchMeta:
+    def sampled(
+        self, batch: KVBatchMeta, exchanged: Container[str] = frozenset(), multiple: int | None = None
+    ) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows in it, each beside the rollouts of its prompt.
 
-        Every row gets ``exp_mask``. No prompt has more than n sessions. Prompts that came back without any
-        rollout get no history either.
+        Every row gets ``exp_mask``. No prompt has more sessions than it wanted. Prompts that came back without any
+        rollout get no history either. Histories for which verl would make another mini-batch are left out, those first
+        that were drawn last for their prompt.
 
         Args:
             batch: as verl samples it.
             exchanged: keys of rows whose experience was taken out of the prompt.
+            multiple: verl fills the batch up to a multiple of it; ``None``: it may have any number of rows.
 
         Raises:
             ConfigurationError: a row's key or columns do not allow it.
         """
         sessions = Counter(session.rpartition("_")[0] for session in {session_of(key) for key in batch.keys})
         self.joined, self.whole = {}, {}
-        first: dict[str, int] = {}
-        there: set[str] = set()
-        for place, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True)):
+        tags = dict(zip(batch.keys, batch.tags, strict=True))
+        first: dict[str, str] = {}
+        held: dict[tuple[str, int], list[str]] = {}
+        """Keys of the rows of each history, by ``uid`` and its number among those of the prompt."""
+        for key, tag in tags.items():
             uid, session = key.split("_")[:2]
             if int(session) < FIRST_REPLAYED_SESSION:
-                first.setdefault(uid, place)
+                first.setdefault(uid, key)
                 continue
             number = tag.get(REPLAYED_TAG)
             if number is None or uid not in self.expected:
@@ -116,39 +148,67 @@ class Histories:
                     f"row {key!r}: sessions from {FIRST_REPLAYED_SESSION} on are those of replayed rows;"
                     " the sampler or the agent loop must use lower ones"
                 )
-            self._note_joined(key, self.expected[uid][number])
-            there.add(uid)
-        added: list[Row] = []
-        for uid, place in first.items():
+            held.setdefault((uid, number), []).append(key)
+        there = {uid for uid, _ in held}
+        fresh = len(tags) - sum(map(len, held.values()))
+        added: dict[str, Row] = {}
+        for uid, key in first.items():
             if uid not in there:
-                added += self._rows(uid, batch.keys[place], batch.tags[place], batch.partition_id, sessions[uid])
-        dataplane.add_rows(added, batch.partition_id)
-        for row in added:
-            self._note_joined(row.key, self.expected[row.key.split("_")[0]][row.tag[REPLAYED_TAG]])
-        self.asked = {uid: self._n_rollout - len(self.expected.pop(uid, ())) for uid in {*first, *there}}
+                added |= {row.key: row for row in self._rows(uid, key, tags[key], batch.partition_id, sessions[uid])}
+        for row in added.values():
+            held.setdefault((row.key.split("_")[0], row.tag[REPLAYED_TAG]), []).append(row.key)
+        prompts = {*first, *there}
+        expected = sum(len(self.expected.get(uid, ())) for uid in prompts)
+        left_out = [] if multiple is None else self._left_out(held, fresh, sum(map(self._wanted, prompts)), multiple)
+        self.without_room = expected - len(held) + len({session_of(key) for key in left_out})
+        dataplane.clear_rows([key for key in left_out if key in tags], batch.partition_id)
+        for key in left_out:
+            added.pop(key, None)
+            tags.pop(key, None)
+        dataplane.add_rows(list(added.values()), batch.partition_id)
+        tags |= {key: dict(row.tag) for key, row in added.items()}
+        for (uid, number), keys in held.items():
+            for key in keys:
+                if key in tags:
+                    self._note_joined(key, self.expected[uid][number])
+        self.asked = {uid: self.take(uid) for uid in prompts}
         joined = KVBatchMeta(
             partition_id=batch.partition_id,
-            keys=[*batch.keys, *(row.key for row in added)],
-            tags=[*batch.tags, *(dict(row.tag) for row in added)],
+            keys=list(tags),
+            tags=list(tags.values()),
             extra_info=batch.extra_info,
         )
-        masks = [
-            self._exp_mask(key, tag["response_len"], guided=key in exchanged)
-            for key, tag in zip(joined.keys, joined.tags, strict=True)
-        ]
+        masks = [self._exp_mask(key, tag["response_len"], guided=key in exchanged) for key, tag in tags.items()]
         dataplane.write_column(joined.keys, joined.partition_id, EXP_MASK, masks)
         return joined
 
+    def _left_out(
+        self, held: Mapping[tuple[str, int], list[str]], fresh: int, planned: int, multiple: int
+    ) -> list[str]:
+        """Return the keys of the rows of the histories that do not fit."""
+        order = {uid: place for place, uid in enumerate(self.expected)}  # of the plan: rows come in any
+        names = sorted(held, key=lambda one: (one[1], order[one[0]]))
+        count = surplus([len(held[name]) for name in names], fresh, planned, multiple)
+        return [key for name in names[len(names) - count :] for key in held[name]]
+
     def take(self, uid: str) -> int:
         """Forget the histories of a prompt that is dropped; return how many rollouts it was to make."""
-        return self._n_rollout - len(self.expected.pop(uid, ()))
+        count = self._wanted(uid) - len(self.expected.pop(uid, ()))
+        self.wanted.pop(uid, None)
+        return count
+
+    def _wanted(self, uid: str) -> int:
+        """Return how many sessions a prompt is to have, its histories among them."""
+        return self.wanted.get(uid, self._n_rollout)
 
     def _rows(self, uid: str, key: str, tag: dict[str, Any], partition_id: str, sessions: int) -> list[Row]:
         """Return rows for the histories of a prompt, as many as there is room for beside its sessions."""
-        held = tuple(self.expected.get(uid, ()))[: max(0, self._n_rollout - sessions)]
-        if not held:
+        room = max(0, self._wanted(uid) - sessions)
+        if not room or not self.expected.get(uid):
             return []
         template = dataplane.read_whole_row(key, tag, partition_id)
+        held = self._fitting.fitting(tuple(self.expected[uid])[:room])
+        self.expected[uid] = (*held, *self.expected[uid][room:])
         rows = []
         for number, history in enumerate(held):
             for output, part in enumerate(rows_of(history)):

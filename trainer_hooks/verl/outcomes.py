@@ -71,12 +71,14 @@ def score_metrics(fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTraj
     """
     figures = {}
     for side, rollouts in (("fresh", fresh), ("replayed", replayed), ("mixed", [*fresh, *replayed])):
-        scores = [score for one in rollouts if (score := _score(one)) is not None]
+        scores = [score for one in rollouts if (score := score_of(one)) is not None]
         if scores:
             figures[f"{PREFIX}{side}_score_mean"] = sum(scores) / len(scores)
     return figures
 
 
-def _score(trajectory: AgentTrajectory) -> float | None:
-    score = None if trajectory.reward is None else trajectory.reward.metadata.get("score")
+def score_of(trajectory: AgentTrajectory) -> float | None:
+    """Return what verl's reward gave a rollout; the outcome of one that verl did not rate; ``None`` if not finite."""
+    reward = trajectory.reward
+    score = None if reward is None else reward.metadata.get("score", reward.outcome)
     return score if isinstance(score, int | float) and math.isfinite(score) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_hooks.verl.rows import plain
+from trajstore.experience.message_rows import MessageTokenizer
 from trajstore.inspection.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 
@@ -30,6 +31,8 @@ class RunTokenizer:
     """Folder, or name in a model hub; empty = unknown."""
     decoder: Any = None
     """Has transformers' ``batch_decode``; ``None``: no text is recorded."""
+    messages: MessageTokenizer | None = None
+    """Makes rows of histories that have messages only, which are refused without it."""
 
 
 def name_of(tokenizer: Any) -> str:

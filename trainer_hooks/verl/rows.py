@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report
+from trainer_hooks.verl.outcomes import score_of
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -184,7 +185,7 @@ def _trajectory_of(
     reward_extra = plain(extra.get("reward_extra_info") or {})
     told = Report.of(extra)
     return AgentTrajectory(
-        messages=_messages(columns.get("raw_prompt")),
+        messages=messages_of(columns.get("raw_prompt")),
         input_ids=tokens.input_ids,
         loss_mask=tokens.loss_mask,
         response_start=tokens.prompt,
@@ -223,7 +224,7 @@ def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward
     return Reward(outcome=outcome, metadata={"score": plain(score), "extra": extra})
 
 
-def _messages(prompt: Any) -> list[dict[str, Any]]:
+def messages_of(prompt: Any) -> list[dict[str, Any]]:
     """Return the prompt's messages as JSON; nothing if it is no list of messages."""
     found = plain(prompt)
     if not isinstance(found, list) or not all(isinstance(one, dict) and "role" in one for one in found):
@@ -263,8 +264,8 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
     Args:
         template: a row of the same prompt.
-        trajectory: as :func:`trajectories_of` made it, or a demonstration, whose log-probs the actor's pass will give;
-            of several rows, one of them.
+        trajectory: as :func:`trajectories_of` made it, or another program's, whose outcome is its score, or a
+            demonstration, whose log-probs the actor's pass will give; of several rows, one of them.
         number: counts the histories of the prompt from 0.
         output: number of the row in its history.
         own_group: it shall be a group of GRPO of its own.
@@ -388,9 +389,9 @@ def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:
 
 def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     scores = torch.zeros(length, dtype=torch.float32)
-    if is_demonstration(trajectory) and trajectory.reward is not None and trajectory.reward.outcome is not None:
-        scores[-1] = float(trajectory.reward.metadata.get("score", trajectory.reward.outcome))
-        return scores
-    for place, score in trajectory.metadata.get("token_scores", ()):
+    placed = trajectory.metadata.get("token_scores")
+    if placed is None:  # another program's rollout, or a demonstration
+        placed = [] if (score := score_of(trajectory)) is None else [(-1, score)]
+    for place, score in placed:
         scores[place] = torch.nan if score is None else float(score)  # JSON has no NaN: it is the text "nan"
     return scores

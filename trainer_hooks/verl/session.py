@@ -21,11 +21,13 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
+from trainer_hooks.verl.fitting import Fitting
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import Histories
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.loss import EXP_MASK, HetOptions
 from trainer_hooks.verl.outcomes import WithoutOutcome, score_metrics
+from trainer_hooks.verl.placement import spread
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
 from trainer_hooks.verl.resumption import Resumption
@@ -35,6 +37,7 @@ from trainer_hooks.verl.rows import (
     NEEDED_UNRATED,
     WELCOME,
     Row,
+    messages_of,
     replayable,
     session_of,
     trajectories_of,
@@ -77,7 +80,8 @@ class ReplaySession:
         self._scribe = Scribe(tokenizer, text=recording.text and (recording.enable or self._maker_reads))
         self._run = run
         own_group = block.experience_replay.group_offpolicy == "separate"
-        self._histories = Histories(block.n_rollout, own_group=own_group)
+        self._fitting = Fitting(block.max_prompt_length, block.max_response_length)
+        self._histories = Histories(block.n_rollout, self._fitting, own_group=own_group)
         self._dropped = self._dropped_successes = self._failures = 0
         self._without_outcome = WithoutOutcome(block.outcome)
         self._recorder: RolloutRecorder | None = None
@@ -95,9 +99,11 @@ class ReplaySession:
                     n_rollout=block.n_rollout,
                     get_task=lambda task: task if tasks is not None and task in tasks else None,
                     task_text=None if tasks is None else tasks.text,
+                    task_prompt=None if tasks is None else lambda task: messages_of(tasks.row(task)["raw_prompt"]),
                     tokenizer_fingerprint=tokenizer.fingerprint,
+                    tokenizer=tokenizer.messages,
                 )
-            self.guided = GuidedRollouts(block)
+            self.guided = GuidedRollouts(block, tokenizer.decoder)
             self._resumption = Resumption(
                 block,
                 self._hook,
@@ -140,7 +146,17 @@ class ReplaySession:
             step: number of the step.
         """
         plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
-        return plan or [PlannedTask(task, self._block.n_rollout, ()) for task in task_ids]
+        return [self._fitted(one) for one in plan or ()] or [
+            PlannedTask(task, self._block.n_rollout, ()) for task in task_ids
+        ]
+
+    def _fitted(self, planned: PlannedTask[str]) -> PlannedTask[str]:
+        """Return a task with the histories that fit. Those that a thread draws are looked at when they join."""
+        held = planned.histories
+        if not held or not isinstance(held, tuple):
+            return planned
+        kept = self._fitting.fitting(held)
+        return PlannedTask(planned.task, planned.fresh_rollouts + len(held) - len(kept), kept)
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
         """Return the row of the training data that is a task."""
@@ -148,9 +164,11 @@ class ReplaySession:
             raise ConfigurationError(f"task {task_id!r}: there is no table of tasks; nothing is replayed")
         return self._tasks.row(task_id)
 
-    def expect(self, histories: Mapping[str, Sequence[AgentTrajectory]]) -> None:
+    def expect(
+        self, histories: Mapping[str, Sequence[AgentTrajectory]], wanted: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """Remember which histories are to join the rollouts of which prompt; see :meth:`Histories.expect`."""
-        self._histories.expect(histories)
+        return self._histories.expect(histories, wanted)
 
     # ---- when the rollouts are there ----
 
@@ -159,17 +177,38 @@ class ReplaySession:
         if self.replays:
             self._histories.join_finished(uids, tags, metric)
 
-    def join(self, batch: KVBatchMeta) -> KVBatchMeta:
+    def join(self, batch: KVBatchMeta, multiple: int | None = None) -> KVBatchMeta:
         """Return a sampled batch with the replayed rows in it; see :meth:`Histories.sampled`.
 
         If nothing is replayed or guided, the batch is returned as it is.
+
+        Args:
+            batch: as verl samples it.
+            multiple: verl fills the batch up to a multiple of it; ``None``: it may have any number of rows.
 
         Raises:
             ConfigurationError: a row's key or columns do not allow it.
         """
         for key in batch.keys:
             session_of(key)
-        return self._histories.sampled(batch, self.guided.exchanged(batch)) if self.masks_rows else batch
+        return self._histories.sampled(batch, self.guided.exchanged(batch), multiple) if self.masks_rows else batch
+
+    def balanced(self, batch: KVBatchMeta, ranks: int, multiple: int) -> KVBatchMeta:
+        """Order the rows of a filled-up batch so that each mini-batch has its share of the replayed ones.
+
+        Args:
+            batch: as verl balances it over the ranks; changed. Without replayed rows it stays as it is.
+            ranks: of the actor.
+            multiple: rows of a mini-batch, over all ranks.
+        """
+        joined = self._histories.joined
+        if joined and len(batch.keys) > multiple and len(batch.keys) % multiple == 0:
+            kinds = [
+                2 if tag.get("is_padding", False) else int(key in joined)
+                for key, tag in zip(batch.keys, batch.tags, strict=True)
+            ]
+            batch.reorder(spread(kinds, ranks, len(kinds) // multiple))
+        return batch
 
     def validated(self, batch: KVBatchMeta, step: int) -> None:
         """Let rollouts of a validation become experience, where the configuration says so.
@@ -264,6 +303,8 @@ class ReplaySession:
         asked: Counter[str] = Counter()
         for uid, task in task_of_uid.items():
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
+        figures["experience_replay/histories_without_room"] = float(self._histories.without_room)
+        figures |= self._fitting.take()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
         return figures | (taken or {}) | score_metrics(made, histories)
 

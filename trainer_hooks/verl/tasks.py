@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, listed
 
 _MEDIA_KEYS = ("image_key", "video_key", "audio_key")
 
@@ -13,6 +13,24 @@ _MEDIA_KEYS = ("image_key", "video_key", "audio_key")
 def task_name(data_source: Any, index: Any) -> str:
     """Return the name of a task: rows of several data sources may have the same index."""
     return f"{data_source}:{index}"
+
+
+def rollout_counts(said: Sequence[Any]) -> list[int]:
+    """Return how many rollouts the column ``__rollout_n__`` of the training data gives each prompt.
+
+    Raises:
+        ConfigurationError: a value is no whole number of at least 1.
+    """
+    try:
+        counts = [int(one) for one in said]
+    except (TypeError, ValueError, OverflowError):
+        counts = []
+    if len(counts) != len(said) or any(count < 1 or count != one for count, one in zip(counts, said, strict=True)):
+        raise ConfigurationError(
+            f"training data: column __rollout_n__: {listed(map(repr, said), 5)}, must be a whole number of at least 1"
+            " in every row"
+        )
+    return counts
 
 
 class TaskTable:

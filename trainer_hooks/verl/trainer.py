@@ -7,6 +7,7 @@ pinned (:mod:`trainer_hooks.verl.versions`).
 
 from __future__ import annotations
 
+import copy
 import uuid
 from functools import partial
 from pathlib import Path
@@ -32,10 +33,11 @@ from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
-from trainer_hooks.verl.tasks import TaskTable, task_name
+from trainer_hooks.verl.tasks import TaskTable, rollout_counts, task_name
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
 from trajstore.experience.contract import fingerprint_of
+from trajstore.experience.message_rows import MessageTokenizer
 
 
 class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
@@ -70,7 +72,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def _build_replay_buffer(self) -> ReplaySampler:
         return ReplaySampler(
             super()._build_replay_buffer(),
-            join=lambda batch: self._session.join(batch),
+            join=lambda batch: self._session.join(batch, self._get_required_batch_multiple(1)),
             finished=lambda uids, tags, metric: self._session.join_finished(uids, tags, metric),
             dropped=lambda batch: self._session.dropped(batch, self.global_steps),
             validated=lambda batch: self._session.validated(batch, self.global_steps),
@@ -82,10 +84,23 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         self._session = ReplaySession(
             self._block,
             TaskTable(self.train_dataset) if replays else None,
-            tokenizer=RunTokenizer(fingerprint_of(self.tokenizer), name_of(self.tokenizer), decoder=self.tokenizer),
+            tokenizer=RunTokenizer(
+                fingerprint_of(self.tokenizer),
+                name_of(self.tokenizer),
+                decoder=self.tokenizer,
+                messages=self._message_tokenizer() if replays else None,
+            ),
             run=uuid.uuid4().hex,
             checkpoints=self.config.trainer.default_local_dir,
         )
+
+    def _message_tokenizer(self) -> MessageTokenizer | None:
+        """Return what makes rows of histories without tokens; ``None`` if the tokenizer has no chat template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return None
+        options = self.config.data.get("apply_chat_template_kwargs") or {}
+        own = copy.deepcopy(self.tokenizer)  # histories become tokens in a thread of their own
+        return MessageTokenizer.of(own, **{str(name): value for name, value in options.items()})
 
     def on_init_end(self) -> None:
         """Install the loss in the workers."""
@@ -114,19 +129,21 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         if not self._session.replays:
             return batch
         # Every prompt says how many rollouts it wants: asynchronous modes read prompts back from the data plane,
-        # which drops a column that one of them lacks.
-        batch[ROLLOUTS_WANTED] = NonTensorStack(*[self._block.n_rollout] * len(uids))
+        # which drops a column that one of them lacks. A data set may say so itself.
+        if ROLLOUTS_WANTED not in batch:
+            batch[ROLLOUTS_WANTED] = NonTensorStack(*[self._block.n_rollout] * len(uids))
         # Prompts that take the place of filtered ones are few, often one: they stay what the data loader gave.
-        if num_prompts is not None:
-            return batch
-        progress = min((self.global_steps - 1) / max(self.total_training_steps, 1), 1.0)
-        ids = [task_name(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
-        plan = self._session.plan(ids, progress, self.global_steps)
-        if not any(task.histories for task in plan):
-            return batch
-        mixed = self._mix(batch, ids, plan)
-        self._session.expect({uid: task.histories for uid, task in zip(list(mixed["uid"]), plan, strict=True)})
-        return mixed
+        plan: list[PlannedTask[str]] = []
+        if num_prompts is None:
+            progress = min((self.global_steps - 1) / max(self.total_training_steps, 1), 1.0)
+            ids = [task_name(*names) for names in zip(list(batch["data_source"]), list(batch["index"]), strict=True)]
+            plan = self._session.plan(ids, progress, self.global_steps)
+            if any(one.histories for one in plan):
+                batch = self._mix(batch, ids, plan)
+        wanted = dict(zip(list(batch["uid"]), rollout_counts(list(batch[ROLLOUTS_WANTED])), strict=True))
+        joining = self._session.expect({uid: one.histories for uid, one in zip(wanted, plan, strict=False)}, wanted)
+        batch[ROLLOUTS_WANTED] = NonTensorStack(*(count - joining.get(uid, 0) for uid, count in wanted.items()))
+        return batch
 
     def _mix(self, batch: TensorDict, ids: list[str], plan: list[PlannedTask[str]]) -> TensorDict:
         """Return the prompts of a plan: rows of the batch, and for other tasks rows of the training data."""
@@ -137,14 +154,19 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         if absent:
             rows = collate_fn([dict(self._session.task_row(task)) for task in absent])
             rows["uid"] = [str(uuid.uuid4()) for _ in absent]
+            rows.setdefault(ROLLOUTS_WANTED, [self._block.n_rollout] * len(absent))
             other = tu.get_tensordict(rows)
             batch = tu.concat_tensordict([batch.select(*other.keys()), other])
         for number, task in enumerate(absent):
             places[task] = [len(ids) + number]
         mixed = tu.index_select_tensor_dict(batch, [places[one.task].pop(0) for one in plan])
-        mixed[ROLLOUTS_WANTED] = NonTensorStack(*(one.fresh_rollouts for one in plan))
         tu.assign_non_tensor_data(mixed, "global_steps", self.global_steps)
         return mixed
+
+    def _balance_batch(self, batch: KVBatchMeta, *args: Any, **options: Any) -> KVBatchMeta:
+        batch = super()._balance_batch(batch, *args, **options)
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        return self._session.balanced(batch, ranks, self._get_required_batch_multiple(ranks))
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)

@@ -12,8 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trajstore.buffer.column_watch import ColumnWatch
+from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import Intake, MemoryIntake, StoreIntake, flatten_all
 from trajstore.buffer.listener import ViewListener, WeakListener, close_quietly
 from trajstore.buffer.retention import Retention
@@ -29,6 +34,8 @@ from trajstore.mirroring.mirror import StoreMirror, mirror_directory
 from trajstore.mirroring.options import Mirror
 from trajstore.reading.places import check_no_ranks
 from trajstore.sampling.draws import Draws
+from trajstore.store.log_records import ids_in_words
+from trajstore.store.notes import Note, Said
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import StoreWriter
@@ -52,10 +59,11 @@ class Backing(ABC):
     def __init__(self, view: View) -> None:
         self._view = view
         self._watch = ColumnWatch()
+        self._content = ContentWatch()
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
-        return self.add_flattened(flatten_all(trajectories), None)
+        return self.add_flattened(flatten_all(trajectories, self._content), None)
 
     def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories that were checked, under their UUIDs (16 bytes each) or random ones; return their ids."""
@@ -114,6 +122,24 @@ class Backing(ABC):
         """What keeps the mirror of the store, if it has one."""
         return None
 
+    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
+        """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
+        return
+
+    def annotate(self, said: Said) -> None:
+        """Give trajectories of the store values.
+
+        Raises:
+            StoreError: there is no store.
+        """
+        raise StoreError(
+            "annotate: this buffer has no store of its own; give the path of the store, or use auto_save=True"
+        )
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        """Return what a trajectory of the store was given."""
+        raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
+
     def keeping_files(self) -> AbstractContextManager[object]:
         """Keep files that are to be linked or copied, also those of evicted trajectories."""
         return nullcontext()
@@ -144,13 +170,16 @@ class MemoryBacking(Backing):
         self._view.forget(ids)
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:
-        raise StoreError("pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
+        raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
 
 
 class ReaderBacking(MemoryBacking):
     """Behind a buffer that was opened for reading: nothing is added."""
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
+        return self.add_flattened((), None)
+
+    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Refuse trajectories.
 
         Raises:
@@ -234,8 +263,7 @@ class StoreBacking(Backing):
         self.writer.retain()
 
     def evict(self, ids: Sequence[int]) -> None:
-        own_first = self._view.own_first
-        mine = [number for number in ids if number >= own_first]
+        mine = [number for number in ids if self._view.is_own(number)]
         if mine:
             contents = self._view.contents
             waiting = {number for number in mine if contents.is_pending(number)}
@@ -246,7 +274,7 @@ class StoreBacking(Backing):
                 self.writer.flush()
                 uninterrupted(partial(self.writer.log.evict, list(waiting)))
             self.writer.rewriter.note()
-        self._view.forget([number for number in ids if number < self._view.own_first])
+        self._view.forget([number for number in ids if not self._view.is_own(number)])
 
     @property
     def committed(self) -> int:
@@ -269,6 +297,25 @@ class StoreBacking(Backing):
     def unpin(self, name: str) -> None:
         uninterrupted(partial(self.writer.points.unpin, name))
         self.writer.rewriter.note()
+
+    def keep_facts(self, ids: npt.NDArray[np.int64], uuids: npt.NDArray[np.void], facts: list[dict[str, Any]]) -> None:
+        with self.writer.log.standing_still() as catalog:
+            catalog.index.tell(ids, uuids, facts)
+
+    def annotate(self, said: Said) -> None:
+        others = [number for number in said.ids if not self._view.is_own(number)]
+        if others:
+            raise StoreError(
+                f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
+            )
+        if any(self._view.contents.is_pending(number) for number in said.ids):
+            self.writer.flush()
+        uninterrupted(partial(self.writer.annotate, said))
+
+    def history(self, trajectory_id: int) -> list[Note]:
+        with self.writer.log.standing_still() as catalog:
+            catalog.check_known([trajectory_id])
+            return catalog.notes.history(trajectory_id)
 
     def keeping_files(self) -> AbstractContextManager[object]:
         return self.writer.log.keeping_files()

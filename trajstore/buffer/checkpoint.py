@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -35,10 +37,13 @@ from trajstore.reading.places import is_file_of_rlinf, store_above
 from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import STARTS, TrajectoryIndex
+from trajstore.store.home import STARTS
+from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.new_entries import starts_of
+from trajstore.store.notes import Notes
 from trajstore.store.rlinf_layout import INDEX_NAMES
+from trajstore.store.run_ids import ID_LIMIT
 from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
 
@@ -85,9 +90,23 @@ class CheckpointState:
 
 
 def save_checkpoint(
-    target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat, layout: Layout
+    target: Directory,
+    picture: Picture,
+    state: CheckpointState,
+    trajectory_format: TrajectoryFormat,
+    layout: Layout,
+    *,
+    converted: bool = False,
 ) -> None:
-    """Write a picture of a buffer to a directory of its own.
+    """Write a picture of a buffer to a directory of its own; what has ids of a run's ranks is numbered anew there.
+
+    Args:
+        target: where to.
+        picture: what.
+        state: of the buffer.
+        trajectory_format: of the shards that are written.
+        layout: of the directory.
+        converted: link no shard that is of another format.
 
     Raises:
         ConfigurationError: the layout is unknown, or the directory holds something else.
@@ -95,7 +114,10 @@ def save_checkpoint(
     """
     if layout not in ("trajstore", "rlinf"):
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
-    write = _write_store if layout == "trajstore" else _write_rlinf
+    ids = picture.index["trajectory_id"]
+    if len(ids) and ids.max() >= ID_LIMIT:  # of a run of ranks: its ids are those of that run alone
+        picture.index.renumber(np.arange(len(ids)))
+    write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
     try:
         if not isinstance(target, LocalDirectory):
             write(target, picture, state, trajectory_format)
@@ -131,12 +153,17 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
     if store is not None:
         raise ConfigurationError(
             f"{target.url}: lies within the store {store.url}, where its files would be taken for the "
-            f"store's; {own}, or mark a moment inside the store with pin() or save_point()"
+            f"store's; {own}, or mark a moment inside the store with points.pin() or points.save()"
         )
 
 
 def _write_store(
-    target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat
+    target: Directory,
+    picture: Picture,
+    state: CheckpointState,
+    trajectory_format: TrajectoryFormat,
+    *,
+    converted: bool,
 ) -> None:
     catalog = Catalog.create(target)
     rows = np.zeros(len(picture.index), np.int32)
@@ -151,6 +178,9 @@ def _write_store(
         if row is None:
             source = picture.sources[shard[0]]
             old = source.manifest(shard[1])
+            if converted and old.format != trajectory_format.name:
+                loose.append(at)
+                continue
             manifest = _renamed(old, shard_name(len(catalog.shards)))
             files.setdefault(source, []).extend(
                 (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
@@ -176,8 +206,9 @@ def _write_store(
         rows[[at for at, _ in group]] = row
     columns = picture.index.take(np.arange(picture.index.first, picture.index.end))
     columns["shard"] = rows
-    catalog.index.weights = picture.index.weights
+    catalog.index.texts = picture.index.texts
     catalog.index.append(columns)
+    catalog.notes = Notes.of(catalog.index, time.time_ns() // 1000)
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)

@@ -5,27 +5,39 @@ Samplers are told and asked with ``Contents.lock`` held, which every method take
 
 from __future__ import annotations
 
+import inspect
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import check_instance, check_kind, columns_or_none, whole_numbers
+from trajstore.buffer.following import Following, claim
 from trajstore.buffer.numbering import Numbering, number
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, listed
+from trajstore.interrupts import uninterrupted
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
-from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore.sampling.base import Drawn, Fits, IntArray, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.run_ids import shown_id
 from trajstore.trajectory import AnyTrajectory
+
+T = TypeVar("T")
+
+
+_SAMPLER = "a sampler of trajstore.sampling (sampler_of makes one of a dict)"
 
 
 class Batch(dict[str, Any]):
@@ -45,75 +57,13 @@ class Batch(dict[str, Any]):
         return None if self.drawn.weights is None else torch.from_numpy(self.drawn.weights)
 
 
-_VIEWS: weakref.WeakKeyDictionary[Sampler, weakref.ref[View]] = weakref.WeakKeyDictionary()
-"""Which view each sampler was told of last; not in the sampler, which travels between processes."""
-
-
-def _claim(sampler: Sampler, view: View) -> None:
-    """Note that a sampler follows a view from now on.
-
-    Raises:
-        ConfigurationError: it follows another one, whose ids stand for other trajectories.
-    """
-    reference = _VIEWS.get(sampler)
-    before = None if reference is None else reference()
-    if before is not None and before is not view and not before.released:
-        mine, its = set(view.store_ids), set(before.store_ids)
-        if not mine & its:
-            raise ConfigurationError(
-                f"sampler: it follows another buffer ({_shown_stores(its)}) than this one ({_shown_stores(mine)}), "
-                "where its ids are those of other trajectories; make a sampler for each buffer"
-            )
-    _VIEWS[sampler] = weakref.ref(view)
-
-
-def _shown_stores(store_ids: set[str]) -> str:
-    return f"store {listed(sorted(store_ids))}" if store_ids else "in memory"
-
-
-class Following:
-    """Keeps one sampler told of what contents hold. Use it with the lock of the contents held.
-
-    Additions, and the leaving of the oldest, cost what they are. Where entries leave from the middle, or contents are
-    replaced, all ids are compared, which costs no more than the leaving itself did.
-    """
-
-    def __init__(self, sampler: Sampler, view: View) -> None:
-        self._sampler = sampler
-        self._view = view
-        self._index: weakref.ref[TrajectoryIndex] | None = None
-        self._revision = -1
-        self._first = self._end = 0
-        self._gap = range(0)
-
-    def sync(self, contents: Contents) -> None:
-        """Tell the sampler what has changed since the last time."""
-        index = contents.index
-        ids = index.at("trajectory_id", slice(None))
-        first = max(index.first, contents.start)
-        if self._index is None or self._index() is not index or self._revision != index.revision:
-            positions = _without(np.arange(first, index.end), contents.gap)
-            known = self._sampler.ids
-            self._sampler.evicted(np.setdiff1d(known, ids[positions]))
-            self._add(contents, positions[~np.isin(ids[positions], known)])
-        elif (first, index.end, contents.gap) != (self._first, self._end, self._gap):
-            lost = _without(np.arange(contents.gap.start, min(contents.gap.stop, self._end)), self._gap)
-            self._sampler.evicted(np.concatenate([ids[self._first : min(first, self._end)], ids[lost]]))
-            self._add(contents, _without(np.arange(max(self._end, first), index.end), contents.gap))
-        self._index, self._revision = weakref.ref(index), index.revision
-        self._first, self._end, self._gap = first, index.end, contents.gap
-
-    def _add(self, contents: Contents, positions: npt.NDArray[np.intp]) -> None:
-        if not len(positions):
-            return
-        names = ("trajectory_id", "num_samples", "version_high")
-        ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in names)
-        tasks = [contents.task_of(at) for at in positions.tolist()] if self._sampler.needs_tasks else None
-        self._sampler.added(Additions(ids, samples, versions, tasks, self._view.names_at(contents, positions)))
-
-
-def _without(positions: npt.NDArray[np.intp], gap: range) -> npt.NDArray[np.intp]:
-    return positions[(positions < gap.start) | (positions >= gap.stop)] if gap else positions
+def _check_fits(sampler: Sampler) -> None:
+    parameters = inspect.signature(sampler.draw).parameters.values()
+    if not any(one.name == "fits" or one.kind is one.VAR_KEYWORD for one in parameters):
+        raise ConfigurationError(
+            f"sampler: {type(sampler).__name__}.draw takes no fits=, which says of rows whether a whole sequence "
+            "follows them; let it take fits, as Sampler.draw says, or ask for sequences with pad=True"
+        )
 
 
 class Choices:
@@ -127,34 +77,88 @@ class Choices:
     def __init__(self, view: View, draws: Draws) -> None:
         self._view = view
         self._draws = draws
+        self._own_name = f"memory {uuid4()}"
+        self._within: int | None = None
+        """The thread that is in a call of :meth:`together`."""
         self._following: weakref.WeakKeyDictionary[Sampler, Following] = weakref.WeakKeyDictionary()
 
-    def draw(self, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
-        """Return rows of the window; how many and which is the sampler's to say.
+    def draw(self, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None = None) -> Drawn:
+        """Return rows of the window; how many and which is the sampler's to say, of those that fit.
 
         Raises:
             EmptyBufferError: there is nothing to draw from.
         """
-        return self._view.locked(lambda contents: self._draw(contents, count, window_size, sampler))
+        return self.together(sampler, lambda contents: self._draw(contents, count, window_size, sampler, fits))
 
-    def _draw(self, contents: Contents, count: int, window_size: int, sampler: Sampler | None) -> Drawn:
+    def together(self, sampler: Sampler | None, call: Callable[[Contents], T]) -> T:
+        """Return what ``call`` makes of the contents, of which the sampler has been told, with their lock held.
+
+        ``call`` may draw and read more of the same buffer.
+        """
+        check_kind("sampler", sampler, Sampler, _SAMPLER)
+        if sampler is None:
+            return self._view.locked(call)
+
+        def tell_and_call(contents: Contents) -> T:
+            self._follow(contents, sampler)
+            return call(contents)
+
+        def call_if_told(contents: Contents) -> tuple[T] | None:
+            following = self._following.get(sampler)
+            return None if following is None or following.is_behind(contents) else (within(contents),)
+
+        def within(contents: Contents) -> T:
+            self._within = threading.get_ident()
+            try:
+                return tell_and_call(contents)
+            finally:
+                self._within = None
+
+        if self._within == threading.get_ident():  # it holds the lock: another thread would wait for that for ever
+            return self._view.locked(tell_and_call)
+        done = self._view.locked(call_if_told)
+        # An interrupt amid the telling would leave a sampler that knows of a half; here the next draw waits for it.
+        return uninterrupted(lambda: self._view.locked(within)) if done is None else done[0]
+
+    def _draw(
+        self, contents: Contents, count: int, window_size: int, sampler: Sampler | None, fits: Fits | None
+    ) -> Drawn:
         window = Window.newest(contents.index, window_size, contents.gap, contents.start)
         ids = contents.index.at("trajectory_id", slice(None))
         if sampler is None:
-            ends = contents.index.ends
-            places = self._draws.samples(window, count) + contents.index.samples_before(window.first)
-            positions = np.searchsorted(ends[: window.end], places, side="right")
-            samples = places - ends[positions] + contents.index.at("num_samples", positions)
-            return Drawn(ids[positions], samples)
-        self._follow(contents, sampler)
-        narrowed = len(window) < len(contents.index)
-        first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
-        return sampler.draw(count, self._draws.generator, first)
+            drawn = self._uniformly(contents, count, window, fits)
+        else:
+            narrowed = len(window) < len(contents.index)
+            first = int(ids[window.first if window.gap.start > window.first else window.gap.stop]) if narrowed else None
+            if fits is None:  # a sampler of the user's need not know of it
+                drawn = sampler.draw(count, self._draws.generator, first)
+            else:
+                _check_fits(sampler)
+                drawn = sampler.draw(count, self._draws.generator, first, fits=fits)
+        names = self._view.names_at(contents, contents.index.find_many(drawn.ids))
+        return replace(drawn, buffer=self._names()[0], names=names)
+
+    def _uniformly(self, contents: Contents, count: int, window: Window, fits: Fits | None) -> Drawn:
+        index, kept, still_wanted = contents.index, [], count
+        while still_wanted > 0:
+            wanted = still_wanted if fits is None else min(still_wanted, max(1, window.samples))
+            places = self._draws.samples(window, wanted) + index.samples_before(window.first)
+            positions = np.searchsorted(index.ends[: window.end], places, side="right")
+            samples = places - index.ends[positions] + index.at("num_samples", positions)
+            ids = index.at("trajectory_id", positions)
+            good = slice(None) if fits is None else fits(ids, samples)
+            kept.append((ids[good], samples[good]))
+            still_wanted = 0 if fits is None else still_wanted - len(kept[-1][0])
+        return Drawn(np.concatenate([ids for ids, _ in kept]), np.concatenate([samples for _, samples in kept]))
+
+    def _names(self) -> list[str]:
+        """Return by what draws of this buffer are known: the stores that it shows, or in memory a name of its own."""
+        return self._view.store_ids or [self._own_name]
 
     def _follow(self, contents: Contents, sampler: Sampler) -> None:
         following = self._following.get(sampler)
         if following is None:
-            _claim(sampler, self._view)
+            claim(sampler, self._view)
             following = self._following[sampler] = Following(sampler, self._view)
         following.sync(contents)
 
@@ -164,33 +168,64 @@ class Choices:
         """Return the transitions that were drawn, as :meth:`TrajectoryReplayBuffer.sample` does.
 
         Raises:
-            TrajectoryUnavailableError: one of them has been evicted meanwhile.
-            ConfigurationError: a place lies outside its trajectory.
+            TrajectoryUnavailableError: one of them has been evicted meanwhile, or replaced by a shorter one of its id.
+            ConfigurationError: a place is negative.
         """
         return nest(self._view.locked(lambda contents: self._prepare(contents, drawn, columns)).read(out))
 
     def _prepare(self, contents: Contents, drawn: Drawn, columns: Sequence[str] | None) -> Prepared:
         index = contents.index
         positions = self._positions(contents, drawn.ids)
+        if np.any(others := self._are_others(contents, drawn, positions)):
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, and another one has its id since a "
+                "load; draw again"
+            )
         sizes = index.at("num_samples", positions)
-        if np.any((drawn.samples < 0) | (drawn.samples >= sizes)):
-            raise ConfigurationError("drawn rows: a place lies outside its trajectory")
+        if np.any(drawn.samples < 0):
+            raise ConfigurationError("drawn rows: a place is negative")
+        if np.any(beyond := drawn.samples >= sizes):
+            raise TrajectoryUnavailableError(
+                f"trajectory {drawn.ids[beyond.argmax()]}: a row beyond its end was drawn, as of another one that had "
+                "this id before a load; draw again"
+            )
         first = index.first
         samples = index.ends[positions] - sizes - index.samples_before(first) + drawn.samples
         return contents.prepare(samples, first, index.end, columns)
 
-    def numbering(self, ids: IntArray) -> Numbering:
-        """Return the numbers of the first samples of trajectories."""
-        return self._view.locked(lambda contents: number(contents.index, ids))
+    def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return of which drawn rows the trajectory is not that of this id any more, after contents were replaced."""
+        if drawn.names is None:
+            return np.zeros(len(positions), np.bool_)
+        now = self._view.names_at(contents, positions)
+        said = (now != 0) & (drawn.names != 0)
+        elsewhere = drawn.buffer is not None and drawn.buffer not in self._names()
+        return np.where(said, now != drawn.names, elsewhere)
 
-    def numbered(
+    def numbering(self, trajectory_ids: IntArray) -> Numbering:
+        """Return the numbers of the first samples of trajectories, for whoever reads of the same ones many times."""
+        return self._view.locked(lambda contents: number(contents.index, trajectory_ids))
+
+    def read_numbered(
         self,
         numbering: Numbering,
         numbers: IntArray,
-        columns: Sequence[str] | None,
-        out: Mapping[str, torch.Tensor] | None,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
     ) -> dict[str, Any] | None:
-        """Return transitions by number; None if the numbers are of what was shown before."""
+        """Return transitions as :meth:`read` does, told by number; None if trajectories have left since: number again.
+
+        Args:
+            numbering: from which ``numbers`` were counted.
+            numbers: those of first samples plus places within the trajectories, ``[n]``.
+            columns: dotted names of the columns wanted; None = all.
+            out: tensors to fill, by dotted name.
+
+        Raises:
+            SchemaMismatchError: their trajectories differ in their columns.
+            TrajectoryUnavailableError: one of them was in memory only, and has left it.
+        """
 
         def prepare(contents: Contents) -> Prepared | None:
             index = contents.index
@@ -199,23 +234,32 @@ class Choices:
         prepared = self._view.locked(prepare)
         return None if prepared is None else nest(prepared.read(out))
 
-    def readable(self, ids: IntArray) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be read: neither evicted nor unavailable."""
+    def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be read: neither evicted nor unavailable.
+
+        Of rows that were drawn (``batch.drawn``) also whether they are still the same, as after another load.
+        """
+        drawn = trajectory_ids
+        if not isinstance(drawn, Drawn):
+            ids = whole_numbers("trajectory_ids", drawn)
+            drawn = Drawn(ids, np.zeros(len(ids), np.int64))
 
         def look(contents: Contents) -> npt.NDArray[np.bool_]:
-            positions = contents.index.find_many(ids)
+            positions = contents.index.find_many(drawn.ids)
             found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.at("slot", positions) != UNAVAILABLE)
+            found[found] = ~self._are_others(contents, drawn.at(found), positions[found])
             return found
 
         return self._view.locked(look)
 
-    def tokens(self, ids: IntArray, columns: Sequence[str] | None) -> TokenRows:
-        """Return the token columns of agent trajectories, ready to be copied.
+    def token_rows(self, trajectory_ids: IntArray, columns: Sequence[str] | None = None) -> TokenRows:
+        """Return the token columns of agent trajectories, ready to be copied; what feeds batches of tokens is made of.
 
         Raises:
             TrajectoryUnavailableError: one of them has been evicted meanwhile.
             SchemaMismatchError: one is no agent trajectory, or lacks a column.
         """
+        ids, columns = whole_numbers("trajectory_ids", trajectory_ids), columns_or_none(columns)
         return self._view.locked(lambda found: token_rows(found, self._positions(found, ids), columns))
 
     def trajectories(self, count: int, window_size: int, sampler: Sampler) -> list[AnyTrajectory]:
@@ -225,14 +269,15 @@ class Choices:
             EmptyBufferError: there is nothing to draw from.
             ConfigurationError: the sampler draws transitions.
         """
+        check_instance("sampler", sampler, Sampler, _SAMPLER)
         if sampler.unit != "trajectory":
             raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory', or call sample")
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
-            drawn = self._draw(contents, count, window_size, sampler)
+            drawn = self._draw(contents, count, window_size, sampler, None)
             return [contents.get(position) for position in self._positions(contents, drawn.ids).tolist()]
 
-        return self._view.locked(draw)
+        return self.together(sampler, draw)
 
     def sample(
         self,
@@ -248,22 +293,29 @@ class Choices:
             EmptyBufferError: there is nothing to draw from.
             ConfigurationError: the sampler draws trajectories.
         """
+        check_instance("sampler", sampler, Sampler, _SAMPLER)
         if sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
 
         def draw(contents: Contents) -> tuple[Drawn, Prepared]:
-            drawn = self._draw(contents, count, window_size, sampler)
+            drawn = self._draw(contents, count, window_size, sampler, None)
             return drawn, self._prepare(contents, drawn, columns)
 
-        drawn, prepared = self._view.locked(draw)
+        drawn, prepared = self.together(sampler, draw)
         return Batch(nest(prepared.read(out)), drawn)
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of what is shown now."""
-        self._view.locked(lambda contents: self._follow(contents, sampler))
+        check_instance("sampler", sampler, Sampler, _SAMPLER)
+        self.together(sampler, lambda contents: None)
 
-    def names(self, ids: IntArray) -> IntArray:
-        """Return the names of trajectories; 0 for those that are not shown, or have none."""
+    def names_of(self, trajectory_ids: IntArray) -> IntArray:
+        """Return the first half of the UUID of some trajectories, by which states tell them from others of their ids.
+
+        0 stands for those that are not shown, and for all where UUIDs are made anew in each process: in memory only,
+        and of RLinf's directories.
+        """
+        ids = whole_numbers("trajectory_ids", trajectory_ids)
 
         def look(contents: Contents) -> IntArray:
             positions = contents.index.find_many(ids)
@@ -274,8 +326,13 @@ class Choices:
 
         return self._view.locked(look)
 
-    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return T and B of trajectories."""
+    def extents(self, trajectory_ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of some trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one of them is not in the buffer.
+        """
+        ids = whole_numbers("trajectory_ids", trajectory_ids)
 
         def look(contents: Contents) -> tuple[IntArray, IntArray]:
             positions = self._positions(contents, ids)
@@ -285,17 +342,27 @@ class Choices:
         return self._view.locked(look)
 
     def update(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
-        """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile."""
+        """Give rows that a sampler drew new priorities; return how many of them have been evicted meanwhile.
+
+        Raises:
+            ConfigurationError: they were drawn from another buffer.
+        """
 
         def update(contents: Contents) -> int:
-            self._follow(contents, sampler)
+            if drawn.buffer is not None and drawn.buffer not in self._names():
+                raise ConfigurationError(
+                    f"drawn: its rows are of another buffer ({drawn.buffer}) than this one "
+                    f"({listed(self._names())}); update the buffer that they were drawn from"
+                )
             return sampler.update(drawn.ids, drawn.samples, priorities)
 
-        return self._view.locked(update)
+        return self.together(sampler, update)
 
     def _positions(self, contents: Contents, ids: IntArray) -> npt.NDArray[np.int64]:
         positions = contents.index.find_many(ids)
         if len(positions) and positions.min() < 0:
             number = int(ids[positions.argmin()])
-            raise TrajectoryUnavailableError(f"trajectory {number} was drawn and has been evicted since; draw again")
+            raise TrajectoryUnavailableError(
+                f"trajectory {shown_id(number)} was drawn and has been evicted since; draw again"
+            )
         return positions

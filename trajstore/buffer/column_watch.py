@@ -1,4 +1,4 @@
-"""Tells when what is added has other columns than what was there: drawing rows of both will be refused. No I/O.
+"""Tells when what is added is of another kind, or has other columns, than what was there. No I/O.
 
 Takes no lock: of two threads that add at once, both may tell the same difference.
 """
@@ -16,14 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 class ColumnWatch:
-    """Compares the columns of step trajectories with those of the ones before, and warns once of each difference."""
+    """Compares the columns of step trajectories with those of the ones before, and warns once of each difference.
+
+    It warns once, too, where blocks of steps and rollouts of agents come into one store.
+    """
 
     def __init__(self) -> None:
+        self._kind: str | None = None
         self._last: Schema | None = None
         self._told: set[str] = set()
 
     def begin(self, schema: Schema) -> None:
         """Note the columns of the newest trajectory that was there already."""
+        self._kind = schema.kind
         if schema.kind == "step":
             self._last = schema
 
@@ -31,10 +36,23 @@ class ColumnWatch:
         """Compare what is about to be added."""
         for flat in flats:
             schema = flat.schema
+            if schema.kind != self._kind:
+                self._compare_kinds(schema.kind)
             if schema is not self._last and schema.kind == "step":
                 if self._last is not None:
                     self._compare(self._last, schema)
                 self._last = schema
+
+    def _compare_kinds(self, kind: str) -> None:
+        before, self._kind = self._kind, kind
+        if before is not None and "kind" not in self._told:
+            self._told.add("kind")
+            logger.warning(
+                "this buffer has %s trajectories and is given %s trajectories: sample() refuses a draw that meets an "
+                "agent trajectory, and sample_trajectories() draws both kinds; keep the two in two stores",
+                before,
+                kind,
+            )
 
     def _compare(self, before: Schema, after: Schema) -> None:
         old, new = _shapes(before), _shapes(after)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from trajstore import locks
+from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.view import View
 from trajstore.columns.conversion import flatten
 from trajstore.columns.flat import FlatTrajectory
@@ -27,8 +28,12 @@ from trajstore.writing.queue import WriteQueue
 logger = logging.getLogger(__name__)
 
 
-def flatten_all(trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
+def flatten_all(trajectories: Iterable[AnyTrajectory], watch: ContentWatch) -> list[FlatTrajectory]:
     """Return trajectories as columns, all checked; those with nothing in them are passed over with a warning.
+
+    Args:
+        trajectories: what is to be added.
+        watch: looks at each of them, once all have been checked.
 
     Raises:
         InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
@@ -40,11 +45,15 @@ def flatten_all(trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
         )
     flats = []
     empty = []
+    stored = []
     for place, trajectory in enumerate(trajectories):
         try:
             flats.append(flatten(trajectory))
+            stored.append(trajectory)
         except NothingToStoreError:
             empty.append(place)
+    for trajectory, flat in zip(stored, flats, strict=True):
+        watch.look(trajectory, flat)
     if empty:
         logger.warning(
             "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "

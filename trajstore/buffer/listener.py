@@ -16,6 +16,7 @@ from trajstore.errors import StoreError
 from trajstore.exits import forget
 from trajstore.sampling.draws import Draws
 from trajstore.store.moves import Moved
+from trajstore.store.notes import Noted
 from trajstore.writing.commits import Commit
 from trajstore.writing.writer import StoreWriter
 
@@ -67,6 +68,18 @@ class ViewListener:
         """Let these be read from where they are now."""
         self._view.moved(moved)
 
+    def noted(self, noted: Noted) -> None:
+        """Show values that came late."""
+        self._view.noted(noted)
+
+    def replaced(self) -> None:
+        """Show what the store has now instead of what it had."""
+        self._view.show_own_again()
+
+    def out_of_step(self, error: Exception) -> None:
+        """Show nothing any more."""
+        self._view.out_of_step = error
+
 
 class WeakListener:
     """What the writer holds: passes everything on while the buffer, and with it the listener, lives."""
@@ -108,6 +121,21 @@ class WeakListener:
         listener = self._listener()
         if listener is not None:
             listener.moved(moved)
+
+    def noted(self, noted: Noted) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.noted(noted)
+
+    def replaced(self) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.replaced()
+
+    def out_of_step(self, error: Exception) -> None:
+        listener = self._listener()
+        if listener is not None:
+            listener.out_of_step(error)
 
 
 def close_quietly(writer: StoreWriter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import orjson
 
 from trajstore.buffer.checkpoint import CheckpointState
+from trajstore.columns.limits import UNKNOWN_TIME
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,
@@ -21,12 +22,23 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.files.base import Directory, ReaderLease
-from trajstore.reading.places import absent_above, kind_of, loadable_in, mixed_sentence, nothing_at, place_in, ranks_of
+from trajstore.reading.places import (
+    absent_above,
+    kind_of,
+    loadable_in,
+    mixed_sentence,
+    name_of,
+    nothing_at,
+    place_in,
+    rank_number,
+    ranks_of,
+)
 from trajstore.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.reading.sources import Source, StoreSource
 from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.partition import share_of
+from trajstore.store.run_ids import in_run, own_id
 from trajstore.store.salvage import open_leniently
 from trajstore.store.sealed import METADATA_NAME
 
@@ -36,29 +48,31 @@ class Loaded:
     """What ``load_sources`` found.
 
     Attributes:
-        parts: every source with the entries to show of it, none perhaps, oldest first.
+        parts: every source with the entries to show of it, none perhaps, each oldest first.
+        order: of the entries of all parts, the oldest first; None where they follow each other.
         leases: announcements that keep the writer from deleting what is read.
         state: of the buffer that saved it, which of several ranks is that of the same number, or of the first one.
         new_rank: (rank, number of ranks) where no rank of now is one of then, so that each begins its draws anew.
         counter: one more than the highest id of the share.
-        next_id: one more than the highest id of all shares.
+        next_id: one more than the highest id that any of the stores has given.
+        ranks: names of the ``rank_*`` folders of a run, also of those that are left out; None of a directory alone.
         skipped: trajectories left out because their files are absent or damaged.
-        own_ids: for each part, the ids that its own directory gives its entries; united, they may be numbered anew.
         warnings: a sentence on all that is damaged, and on what was left out or worked out again (``strict=False``).
     """
 
     parts: list[tuple[Source, TrajectoryIndex]]
     leases: list[ReaderLease]
     state: CheckpointState
+    order: npt.NDArray[np.intp] | None = None
     new_rank: tuple[int, int] | None = None
     counter: int = 0
     next_id: int = 0
     skipped: int = 0
-    own_ids: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    ranks: frozenset[str] | None = None
     warnings: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Opened:
     """One directory: the entries that it shows, the buffer's state, how many entries were left out, and why."""
 
@@ -79,17 +93,19 @@ def load_sources(
     strict: bool | None,
     pin: str | None,
     verify_shards: bool,
-    alone: bool = False,
+    united: Mapping[int, Directory] | None = None,
 ) -> Loaded:
     """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones; see ``LoadRequest``."""
     if share is not None:
         share_of(0, *share)
     path = place.url
-    directories, lacking = ([place], []) if alone else _directories(place)
+    directories, lacking = _directories(place) if united is None else (list(united.values()), [])
     leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
     try:
-        found, kept, errors = _open_all(directories, leases, strict, pin)
-        lacking += _absent_above(place, directories, [item.source for item in found])
+        whole_place = united is None and directories != [place]
+        ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [0])
+        found, kept, errors = _open_all(directories, ranks, leases, strict, pin)
+        lacking += _absent_above(place, [item.source for item in found]) if whole_place else []
         if (strict is not False and (lacking or errors)) or not found:
             raise _all_of([*lacking, *errors], path)
         whole = not lacking and not errors
@@ -100,17 +116,16 @@ def load_sources(
         new_rank = None if same_ranks or as_rlinf else share
         for item in found:
             item.source.checked = verify_shards
-        loaded = Loaded([], kept, state, new_rank, skipped=sum(item.skipped for item in found))
+        loaded = Loaded([], kept, state, new_rank=new_rank, skipped=sum(item.skipped for item in found))
         loaded.warnings = [*map(str, lacking), *(text for item in found for text in item.warnings)]
         for error, directory in errors.items():
             loaded.skipped += count_told(directory) or 0
             loaded.warnings.append(f"{directory.url} {left_out_in_words(directory, error)}")
-        _unite(loaded, [(item.source, item.index) for item in found], share)
+        if whole_place:
+            loaded.ranks = frozenset(name_of(directory) for directory in directories)
+        _unite(loaded, found, share, path)
         if strict is not False:
             _check_present(loaded, path)
-        loaded.next_id = max([loaded.next_id, *(item.state.trajectory_counter for item in found)])
-        if share is None:
-            loaded.counter = loaded.next_id
         return loaded
     except BaseException:
         for lease in leases:
@@ -119,15 +134,22 @@ def load_sources(
 
 
 def _open_all(
-    directories: Sequence[Directory], leases: Sequence[ReaderLease], strict: bool | None, pin: str | None
+    directories: Sequence[Directory],
+    ranks: Sequence[int],
+    leases: Sequence[ReaderLease],
+    strict: bool | None,
+    pin: str | None,
 ) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
     """Open each; return what was found with the announcements that it needs, and the errors of the rest."""
     found: list[_Opened] = []
     kept: list[ReaderLease] = []
     errors: dict[Exception, Directory] = {}
-    for directory, lease in zip(directories, leases, strict=True):
+    for directory, rank, lease in zip(directories, ranks, leases, strict=True):
         try:
             opened = _open(directory, strict, pin)
+            if rank and len(opened.index):
+                opened.index = opened.index.slice(0, len(opened.index))
+                opened.index.renumber(in_run(rank, opened.index["trajectory_id"]))
         except _UNREADABLE as error:
             errors[error] = directory
             lease.release()
@@ -189,11 +211,11 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
     raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
 
 
-def _absent_above(place: Directory, directories: Sequence[Directory], sources: Sequence[Source]) -> list[StoreError]:
+def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:
     """Return an error for the highest ranks of a run that are absent, where saved points say how many there were."""
     catalogs = [source.catalog for source in sources if isinstance(source, StoreSource)]
     said = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
-    if not any(said) or (len(directories) == 1 and directories[0] is place):
+    if not any(said):
         return []
     ranks = ranks_of(place)
     texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], said)
@@ -242,11 +264,10 @@ def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, Check
 def _check_present(loaded: Loaded, path: str | Path) -> None:
     """Refuse a share of stores some of whose files are absent or cut."""
     errors = []
-    for (source, part), own_ids in zip(loaded.parts, loaded.own_ids, strict=True):
+    for source, part in loaded.parts:
         lost = source.lost(part) if isinstance(source, StoreSource) else None
         if lost is not None:
-            # By the ids of the directory that is named, as inspect, verify and copies say them.
-            lost = replace(lost, ids=own_ids[lost.positions - part.first])
+            lost = replace(lost, ids=own_id(lost.ids))  # of the directory that is named
             errors.append(
                 IncompleteCheckpointError(
                     f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
@@ -257,25 +278,42 @@ def _check_present(loaded: Loaded, path: str | Path) -> None:
         raise _all_of(errors, path)
 
 
-def _unite(loaded: Loaded, found: Sequence[tuple[Source, TrajectoryIndex]], share: tuple[int, int] | None) -> None:
-    """Choose the entries of each source: all, or one rank's share of the union; nothing twice, no id twice."""
+def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | None, path: str) -> None:
+    """Choose the entries of each source: all, or one rank's share of the union; nothing twice."""
     alone = len(found) == 1 and share is None
-    distinct = [index for _, index in found] if alone else _distinct([_readable(index) for _, index in found])
+    readable = [item.index if alone else _readable(item.index) for item in found]
+    distinct = readable if alone else _distinct(readable)
     total = sum(len(index) for index in distinct)
     start, stop = (0, total) if share is None else share_of(total, *share)
-    ids = np.concatenate([index["trajectory_id"] for index in distinct])
-    renumber = len(found) > 1 and len(np.unique(ids)) < len(ids)
-    loaded.next_id = total if renumber else int(ids.max(initial=-1)) + 1
     before = 0
-    for (source, _), index in zip(found, distinct, strict=True):
+    for item, index in zip(found, distinct, strict=True):
         low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
         part = index.slice(low, high)
-        loaded.own_ids.append(part["trajectory_id"].copy())
-        if renumber:
-            part.renumber(np.arange(before + low, before + high, dtype=np.int64))
-        loaded.parts.append((source, part))  # also without an entry: a later commit may change that
-        loaded.counter = max(loaded.counter, int(part["trajectory_id"].max(initial=-1)) + 1)
+        loaded.parts.append((item.source, part))  # also without an entry: a later commit may change that
+        loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
+        loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)
         before += len(index)
+    if share is not None:
+        return
+    loaded.counter = loaded.next_id
+    if len(found) > 1:
+        loaded.order = _by_time(distinct)
+        stores = [part for source, part in loaded.parts if isinstance(source, StoreSource)]
+        unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
+        if np.count_nonzero(unknown) > 1:
+            loaded.warnings.append(
+                f"{path}: an earlier version of trajstore did not note when it committed {sum(unknown):,} of the "
+                "trajectories: of these, the ranks are shown one after another; what was committed since is newer"
+            )
+
+
+def _by_time(indexes: Sequence[TrajectoryIndex]) -> npt.NDArray[np.intp]:
+    """Return the order of the entries of several stores by when they were committed, ties by rank and id.
+
+    Each store's own order stays, whatever its clock did.
+    """
+    times = [np.maximum.accumulate(index["committed"]) for index in indexes]
+    return np.argsort(np.concatenate(times), kind="stable")
 
 
 def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
@@ -288,15 +326,16 @@ def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
 
 
 def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
-    """Return the entries whose UUIDs were not seen before, in their own source or an earlier one."""
+    """Return the entries without those whose UUIDs were committed before, by their own store or another one."""
     uuids = np.concatenate([index["uuid"] for index in indexes])
     halves = uuids.view(np.dtype("2u8")).reshape(-1, 2) if len(uuids) else np.zeros((0, 2), np.uint64)
     ordered = np.sort(halves[:, 0])
     if not np.any(ordered[1:] == ordered[:-1]):  # the halves of random UUIDs differ already
         return list(indexes)
-    _, first = np.unique(halves, axis=0, return_index=True)
+    order = _by_time(indexes)
+    _, first = np.unique(halves[order], axis=0, return_index=True)
     fresh = np.zeros(len(uuids), np.bool_)
-    fresh[first] = True
+    fresh[order[first]] = True
     parts: list[TrajectoryIndex] = []
     end = 0
     for index in indexes:

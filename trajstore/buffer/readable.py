@@ -9,27 +9,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import INT64_MAX, check_instance, check_kind, columns_or_none, whole, whole_numbers
+from trajstore.arguments import check_instance, check_kind, columns_or_none, whole
 from trajstore.buffer.backing import Backing
-from trajstore.buffer.choices import Choices
-from trajstore.buffer.numbering import Numbering
-from trajstore.buffer.retention import Retention
+from trajstore.buffer.internals import Internals
+from trajstore.buffer.moved import OF_BUFFERS, Moved
 from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
+from trajstore.querying import Facts, Query
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
-from trajstore.reading.tokens import TokenRows
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws, Window
 from trajstore.sampling.weighted import WeightedSampler
+from trajstore.store.run_ids import id_from
 from trajstore.trajectory import AnyTrajectory
 
-_SAMPLER = "a sampler of trajstore.sampling (sampler_of makes one of a dict)"
 
-
-class ReadableBuffer:
+class ReadableBuffer(Moved):
     """Trajectories that can be looked at and drawn from. Users make a ``TrajectoryReplayBuffer``.
 
     Args:
@@ -39,18 +37,15 @@ class ReadableBuffer:
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
     """
 
+    _MOVED = OF_BUFFERS
+
     def __init__(self, view: View, draws: Draws, backing: Backing, sample_window_size: int) -> None:
         self._view = view
         self._draws = draws
         self._backing = backing
-        self._choices = Choices(view, draws)
-        self._closed = False
+        self._internals = Internals(view, draws, backing)
+        self._facts = Facts(view.locked, backing.keep_facts)
         self.sample_window_size = sample_window_size
-
-    @property
-    def closed(self) -> bool:
-        """Whether the buffer was closed: loaders give no more of its batches."""
-        return self._closed
 
     @property
     def sample_window_size(self) -> int:
@@ -95,9 +90,8 @@ class ReadableBuffer:
         """
         num_chunks, columns = whole("num_chunks", num_chunks, 1), columns_or_none(columns)
         _check_out(out)
-        _check_sampler(sampler)
         if sampler is not None:
-            return self._choices.sample(num_chunks, self.sample_window_size, sampler, columns, out)
+            return self._internals.sample(num_chunks, self.sample_window_size, sampler, columns, out)
 
         def draw(contents: Contents) -> Prepared:
             window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
@@ -118,9 +112,8 @@ class ReadableBuffer:
             ConfigurationError: ``count`` is less than 1, or the sampler draws transitions.
         """
         count = whole("count", count, 1)
-        _check_sampler(sampler)
         if sampler is not None:
-            return self._choices.trajectories(count, self.sample_window_size, sampler)
+            return self._internals.trajectories(count, self.sample_window_size, sampler)
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
             window = Window.newest(contents.index, self.sample_window_size, contents.gap, contents.start)
@@ -135,8 +128,7 @@ class ReadableBuffer:
             ConfigurationError: an argument is out of range; names it.
             EmptyBufferError: there is nothing to sample from.
         """
-        _check_sampler(sampler)
-        return self._choices.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
+        return self._internals.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
 
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -149,64 +141,11 @@ class ReadableBuffer:
         """
         _check_drawn(drawn)
         _check_out(out)
-        return self._choices.read(drawn, columns_or_none(columns), out)
-
-    def numbering(self, trajectory_ids: npt.NDArray[np.int64]) -> Numbering:
-        """Return the numbers of the first samples of trajectories, for whoever reads of the same ones many times."""
-        return self._choices.numbering(trajectory_ids)
-
-    def read_numbered(
-        self,
-        numbering: Numbering,
-        numbers: npt.NDArray[np.int64],
-        *,
-        columns: Sequence[str] | None = None,
-        out: Mapping[str, torch.Tensor] | None = None,
-    ) -> dict[str, Any] | None:
-        """Return transitions as :meth:`read` does, told by number; None if trajectories have left since: number again.
-
-        Args:
-            numbering: from which ``numbers`` were counted.
-            numbers: those of first samples plus places within the trajectories, ``[n]``.
-            columns: as of :meth:`sample`.
-            out: as of :meth:`sample`.
-
-        Raises:
-            SchemaMismatchError: their trajectories differ in their columns.
-            TrajectoryUnavailableError: one of them was in memory only, and has left it.
-        """
-        return self._choices.numbered(numbering, numbers, columns, out)
-
-    def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be read: neither evicted nor unavailable."""
-        return self._choices.readable(whole_numbers("trajectory_ids", trajectory_ids))
-
-    def token_rows(self, trajectory_ids: npt.NDArray[np.int64], columns: Sequence[str] | None = None) -> TokenRows:
-        """Return the token columns of agent trajectories, ready to be copied; what feeds batches of tokens is made of.
-
-        Raises:
-            TrajectoryUnavailableError: one of them has been evicted.
-            SchemaMismatchError: one is no agent trajectory, or lacks a column.
-        """
-        return self._choices.tokens(whole_numbers("trajectory_ids", trajectory_ids), columns_or_none(columns))
+        return self._internals.read(drawn, columns_or_none(columns), out)
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of the trajectories that are here now, as the next draw would; before its state is loaded."""
-        check_instance("sampler", sampler, Sampler, _SAMPLER)
-        self._choices.follow(sampler)
-
-    @property
-    def generator(self) -> torch.Generator:
-        """Generator of all draws; part of :meth:`state_dict`."""
-        return self._draws.generator
-
-    def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return T and B of some trajectories, each ``[n]``.
-
-        Raises:
-            TrajectoryUnavailableError: one of them is not in the buffer.
-        """
-        return self._choices.extents(whole_numbers("trajectory_ids", trajectory_ids))
+        self._internals.follow(sampler)
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Give rows that a sampler drew new priorities, and return how many of them have been evicted since.
@@ -218,34 +157,41 @@ class ReadableBuffer:
                 wherever it is and whether it requires grad or not.
 
         Raises:
-            ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing was changed.
+            ConfigurationError: the sampler has no priorities, or one is negative, not finite or so large that its power
+                exceeds 1e100, or the rows were drawn from another buffer; nothing was changed.
         """
         check_instance("sampler", sampler, WeightedSampler, "the WeightedSampler that drew them")
         _check_drawn(drawn)
-        return self._choices.update(sampler, drawn, priorities)
+        return self._internals.update(sampler, drawn, priorities)
 
-    def get(self, trajectory_id: int) -> AnyTrajectory:
+    def get(self, trajectory_id: int | str) -> AnyTrajectory:
         """Return a trajectory by id, its tensors copied.
+
+        Args:
+            trajectory_id: as a number, or as it is shown: ``"3/17"`` of a run's rank 3.
 
         Raises:
             TrajectoryUnavailableError: there is none, or it has left memory.
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
-        number = whole("trajectory_id", trajectory_id, -INT64_MAX)
+        number = id_from("trajectory_id", trajectory_id)
         return self._view.locked(lambda contents: contents.get(contents.index.position_of(number)))
 
     # -- looking ----------------------------------------------------------------------------------
+
+    def query(self) -> Query:
+        """Ask about the facts of the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
+
+        The index has the facts of rollouts; those of earlier layouts are read with the first question, and kept.
+        Needs Polars (extra ``query``).
+        """
+        return Query(self._facts.table)
 
     @property
     def seed(self) -> int | None:
         """Seed of the generator; that of the checkpoint after ``load_checkpoint``."""
         return self._draws.seed
-
-    @property
-    def retention(self) -> Retention:
-        """Limits, beyond which the oldest trajectories go."""
-        return self._view.retention
 
     def __len__(self) -> int:
         return len(self._view.contents.index)
@@ -263,44 +209,12 @@ class ReadableBuffer:
 
     @property
     def trajectory_ids(self) -> npt.NDArray[np.int64]:
-        """Ids of all trajectories, oldest first, as an int64 array."""
+        """Ids of all trajectories, as an int64 array: in the order in which they were committed, the oldest first.
+
+        Those of a run directory are by the time of their commits, whichever rank made them.
+        """
         with self._view.contents.lock:
             return np.array(self._view.contents.index["trajectory_id"], np.int64)
-
-    @property
-    def trajectory_uuids(self) -> npt.NDArray[np.void]:
-        """UUIDs of all trajectories, oldest first, as an array of 16 bytes each."""
-        with self._view.contents.lock:
-            return np.array(self._view.contents.index["uuid"])
-
-    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the first half of the UUID of some trajectories, by which states tell them from others of their ids.
-
-        0 stands for those that are not shown, and for all where UUIDs are made anew in each process: in memory only,
-        and of RLinf's directories.
-        """
-        return self._choices.names(whole_numbers("trajectory_ids", trajectory_ids))
-
-    @property
-    def store_ids(self) -> list[str]:
-        """UUIDs of the stores that are shown: the buffer's own, and those that were loaded."""
-        return self._view.store_ids
-
-    @property
-    def share(self) -> tuple[int, int] | None:
-        """(local_rank, world_size), if the buffer shows one rank's share of what was loaded; else None."""
-        request = self._view.request
-        return None if request is None else request.share
-
-    @property
-    def store_id(self) -> str | None:
-        """UUID of the directory that this buffer writes to; None in memory only."""
-        return self._backing.store_id
-
-    @property
-    def trajectory_counter(self) -> int:
-        """One more than the newest id."""
-        return self._backing.intake.counter
 
     def is_ready(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories."""
@@ -314,14 +228,15 @@ class ReadableBuffer:
         """Return flat numbers: trajectories, samples, cached trajectories and bytes, bytes waiting, mapped shards.
 
         ``cache_size`` and ``cache_bytes`` are of the cache in memory (``enable_cache``), not of the local copies of an
-        object store; ``fetched_bytes`` and ``fetched_ranges`` are rows fetched from there, with ``range_reads``.
+        object store; ``fetched_bytes`` are of rows fetched from there with ``range_reads``, in ``fetched_ranges``
+        requests, for ``fetched_batches`` batches or trajectories (what was there already asks for nothing).
         Of the buffer's own store: ``live_bytes`` of its trajectories, ``shard_bytes`` of the files that these and its
         pins need, ``held_bytes`` of files that stay on disk only because a reader still shows what was evicted.
         """
         figures = self._backing.figures()
         contents = self._view.contents
         with contents.lock:
-            fetched_bytes, fetched_ranges = contents.residency.fetched
+            fetched_bytes, fetched_ranges, fetched_batches = contents.residency.fetched
             return {
                 "num_trajectories": self.size,
                 "total_samples": contents.index.total_samples,
@@ -330,6 +245,7 @@ class ReadableBuffer:
                 "mapped_shards": contents.residency.mapped,
                 "fetched_bytes": fetched_bytes,
                 "fetched_ranges": fetched_ranges,
+                "fetched_batches": fetched_batches,
                 **figures,
             }
 
@@ -352,10 +268,6 @@ class ReadableBuffer:
             ConfigurationError: it is no such state; nothing was changed.
         """
         self._draws.load_state_dict(state)
-
-
-def _check_sampler(sampler: Sampler | None) -> None:
-    check_kind("sampler", sampler, Sampler, _SAMPLER)
 
 
 def _check_drawn(drawn: Drawn) -> None:

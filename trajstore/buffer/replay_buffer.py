@@ -9,33 +9,28 @@ from pathlib import Path
 from typing import Any, Self
 
 from trajstore.arguments import (
-    check_instance,
     check_kind,
     path_or_url,
     rank_of_ranks,
     seconds_or_none,
     truth,
     whole,
-    whole_numbers,
     whole_or_none,
 )
 from trajstore.buffer.backing import Backing, MemoryBacking, ReaderBacking, StoreBacking
 from trajstore.buffer.restorable import RestorableBuffer
 from trajstore.buffer.retention import Retention
-from trajstore.buffer.view import View
+from trajstore.buffer.view import LoadRequest, View
 from trajstore.closing import Closing
-from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.limits import MAX_ID
-from trajstore.errors import ConfigurationError, StoreError, listed
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, listed
 from trajstore.files.opening import check_options, directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.mirroring.options import Mirror, as_mirror
 from trajstore.reading.places import check_no_store_above
 from trajstore.sampling.draws import Draws
+from trajstore.store.run_ids import ids_from
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
-
-_MOST_RANKS = 1 << 31
 
 
 class TrajectoryReplayBuffer(RestorableBuffer, Closing):
@@ -65,7 +60,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         storage_options: passed on to the fsspec file system of URLs; a local ``auto_save_path`` takes none.
         mirror: path or URL to which everything committed is copied in the background, or a :class:`Mirror` with options
             (``auto_save=True``). What is there can be opened like any store, and ``trajstore restore`` makes a store
-            of it after this machine is lost. Adding never waits for it; see :attr:`mirror_state`.
+            of it after this machine is lost. Adding never waits for it; see :attr:`mirror`.
         on_commit: called with the ids of each commit, in order, by a thread of its own that holds no lock, so that it
             may call the buffer back. ``flush`` does not wait for it, ``close`` does. What it raises is logged.
         verify_shards: compare the checksums of a shard, whole, when it is read for the first time, so that changed
@@ -179,7 +174,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         return buffer
 
     def _read_only(self) -> None:
-        self._backing = ReaderBacking(self._view)
+        self._backing = self._internals.backing = ReaderBacking(self._view)
 
     # -- adding -----------------------------------------------------------------------------------
 
@@ -203,46 +198,6 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         """
         return self._backing.add(trajectories)
 
-    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
-        """Add what another process has checked and taken apart into columns; return the ids.
-
-        Args:
-            flats: see :func:`trajstore.columns.conversion.flatten`; copied before this returns.
-            uuids: UUID of each, 16 bytes; where directories are united, of those with the same UUID one counts.
-
-        Raises:
-            StoreWriteError, UnwritableTrajectoryError, PendingFullError: as by :meth:`add_trajectories`.
-            ConfigurationError: there are not as many UUIDs as trajectories.
-        """
-        check_instance("flats", flats, Sequence, "a list of what flatten returns")
-        check_instance("uuids", uuids, bytes, "bytes, 16 for each trajectory")
-        if isinstance(flats, str) or not all(isinstance(flat, FlatTrajectory) for flat in flats):
-            raise ConfigurationError("flats: must be a list of what flatten returns")
-        if len(uuids) != 16 * len(flats):
-            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
-        return self._backing.add_flattened(flats, uuids)
-
-    def share_ids(self, rank: int, ranks: int, *, at_least: int = 0) -> int:
-        """Give out only ids that are ``rank`` modulo ``ranks`` from now on, so that several stores keep apart.
-
-        Args:
-            rank: of this store.
-            ranks: how many there may be.
-            at_least: no lower id is given out from now on.
-
-        Returns:
-            The next id that is given out. What got a lower one is shown already, or never will be.
-
-        Raises:
-            ConfigurationError: ``rank`` is not in ``[0, ranks)``, or ``at_least`` in ``[0, 2**61]``.
-            StoreError: the buffer has no store (``auto_save=False``).
-        """
-        rank, ranks = whole("rank", rank, 0), whole("ranks", ranks, 1, _MOST_RANKS)
-        if not rank < ranks:
-            raise ConfigurationError(f"rank: {rank}, must be less than ranks, {ranks}")
-        least = whole("at_least", at_least, 0, MAX_ID // 2)
-        return self._backing.share_ids(least + (rank - least) % ranks, ranks)
-
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything added before survives SIGKILL and power loss. Nothing to do in memory only.
 
@@ -259,16 +214,13 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         Raises:
             StoreWriteError: they cannot be written at present.
         """
-        wanted = whole_numbers("ids", ids).tolist()
+        wanted = ids_from("ids", ids)
         return self._backing.wait(wanted, seconds_or_none("timeout", timeout))
 
-    @property
-    def committed(self) -> int:
-        """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
-        return self._backing.committed
-
-    def evict(self, ids: Sequence[int]) -> None:
+    def evict(self, ids: Sequence[int | str]) -> None:
         """Delete trajectories, durably. Files go when no pin and no reader needs them.
+
+        What was loaded is shown no longer, and stays where it is. Ids are numbers, or as they are shown (``"3/17"``).
 
         Those of the buffer's own store that are not shown because their files are missing or cut can be deleted too.
 
@@ -277,7 +229,7 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             StoreWriteError: the log could not be written; nothing was deleted. Or trajectories that wait to be written
                 could not be; all others were deleted.
         """
-        wanted = whole_numbers("ids", ids).tolist()
+        wanted = ids_from("ids", ids)
         if not wanted:
             return
         self._view.check_shown(wanted)
@@ -305,8 +257,8 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
     def close(self, wait: bool = True) -> None:
         """Flush and give the directory back. Closing again does nothing.
 
-        Loaders give no more batches of it. What it showed can be sampled as long as its files are there: nobody is told
-        any more that they are read.
+        Loaders give no more batches of it. Releases the reader's lease: what it showed can be sampled only as long as
+        its files are there.
 
         Args:
             wait: kept for callers of RLinf's buffer; what was added is always written first.
@@ -314,12 +266,13 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
         Raises:
             StoreWriteError: something did not reach the disk; the buffer is closed all the same.
         """
-        self._closed = True
         self._view.release()
         self._backing.close()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Send a buffer that only reads to another process, which opens what this one loaded, by its path.
+        """Send a buffer that only reads to another process, which opens what this one loaded, by its absolute path.
+
+        What lies there must be the same store then: else unpickling raises StoreNotFoundError.
 
         Raises:
             StoreError: the buffer writes, or holds trajectories that are nowhere else; says what to do instead.
@@ -338,31 +291,34 @@ class TrajectoryReplayBuffer(RestorableBuffer, Closing):
             "sample_window_size": self.sample_window_size,
             "trajectory_format": self.trajectory_format,
             "cache_bytes": self._view.cache_bytes,
-            "retention": self.retention,
+            "retention": self._view.retention,
             "storage_options": self._storage_options,
             "verify_shards": self._view.verify_shards,
         }
         reads = isinstance(self._backing, ReaderBacking)
-        request = self._view.request
-        loaded = None if request is None else (request.directory.url, request.share, request.strict, request.pin)
         # As bytes: torch would send a tensor as an open file, of which there are few.
-        return _reopened, (options, loaded, pickle.dumps(self.state_dict()), reads)
+        return _reopened, (options, self._view.request, self._view.store_ids, pickle.dumps(self.state_dict()), reads)
 
 
 def _reopened(
-    options: Mapping[str, Any],
-    loaded: tuple[str, tuple[int, int] | None, bool | None, str | None] | None,
-    state: bytes,
-    reads: bool,
+    options: Mapping[str, Any], request: LoadRequest | None, store_ids: Sequence[str], state: bytes, reads: bool
 ) -> TrajectoryReplayBuffer:
-    """Return a buffer that reads what another process had loaded; ``reads``: it was opened for nothing else."""
+    """Return a buffer that reads what another process had loaded; ``reads``: it was opened for nothing else.
+
+    Raises:
+        StoreNotFoundError: another store lies there now.
+    """
     buffer = TrajectoryReplayBuffer(seed=None, **options)
     if reads:
         buffer._read_only()
-    if loaded is not None:
-        path, share, strict, pin = loaded
-        rank, ranks = share or (0, 1)
-        buffer.load_checkpoint(path, share is not None, rank, ranks, strict=strict, pin=pin)
+    if request is not None:
+        buffer._load(request)
+        gone = set(store_ids) - set(buffer._view.store_ids)
+        if gone:
+            raise StoreNotFoundError(
+                f"{request.directory.url}: the buffer that was sent reads the store {listed(sorted(gone))}, which does "
+                f"not lie there now; what does is {listed(sorted(buffer._view.store_ids)) or 'no store'}"
+            )
     buffer.load_state_dict(pickle.loads(state))
     return buffer
 

@@ -1,27 +1,25 @@
-"""The part of the buffer that saves and restores: checkpoints, pins, saved points, what is loaded."""
+"""The part of the buffer that saves and restores: checkpoints, points, what is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from trajstore.arguments import one_of, path_or_url, seconds_or_none, text, truth, whole, whole_numbers
+from trajstore.arguments import one_of, path_or_url, text, truth, whole
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.checkpoint import CheckpointState, Layout, check_target, save_checkpoint
+from trajstore.buffer.mirroring import MirrorOfBuffer
 from trajstore.buffer.readable import ReadableBuffer
 from trajstore.buffer.reloading import load, refresh
-from trajstore.buffer.saved_points import KEPT, PointsOfBuffer
+from trajstore.buffer.saved_points import PointsOfBuffer
 from trajstore.buffer.view import LoadRequest, View
-from trajstore.errors import StoreError
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.formats import get_format
 from trajstore.formats.base import TrajectoryFormat
-from trajstore.mirroring.options import MirrorState
 from trajstore.reading.contents import Contents
 from trajstore.reading.picture import Picture
 from trajstore.sampling.draws import Draws
-from trajstore.store.saved_points import SavedPoint
 
 
 class RestorableBuffer(ReadableBuffer):
@@ -86,123 +84,15 @@ class RestorableBuffer(ReadableBuffer):
             state, picture = self._view.locked(look)
             save_checkpoint(target, picture, state, self._format, layout)
 
-    def pin(self, name: str) -> int:
-        """Pin the store: keep its present state readable under a name; return its generation.
-
-        ``load_checkpoint(path, pin=name)`` reads it, however much is added and evicted later.
-
-        Raises:
-            StoreError: the buffer has no store (``auto_save=False``).
-            ConfigurationError: the name cannot be that of a file, or is one that saved points have.
-        """
-        name = text("name", name)
-        self._backing.flush()
-        return self._backing.pin(name, CheckpointState.rng_json(self.seed, self._draws.rng_state))
-
-    def unpin(self, name: str) -> None:
-        """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
-
-        Evicted trajectories that only it named are deleted. Where there is no such name a warning says so.
-        """
-        self._backing.unpin(text("name", name))
-
-    # -- mirror -----------------------------------------------------------------------------------
-
     @property
-    def mirror_state(self) -> MirrorState | None:
-        """What is on the mirror of this buffer's store, and why the last attempt failed; None without a mirror."""
-        mirror = self._backing.mirror
-        return None if mirror is None else mirror.state
-
-    def wait_mirrored(self, ids: Sequence[int] | None = None, timeout: float | None = None) -> bool:
-        """Wait until trajectories are on the mirror; return whether all are (False after ``timeout`` seconds).
-
-        Args:
-            ids: of trajectories; None: everything, what was added before and waits to be written, evictions, saved
-                points and rollbacks too.
-            timeout: in seconds; None = no limit.
-
-        Raises:
-            StoreError: this buffer has no mirror.
-            StoreWriteError: with ``ids=None``, a write failed; names the file.
-        """
-        wanted = None if ids is None else whole_numbers("ids", ids)
-        timeout, mirror = seconds_or_none("timeout", timeout), self._backing.mirror
-        if mirror is None:
-            raise StoreError("wait_mirrored: this buffer has no mirror; give one with mirror=...")
-        if wanted is None:
-            return mirror.wait_for_all(self._backing.flush, timeout)
-        return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True
-
-    # -- saved points -----------------------------------------------------------------------------
-
-    @property
-    def _points(self) -> PointsOfBuffer:
+    def points(self) -> PointsOfBuffer:
+        """Moments of this buffer's store that are kept: saved points, to which it can go back, and pins."""
         return PointsOfBuffer(self._backing, self._view, self._draws)
 
     @property
-    def saved_points(self) -> list[SavedPoint]:
-        """The saved points of this buffer's store, lowest step first; :func:`trajstore.saved_points` asks any store.
-
-        Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-        """
-        return self._points.saved()
-
-    def save_point(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
-        """Mark what the store holds now with the model's step, so that :meth:`rollback` can go back to it.
-
-        Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
-        checkpoint of the model has its point.
-
-        Args:
-            step: of the model; a point of the same step is replaced.
-            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
-                a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
-            keep: points that stay, those of the highest steps; older ones are released, with the trajectories that
-                only they held. None = all.
-
-        Raises:
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            ConfigurationError: there is a point of a later step; or ``state`` has what cannot be saved; says where.
-            StoreWriteError: it could not be written; an earlier point of this step is still there.
-        """
-        return self._points.save(step, state, keep)
-
-    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
-        """Go back to the saved point of a step: the store shows what it showed then, and draws go on from there.
-
-        Trajectories that were evicted since come back. Those that were added since are set aside: they are no longer
-        shown, their ids are not given again, and :meth:`take_back` or ``load_checkpoint(path, pin="aside-...")`` have
-        them. Saved points of later steps are set aside with them.
-
-        Args:
-            step: of the point.
-            aside: False deletes what was written since the point.
-
-        Returns:
-            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
-
-        Raises:
-            StoreNotFoundError: there is no point of this step; names those that there are.
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            CorruptStoreError: the point is damaged; nothing was changed.
-            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
-        """
-        return self._points.roll_back(step, aside)
-
-    def take_back(self, name: str) -> int:
-        """Show again what a rollback set aside, beside what is there now; return how many trajectories.
-
-        Args:
-            name: ``"aside-..."``, as the rollback's warning and ``trajstore inspect`` say it.
-
-        Raises:
-            StoreNotFoundError: nothing was set aside under this name.
-            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
-            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
-        """
-        return self._points.take_back(text("name", name))
+    def mirror(self) -> MirrorOfBuffer:
+        """The mirror of this buffer's store: how far it is, and waiting for it."""
+        return MirrorOfBuffer(self._backing)
 
     def load_checkpoint(
         self,

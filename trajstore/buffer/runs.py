@@ -95,9 +95,9 @@ def save_rank_point(
     """Save one rank's part of a point of a run, which counts when all ``ranks`` of them are saved; earlier ones stay.
 
     Raises:
-        StoreError, ConfigurationError, StoreWriteError: see :meth:`TrajectoryReplayBuffer.save_point`.
+        StoreError, ConfigurationError, StoreWriteError: see :meth:`PointsOfBuffer.save`.
     """
-    return buffer._points.save(step, state, None, ranks)
+    return buffer.points._save(step, state, None, ranks)
 
 
 def save_run_point(
@@ -116,7 +116,7 @@ def save_run_point(
     Args:
         buffer: of this rank; its store is ``<run>/rank_<r>``, where r is the rank in the group.
         step: of the model.
-        state: what else this rank needs, see :meth:`TrajectoryReplayBuffer.save_point`.
+        state: what else this rank needs, see :meth:`PointsOfBuffer.save`.
         keep: points that stay on each rank; None = all.
         group: of ``torch.distributed``; None: all ranks.
 
@@ -137,8 +137,8 @@ def save_run_point(
         raise StoreWriteError(
             f"save_run_point({step}): not every rank has saved it ({listed(failed)}); earlier points are as they were"
         ) from error
-    for old in () if keep is None else buffer.saved_points[:-keep]:
-        buffer.unpin(point_name(old.step))
+    for old in () if keep is None else buffer.points.saved[:-keep]:
+        buffer.points.unpin(point_name(old.step))
     return point
 
 
@@ -186,7 +186,7 @@ def roll_back_run(
         return None, {}
     state, wrong = {}, None
     try:
-        state = buffer.rollback(chosen, aside=aside)
+        state = buffer.points.rollback(chosen, aside=aside)
     except Exception as error:  # as above
         wrong = error
     failed = _told_by_all(group, None if wrong is None else f"rank_{rank}: {wrong}", f"roll_back_run({chosen})")
@@ -232,7 +232,8 @@ def _check_not_lost(buffer: TrajectoryReplayBuffer, run: str, points: Sequence[R
     raise StoreNotFoundError(
         f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: bring it back from a copy "
         f"or its mirror, or begin a new run in another directory and load this one there (load_checkpoint({run!r}, "
-        f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away (unpin) and begin"
+        f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away "
+        "(points.unpin) and begin"
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trajstore.arguments import check_kind, path_or_url, truth, whole, whole_or_none
+from trajstore.arguments import check_kind, path_or_url, text, truth, whole, whole_or_none
 from trajstore.buffer.backing import Backing, StoreBacking
 from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.buffer.view import View
@@ -28,22 +28,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KEPT = 3
-"""Saved points that stay unless ``save_point`` is told otherwise."""
+"""Saved points that stay unless saving is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointsOfBuffer:
-    """What a buffer does with saved points.
+    """``buffer.points``: moments of a buffer's store: what is committed, and what is kept as saved points and pins.
 
-    Attributes:
-        backing: its store; in memory only it saves no points.
-        view: what it shows.
-        draws: its generator.
+    Args:
+        _backing: its store; in memory only it saves no points.
+        _view: what it shows.
+        _draws: its generator.
     """
 
-    backing: Backing
-    view: View
-    draws: Draws
+    _backing: Backing
+    _view: View
+    _draws: Draws
 
     def _own(self, call: str) -> StoreWriter:
         """Return the writer of a buffer that shows its own store alone.
@@ -51,43 +51,94 @@ class PointsOfBuffer:
         Raises:
             StoreError: it has no store, or shows what was loaded from elsewhere.
         """
-        if not isinstance(self.backing, StoreBacking):
-            raise StoreError(f"{call}: this buffer has no store of its own; use auto_save=True")
-        request = self.view.request
+        if not isinstance(self._backing, StoreBacking):
+            raise StoreError(f"points.{call}: this buffer has no store of its own; use auto_save=True")
+        request = self._view.request
         if request is not None:
             raise StoreError(
-                f"{call}: this buffer shows what was loaded from {request.directory.url}, and a saved point names "
-                f"trajectories of its own store {self.backing.writer.directory.url} alone; to have both in one store, "
-                "save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
+                f"points.{call}: this buffer shows what was loaded from {request.directory.url}, and a saved point "
+                f"names trajectories of its own store {self._backing.writer.directory.url} alone; to have both in one "
+                "store, save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
             )
-        return self.backing.writer
+        return self._backing.writer
 
-    def save(
+    @property
+    def committed(self) -> int:
+        """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
+        return self._backing.committed
+
+    @property
+    def saved(self) -> list[SavedPoint]:
+        """The saved points of the store, lowest step first; :func:`trajstore.saved_points` asks any store.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+        """
+        return self._own("saved").points.saved()
+
+    def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
+        """Mark what the store holds now with the model's step, so that :meth:`rollback` can go back to it.
+
+        Everything added before is flushed first. Call it before the model's own checkpoint is written: then every
+        checkpoint of the model has its point.
+
+        Args:
+            step: of the model; a point of the same step is replaced.
+            state: what else the resumed run needs: plain values, tensors, and objects with a ``state_dict`` (a loader,
+                a sampler), which are asked for it at that very moment. The buffer's own generator is saved anyway.
+            keep: points that stay, those of the highest steps; older ones are released, with the trajectories that
+                only they held. None = all.
+
+        Raises:
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            ConfigurationError: there is a point of a later step; or ``state`` has what cannot be saved; says where.
+            StoreWriteError: it could not be written; an earlier point of this step is still there.
+        """
+        return self._save(step, state, keep)
+
+    def _save(
         self, step: int, state: Mapping[str, Any] | None, keep: int | None, ranks: int | None = None
     ) -> SavedPoint:
-        """See :meth:`TrajectoryReplayBuffer.save_point`; ``ranks``: how many ranks of a run save it together."""
+        """See :meth:`save`; ``ranks``: how many ranks of a run save it together."""
         step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
         check_kind("state", state, Mapping, "a dict")
-        writer = self._own("save_point")
+        writer = self._own("save")
         writer.flush()
 
         def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             # First the parts, then the generator that they draw from: parts bring their own state of it.
             parts = asked(state or {})
-            said = CheckpointState.rng_json(self.draws.seed, self.draws.rng_state)
+            said = CheckpointState.rng_json(self._draws.seed, self._draws.rng_state)
             return parts, said if ranks is None else {**said, "ranks": ranks}
 
         return uninterrupted(partial(writer.points.save, step, capture, keep))
 
-    def roll_back(self, step: int, aside: bool) -> dict[str, Any]:
-        """See :meth:`TrajectoryReplayBuffer.rollback`."""
+    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
+        """Go back to the saved point of a step: the store shows what it showed then, and draws go on from there.
+
+        Trajectories that were evicted since come back. Those that were added since are set aside: they are no longer
+        shown, their ids are not given again, and :meth:`take_back` or ``load_checkpoint(path, pin="aside-...")`` have
+        them. Saved points of later steps are set aside with them.
+
+        Args:
+            step: of the point.
+            aside: False deletes what was written since the point.
+
+        Returns:
+            The state that was saved with the point, what had a ``state_dict`` as what that returned; empty if none was.
+
+        Raises:
+            StoreNotFoundError: there is no point of this step; names those that there are.
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            CorruptStoreError: the point is damaged; nothing was changed.
+            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
+        """
         step, aside = whole("step", step, 0), truth("aside", aside)
         writer = self._own("rollback")
 
         def change() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             plan, name, state, said = writer.points.roll_back(step, aside=aside)
             if not plan.is_empty:
-                self.view.show_own_again()
                 logger.warning(
                     "%s: rolled back to step %d: %s, %d evicted are back",
                     writer.directory.url,
@@ -99,35 +150,55 @@ class PointsOfBuffer:
 
         state, said = self._while_nothing_is_added(writer, change)
         restored = CheckpointState.from_json(said)
-        self.draws.take_up(restored.seed, restored.rng_state)
+        self._draws.take_up(restored.seed, restored.rng_state)
         return dict(state)
 
     def take_back(self, name: str) -> int:
-        """See :meth:`TrajectoryReplayBuffer.take_back`."""
-        writer = self._own("take_back")
+        """Show again what a rollback set aside, beside what is there now; return how many trajectories.
 
-        def change() -> int:
-            count = writer.points.take_back(name)
-            self.view.show_own_again()
-            return count
+        Args:
+            name: ``"aside-..."``, as the rollback's warning and ``trajstore inspect`` say it.
 
-        return self._while_nothing_is_added(writer, change)
+        Raises:
+            StoreNotFoundError: nothing was set aside under this name.
+            StoreError: the buffer has no store, or shows what was loaded from elsewhere.
+            StoreWriteError: it could not be written; make the buffer again, which shows the one or the other.
+        """
+        name, writer = text("name", name), self._own("take_back")
+
+        return self._while_nothing_is_added(writer, partial(writer.points.take_back, name))
+
+    def pin(self, name: str) -> int:
+        """Keep the present state readable under a name of its own; return the store's generation.
+
+        ``load_checkpoint(path, pin=name)`` reads it, however much is added and evicted later.
+
+        Raises:
+            StoreError: the buffer has no store (``auto_save=False``).
+            ConfigurationError: the name cannot be that of a file, or is one that saved points have.
+        """
+        name = text("name", name)
+        self._backing.flush()
+        return self._backing.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
+
+    def unpin(self, name: str) -> None:
+        """Let go of a pin, of a saved point (``step-750``), or of what a rollback set aside (``aside-12``).
+
+        Evicted trajectories that only it named are deleted. Where there is no such name a warning says so.
+        """
+        self._backing.unpin(text("name", name))
 
     def _while_nothing_is_added(self, writer: StoreWriter, change: Callable[[], T]) -> T:
-        with self.view.steady:
+        with self._view.steady:
 
             def run() -> T:
-                with self.backing.intake.lock:
+                with self._backing.intake.lock:
                     writer.flush()
                     return change()
 
             result = uninterrupted(run)
         writer.rewriter.note()
         return result
-
-    def saved(self) -> list[SavedPoint]:
-        """See :attr:`TrajectoryReplayBuffer.saved_points`."""
-        return self._own("saved_points").points.saved()
 
 
 def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
@@ -168,8 +239,14 @@ def _left(plan: RollbackPlan, aside: str | None) -> str:
     fate = (
         "deleted"
         if aside is None
-        else f"set aside as {aside} (unpin({aside!r}) deletes them, take_back({aside!r}) shows them again)"
+        else f"set aside as {aside} (points.unpin({aside!r}) deletes them, "
+        f"points.take_back({aside!r}) shows them again)"
     )
+    told = []
     if len(plan.leaving):
-        return f"{len(plan.leaving)} trajectories ({plan.nbytes} bytes) added since were {fate}"
-    return f"saved points of later steps were {fate}" if plan.void else "nothing was added since"
+        told.append(f"{len(plan.leaving)} trajectories ({plan.nbytes} bytes) added since were {fate}")
+    elif plan.void:
+        told.append(f"saved points of later steps were {fate}")
+    if plan.notes:
+        told.append(f"{plan.notes} values given since do not count any more")
+    return "; ".join(told) or "nothing was added since"

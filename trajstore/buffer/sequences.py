@@ -11,6 +11,7 @@ import torch
 
 from trajstore.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
 from trajstore.buffer.choices import Batch
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
@@ -69,9 +70,13 @@ def sample_sequences(
     """
     count, length, pad = whole("count", count, 1), whole("length", length, 1, _MOST_STEPS), truth("pad", pad)
     ends = _checked(buffer, ends)
-    spans = _spans(buffer, count, length, sampler, ends) if pad else _whole(buffer, count, length, sampler, ends)
-    values = _read(buffer, spans.first, spans.rows, columns)
-    return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
+
+    def sample() -> Batch:
+        spans = (_spans if pad else _whole)(buffer, count, length, sampler, ends)
+        values = _read(buffer, spans.first, spans.rows, columns)
+        return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, spans.first)
+
+    return internals_of(buffer).together(sampler, lambda _: sample())
 
 
 def sample_n_step(
@@ -115,6 +120,21 @@ def sample_n_step(
     count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
     ends, columns = _checked(buffer, ends), columns_or_none(columns)
     text("terminations", terminations)
+    return internals_of(buffer).together(
+        sampler, lambda _: _n_step(buffer, count, n, gamma, sampler, columns, ends, terminations)
+    )
+
+
+def _n_step(
+    buffer: TrajectoryReplayBuffer,
+    count: int,
+    n: int,
+    gamma: float,
+    sampler: Sampler | None,
+    columns: Sequence[str] | None,
+    ends: Ends,
+    terminations: str,
+) -> Batch:
     spans = _spans(buffer, count, n, sampler, ends)
     last = last_of(spans.mask)
     end = spans.rows[np.arange(len(last)), last]
@@ -123,11 +143,11 @@ def sample_n_step(
     if after:
         values |= _flat(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
     rewards = _read(buffer, spans.first, spans.rows, ["rewards"])["rewards"]
-    factors = torch.from_numpy(np.where(spans.mask, discounts(n, gamma), 0.0)).to(
-        torch.promote_types(rewards.dtype, torch.float32)
-    )
-    shape = (*factors.shape, *[1] * (rewards.dim() - 2))
-    values["rewards"] = (rewards * factors.reshape(shape)).sum(1)
+    factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
+    shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
+    discounted = rewards * factors.reshape(1, *shape[1:])
+    # Chosen, not multiplied by 0: what lies beyond the end may be no number.
+    values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
     terminated = _any(buffer, spans.first, end[:, None], [terminations])[:, 0]
     bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
     alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
@@ -186,12 +206,12 @@ def sample_hindsight(
     for name in (goal, achieved, "rewards"):
         if name not in values:
             raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
-    chance = uniform(2 * len(first), buffer.generator)
+    chance = uniform(2 * len(first), internals_of(buffer).generator)
     chosen = np.flatnonzero(chance[: len(first)] < share)
     relabelled = torch.zeros(len(first), dtype=torch.bool)
     if len(chosen):
         some = Drawn(first.ids[chosen], first.samples[chosen])
-        steps, batch = buffer.extents(some.ids)
+        steps, batch = internals_of(buffer).extents(some.ids)
         longest = int((steps - some.samples // batch).max())
         if longest > horizon:
             raise ConfigurationError(f"horizon: {horizon}, but {longest} steps follow a drawn one; allow as many")
@@ -233,39 +253,29 @@ def _spans(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sam
 
 
 def _mask(buffer: TrajectoryReplayBuffer, first: Drawn, length: int, ends: Ends) -> _Spans:
-    steps, batch = buffer.extents(first.ids)
+    steps, batch = internals_of(buffer).extents(first.ids)
     rows, inside = rows_after(first.samples, steps, batch, length)
-    return _Spans(first, rows, within_episode(inside, _any(buffer, first, rows, ends)))
+    mask = within_episode(inside, _any(buffer, first, rows, ends))
+    last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
+    return _Spans(first, np.where(mask, rows, last), mask)
 
 
 def _whole(buffer: TrajectoryReplayBuffer, count: int, length: int, sampler: Sampler | None, ends: Ends) -> _Spans:
-    """Draw starts until enough of them have ``length`` steps after them: uniform among these, as draws are."""
-    kept: list[_Spans] = []
-    still_wanted = count
+    """Draw starts that have ``length`` steps after them, in one draw: the others count as not drawn."""
     in_vain = 0
-    while still_wanted:
-        spans = _spans(buffer, count, length, sampler, ends)
-        good = np.flatnonzero(spans.mask.all(axis=1))[:still_wanted]
-        kept.append(_Spans(_rows_of(spans.first, good), spans.rows[good], spans.mask[good]))
-        still_wanted -= len(good)
-        in_vain = 0 if len(good) else in_vain + len(spans.first)
+
+    def fits(ids: IntArray, samples: IntArray) -> Mask:
+        nonlocal in_vain
+        good: Mask = np.asarray(_mask(buffer, Drawn(ids, samples), length, ends).mask.all(axis=1), np.bool_)
+        in_vain = 0 if good.any() else in_vain + len(ids)
         if in_vain >= max(_IN_VAIN, count):
             raise EmptyBufferError(
                 f"of {in_vain} drawn steps, none has {length - 1} more of its episode after it; "
                 "ask for shorter sequences, or pad=True"
             )
-    weights = [one.first.weights for one in kept]
-    known = [one for one in weights if one is not None]
-    first = Drawn(
-        np.concatenate([one.first.ids for one in kept]),
-        np.concatenate([one.first.samples for one in kept]),
-        np.concatenate(known) if len(known) == len(weights) else None,
-    )
-    return _Spans(first, np.concatenate([one.rows for one in kept]), np.concatenate([one.mask for one in kept]))
+        return good
 
-
-def _rows_of(drawn: Drawn, at: IntArray) -> Drawn:
-    return Drawn(drawn.ids[at], drawn.samples[at], None if drawn.weights is None else drawn.weights[at])
+    return _mask(buffer, internals_of(buffer).draw(count, buffer.sample_window_size, sampler, fits), length, ends)
 
 
 def _any(buffer: TrajectoryReplayBuffer, first: Drawn, rows: IntArray, names: Sequence[str]) -> Mask:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,14 +15,17 @@ import numpy.typing as npt
 from trajstore import locks
 from trajstore.buffer.loading import Loaded, load_sources
 from trajstore.buffer.retention import Retention
-from trajstore.errors import CorruptStoreError, StoreClosedError
+from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError
 from trajstore.files.base import Directory, ReaderLease
 from trajstore.reading.cache import TrajectoryCache
 from trajstore.reading.contents import Contents
+from trajstore.reading.places import is_of_rank, rank_number, ranks_of
 from trajstore.reading.sources import Source, StoreSource
 from trajstore.sampling.states import names_of
 from trajstore.store.catalog import Catalog
 from trajstore.store.moves import Moved
+from trajstore.store.notes import Noted
+from trajstore.store.run_ids import ID_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +46,7 @@ class LoadRequest:
         share: (local_rank, world_size), or None to load everything.
         strict: refuse an index that names absent files; None = unless it is RLinf's.
         pin: name of a pin of the store.
-        alone: of a store with ``rank_*`` ones beside it, load it without them.
+        united: load these in place of what ``directory`` holds, under the ids of a run, by the number of the rank.
         quiet: who asks tells of all damage; no warnings.
     """
 
@@ -49,7 +54,7 @@ class LoadRequest:
     share: tuple[int, int] | None
     strict: bool | None
     pin: str | None
-    alone: bool = False
+    united: Mapping[int, Directory] | None = None
     quiet: bool = False
 
     @property
@@ -79,7 +84,7 @@ class View:
     ) -> None:
         self.retention = retention
         self.own_first = 0
-        """Ids from here on are those of the buffer's own store; lower ones were loaded. 0 without a store."""
+        """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
         self._cache_bounds = cache_bounds
         self._verify_shards = verify_shards
         self._own: Catalog | None = None
@@ -88,7 +93,12 @@ class View:
         self._leases: list[ReaderLease] = []
         self.released = False
         """Whether the buffer was closed."""
+        self.out_of_step: Exception | None = None
+        """Why what is shown may not be what the buffer's own store has, once telling of a change has failed."""
+        self._half_followed = False
+        """Whether following what was loaded was cut short."""
         self._request: LoadRequest | None = None
+        self._ranks: frozenset[str] | None = None
         self._told: set[str] = set()
         self.steady = locks.lock("View.steady")
         """Held while what was loaded is replaced, followed or saved: files that are to be linked stay."""
@@ -124,8 +134,14 @@ class View:
 
         Raises:
             StoreClosedError: the buffer was closed, and a file is gone or damaged.
+            StoreError: a change of the buffer's own store could not be shown.
         """
         while True:
+            if self.out_of_step is not None:
+                raise StoreError(
+                    f"this buffer may show other trajectories than its store has, because showing a change failed "
+                    f"({self.out_of_step!r}); the store is right: close the buffer and open it again"
+                ) from self.out_of_step
             contents = self.contents
             try:
                 with contents.lock:
@@ -148,11 +164,41 @@ class View:
             return np.zeros(len(positions), np.int64)
         return names_of(contents.index.at("uuid", positions))
 
+    def givers(self, contents: Contents) -> tuple[frozenset[str], bool]:
+        """Return which directories gave the ids that are shown, and whether they gave all of them.
+
+        Contents that replace others may have other trajectories under the same ids, where one of these is gone.
+        """
+        loaded = contents.sources[0 if self._own is None else OWN_SOURCE + 1 :]
+        alone = not loaded and self._own is not None
+        return frozenset(source.name for source in loaded or contents.sources), alone or not contents.added
+
     @property
     def store_ids(self) -> list[str]:
         """UUIDs of the stores that are shown."""
         sources = self.contents.sources
         return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
+
+    def stores_by_rank(self) -> dict[int, tuple[str, int]]:
+        """Return UUID and next id of the stores that were loaded, by rank; a directory of RLinf has neither."""
+        return {
+            rank: (source.catalog.store_id, source.catalog.next_id)
+            if isinstance(source, StoreSource)
+            else ("", ID_LIMIT)
+            for rank, source in self._loaded_by_rank().items()
+        }
+
+    def catalogs_by_rank(self) -> dict[int, Catalog]:
+        """Return the catalogs of the stores that were loaded, by rank; read them while nothing is refreshed."""
+        loaded = self._loaded_by_rank().items()
+        return {rank: source.catalog for rank, source in loaded if isinstance(source, StoreSource)}
+
+    def _loaded_by_rank(self) -> dict[int, Source]:
+        request = self._request
+        if request is None:
+            return {}
+        run = self._ranks is not None
+        return {rank_number(source.directory, request.directory) if run else 0: source for source in self.loaded()}
 
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the store that the buffer writes to; before anything else is shown."""
@@ -162,7 +208,10 @@ class View:
             self._show_own(self.contents)
 
     def show_own_again(self) -> None:
-        """Show what the buffer's own store has by now, after a rollback; while nothing is being added or loaded."""
+        """Show what the buffer's own store has by now; told with ``CommitLog._lock`` held, so that nothing changes it.
+
+        To be called while nothing is being added or loaded.
+        """
         contents = self._empty()
         self._show_own(contents)
         with self.contents.lock:
@@ -204,7 +253,7 @@ class View:
             share=request.share,
             strict=request.strict,
             pin=request.pin,
-            alone=request.alone,
+            united=request.united,
             verify_shards=self._verify_shards,
         )
         for text in () if request.quiet else loaded.warnings:
@@ -212,6 +261,8 @@ class View:
         contents = self._empty()
         for source, part in loaded.parts:
             contents.show(contents.attach(source), part)
+        if loaded.order is not None and np.any(loaded.order[1:] < loaded.order[:-1]):
+            contents.index.adopt(contents.index.take(loaded.order))
         return contents, loaded
 
     def tell_hidden(self) -> None:
@@ -228,7 +279,8 @@ class View:
         with self.contents.lock:
             self.contents = contents
             old, self._leases = self._leases, loaded.leases
-        self._request = request
+        self._request, self._ranks = request, loaded.ranks
+        self._half_followed = False
         for lease in old:
             lease.release()
 
@@ -237,8 +289,19 @@ class View:
         return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self._request is not None else []
 
     def request_if_changed(self) -> LoadRequest | None:
-        """Return what to load again; None if nothing was loaded, or no writer has committed to it since."""
-        return self._request if any(source.changed() for source in self.loaded()) else None
+        """Return what to load again; None if nothing was loaded, or nothing was committed to it and no rank joined."""
+        changed = self._half_followed or any(source.changed() for source in self.loaded()) or self._has_joined()
+        return self._request if changed else None
+
+    def _has_joined(self) -> bool:
+        """Return whether the run that was loaded has ranks that it did not have then, and all below them."""
+        if self._request is None or self._ranks is None:
+            return False
+        directory = self._request.directory
+        if self._ranks.issuperset(name for name in directory.listing()[1] if is_of_rank(name)):
+            return False
+        ranks = ranks_of(directory)
+        return not ranks.lacking and not self._ranks.issuperset(ranks.names)
 
     def follow(self) -> int | None:
         """Show what was committed since to what was loaded, without opening it again; None where that cannot be.
@@ -253,6 +316,8 @@ class View:
         source = loaded[0] if len(loaded) == 1 else None
         if request is None or request.share is not None or request.pin is not None or contents.added:
             return None
+        if self._half_followed or self._ranks not in (None, {"rank_0"}) or self._has_joined():
+            return None
         if not isinstance(source, StoreSource):
             return None
         catalog = source.catalog
@@ -266,13 +331,15 @@ class View:
             changes, number = catalog.changes(news), contents.sources.index(source)
             # What was added and evicted since, or moved twice, has no files any more: nobody may see a part of it.
             at_once = any(record.get("operation") != "add" for _, tail in news for record in tail.records)
+            self._half_followed = True  # until the end: an interrupt may come anywhere
             while True:
                 with contents.lock:  # else for one commit at a time: whoever samples waits no longer than that
                     for change in changes:
-                        contents.follow(number, change, catalog.index.weights)
+                        contents.follow(number, change)
                         if not at_once:
                             break
                     else:
+                        self._half_followed = False
                         return catalog.next_id
         finally:
             for lease in self._leases:
@@ -294,7 +361,20 @@ class View:
         """Let trajectories of the buffer's own store be read from the shard where they are now."""
         self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
 
+    def noted(self, noted: Noted) -> None:
+        """Show values of trajectories of the buffer's own store that came late."""
+        self.locked(lambda contents: contents.noted(noted, self.own_first))
+
     # -- leaving ----------------------------------------------------------------------------------
+
+    def is_own(self, number: int) -> bool:
+        """Return whether an id is one that the buffer gave, and not one of what was loaded."""
+        return self.own_first <= number < ID_LIMIT
+
+    def _own_or_loaded(self, ids: npt.NDArray[np.int64], at: int) -> int:
+        """Return the id at a place, -1 for one that was loaded."""
+        number = int(ids[at])
+        return number if self.is_own(number) else -1
 
     def newest_id(self) -> int | None:
         """Return the highest id that is shown; None if nothing is."""
@@ -338,13 +418,15 @@ class View:
 
         def to_evict(contents: Contents) -> list[int]:
             index = contents.index
-            durable = max(newest, self.own_first - 1)  # what was loaded is on disk elsewhere
-            safe = int(np.searchsorted(index["trajectory_id"], durable, side="right"))
+            shown = index["trajectory_id"]
+            # Own ones come last, by id; what was loaded is on disk elsewhere.
+            own = partial(self._own_or_loaded, shown)
+            safe = bisect_right(range(len(shown)), newest, key=own)
             positions = index.first + self.retention.to_evict(index.slice(0, safe))
             ids = index.at("trajectory_id", positions).tolist()
-            loaded = [number for number in ids if number < self.own_first]
+            loaded = [number for number in ids if not self.is_own(number)]
             if loaded:
                 self.forget(loaded)
-            return [number for number in ids if number >= self.own_first and not contents.is_pending(number)]
+            return [number for number in ids if self.is_own(number) and not contents.is_pending(number)]
 
         return self.locked(to_evict)

@@ -16,7 +16,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trajstore.cli import copy, demo, inspect, pool, restore, rollback, verify
+from trajstore.cli import (
+    annotate,
+    copy,
+    demo,
+    diff,
+    export,
+    inspect,
+    mend,
+    move,
+    pool,
+    query,
+    restore,
+    rollback,
+    tail,
+    verify,
+    view,
+)
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, visible
 from trajstore.errors import CorruptStoreError, TrajstoreError
@@ -27,11 +43,23 @@ INTERRUPTED = 130
 
 COMMANDS: tuple[Command, ...] = (
     inspect.COMMAND,
+    query.LIST,
+    query.QUERY,
+    tail.COMMAND,
+    diff.COMMAND,
+    annotate.COMMAND,
+    view.COMMAND,
     verify.COMMAND,
+    export.COMMAND,
     copy.COPY,
     copy.REPAIR,
     restore.COMMAND,
     rollback.COMMAND,
+    mend.PRUNE,
+    mend.COMPACT,
+    move.MERGE,
+    move.SPLIT,
+    move.CONVERT,
     pool.COMMAND,
     demo.COMMAND,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
 from trajstore.cli.command import Command
@@ -29,13 +29,32 @@ MOST_READERS = 5
 """Live readers that are written for people."""
 
 
+def _id(text: str) -> int:
+    """Return the id of a trajectory, given as a number or as it is shown (``3/17``)."""
+    from trajstore.errors import ConfigurationError
+    from trajstore.store.run_ids import id_from
+
+    try:
+        return id_from("ID", text)
+    except ConfigurationError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
     parser.add_argument("--each", action="store_true", help="of a run directory, show every rank in full")
-    parser.add_argument("--trajectory", type=int, metavar="ID", help="show one trajectory; of an agent, what was said")
+    parser.add_argument(
+        "--trajectory",
+        type=_id,
+        metavar="ID",
+        help="show one trajectory (3/17: 17 of a run's rank 3); of an agent, what was said",
+    )
     parser.add_argument(
         "--sample", type=int, metavar="K", help="show sample K of the trajectory (t * B + b), or token K of a rollout"
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="with --trajectory, show every token of a rollout with its values"
     )
     parser.add_argument(
         "--tokenizer",
@@ -59,10 +78,14 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--sample needs --trajectory: samples are counted within their trajectory")
     if options.tokenizer is not None and options.trajectory is None:
         raise ConfigurationError("--tokenizer needs --trajectory: it shows the tokens of one rollout")
+    if options.tokens and (options.trajectory is None or options.sample is not None):
+        raise ConfigurationError("--tokens needs --trajectory, and no --sample: it shows all tokens of one rollout")
     if options.measure is not None and options.measure < 0:
         raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
     if options.trajectory is not None:
-        report = inspect_trajectory(options.path, options.trajectory, options.sample, options.tokenizer)
+        report = inspect_trajectory(
+            options.path, options.trajectory, options.sample, options.tokenizer, tokens=options.tokens
+        )
     else:
         measure = MEASURED_AT_MOST if options.measure is None else options.measure
         with ProgressBar("reading", sys.stderr) as bar:
@@ -254,6 +277,13 @@ def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("" if at else "readers", text) for at, text in enumerate(texts)]
 
 
+def _waiting(waiting: dict[str, Any] | None) -> str:
+    """Return which values no writer has taken in yet; files that none can take in are among the problems."""
+    from trajstore.inspection.late_values import waiting_in_words
+
+    return "" if waiting is None else waiting_in_words(waiting)
+
+
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
     measured = report.get("measured")
     held = (report.get("pool") or report)["trajectories"]
@@ -267,6 +297,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("pins", ", ".join(report.get("pins", ()))),
         ("mirror", _mirror(report.get("mirror"))),
         *_readers(report.get("readers") or []),
+        ("values that wait", _waiting(report.get("waiting"))),
         *_agents(report, note),
         *_experiences(report.get("experiences"), note),
     ]
@@ -387,7 +418,7 @@ COMMAND = Command(
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
-        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown; the rest are the headers "
+        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown. The difference is headers "
         "of the files, and what is evicted or pinned. Of a folder, all stores below it are counted. "
         "Reads RLinf's directories and experience pools too. A writer may go on. Writes nothing but a reader's lease "
         "while a writer has the store open. Exit code 1: it lists problems."

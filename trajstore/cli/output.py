@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self, TextIO
 from unicodedata import category
 
@@ -43,10 +42,12 @@ class Output:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._encoding = stream.encoding or "utf-8"
 
     def line(self, text: str = "") -> None:
-        """Write one line."""
-        self._stream.write(visible(text) + "\n")
+        """Write one line; what the stream's encoding does not have is escaped."""
+        shown = visible(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
+        self._stream.write(shown + "\n")
 
     def text(self, text: str, limit: int) -> None:
         """Write text of any number of lines, each behind a bar, so that none passes for a line of the report."""
@@ -56,9 +57,10 @@ class Output:
         if left > 0:
             self.line(f"  ({left:,} more characters; --json shows all)")
 
-    def json(self, value: Any) -> None:
-        """Write a JSON document, indented, keys in their order."""
-        text = json.dumps(_json_value(value), indent=2, ensure_ascii=False, allow_nan=False)
+    def json(self, value: Any, indent: int | None = 2) -> None:
+        """Write a JSON document, keys in their order, indented or (None) as one line."""
+        plain = self._encoding.lower().replace("-", "") != "utf8"
+        text = json.dumps(_json_value(value), indent=indent, ensure_ascii=plain, allow_nan=False)
         if not text.replace("\n", "").isprintable():  # the line feeds here are JSON's own
             text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
         self._stream.write(text + "\n")
@@ -149,9 +151,7 @@ class ProgressBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.wipe()
 
     def wipe(self) -> None:

@@ -13,6 +13,7 @@ from trajstore.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from trajstore.experience.exchange import Exchanged
+    from trajstore.experience.message_rows import MessageTokenizer
     from trajstore.experience.rules import PoolRules
 
 _REFUSED = {
@@ -20,7 +21,7 @@ _REFUSED = {
     "no_response_mask": "have no loss_mask with response_start, nor response_mask: whose tokens are they?",
     "log_probs_mismatch": "have no old_log_probs, or none that fit the response, or some that are not finite",
     "malformed": "have a field that no store could keep, which the log names",
-    "no_tokens": "are demonstrations without token ids",
+    "no_tokens": "have no token ids; --tokenizer makes them of their messages",
     "log_probs_above_zero": "have old_log_probs above 0, which are none",
     "no_outcome": "have no outcome: neither success nor failure",
     "outcome_not_finite": "have an outcome that is NaN or infinite",
@@ -32,9 +33,10 @@ _REFUSED = {
 _LEFT = {
     "task_solved": "since every rollout of a later step of their task succeeded",
     "replaced": "since a better one of their task came, which has its full number",
-    "unavailable": "since the store evicted them, or they cannot be read",
+    "unavailable": "since the store evicted them",
+    "unreadable": "since they are damaged",
 }
-_OF_TRANSCRIPTS = ("tokenizer", "chat_template", "context", "think_hint", "outcome")
+_OF_MESSAGES = ("chat_template", "context", "think_hint")
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -54,6 +56,12 @@ def _configure(parser: ArgumentParser) -> None:
         " versions count on; else an earlier run made it, and its age is unknown",
     )
     parser.add_argument(
+        "--task-prefix",
+        default="",
+        metavar="TEXT",
+        help="import: comes before the name of every task; verl's names are data_source:index",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="write the result as JSON; the guide to agents explains its names (part 6)"
     )
     for name, default, text in (
@@ -68,7 +76,9 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="X",
         help="import: outcome from which on a rollout is a success (default: %(default)s)",
     )
-    transcripts = parser.add_argument_group("transcripts", "how a file of conversations becomes demonstrations")
+    transcripts = parser.add_argument_group(
+        "messages", "how conversations without token ids become rows: transcripts, and pools or stores of messages"
+    )
     transcripts.add_argument("--tokenizer", metavar="PATH", help="tokenizer of the run: folder, or name in a model hub")
     transcripts.add_argument("--chat-template", metavar="FILE", help="Jinja template in place of the tokenizer's own")
     transcripts.add_argument(
@@ -93,12 +103,19 @@ def _run(options: Namespace, out: Output) -> int:
     )
     if options.action == "import" and Path(options.files).is_file():
         return _import_transcripts(options, rules, out)
-    given = [f"--{name.replace('_', '-')}" for name in _OF_TRANSCRIPTS if getattr(options, name) is not None]
-    if given:
-        raise ConfigurationError(f"{', '.join(given)}: {options.files} is no file of transcripts; leave it out")
+    if options.outcome is not None:
+        raise ConfigurationError(f"--outcome: {options.files} is no file of transcripts; leave it out")
     if options.action == "export":
         return _export(options, rules, out)
-    done = import_pool(options.store, options.files, rules, replace=options.replace, same_run=options.same_run)
+    done = import_pool(
+        options.store,
+        options.files,
+        rules,
+        replace=options.replace,
+        same_run=options.same_run,
+        tokenizer=_message_tokenizer(options),
+        task_prefix=options.task_prefix,
+    )
     if options.json:
         out.json(_as_json(done))
     else:
@@ -107,11 +124,25 @@ def _run(options: Namespace, out: Output) -> int:
     return int(bool(done.unreadable))
 
 
+def _message_tokenizer(options: Namespace) -> MessageTokenizer | None:
+    """Return what makes rows of messages, if a tokenizer is given."""
+    from trajstore.experience.message_rows import MessageTokenizer
+    from trajstore.experience.transcripts import load_tokenizer
+
+    if options.tokenizer is None:
+        given = [f"--{name.replace('_', '-')}" for name in _OF_MESSAGES if getattr(options, name) is not None]
+        if given:
+            raise ConfigurationError(f"{', '.join(given)}: has no effect without --tokenizer; give it, or leave it out")
+        return None
+    tokenizer = load_tokenizer(options.tokenizer, options.chat_template)
+    return MessageTokenizer.of(tokenizer, options.context or "linear", options.think_hint or "")
+
+
 def _export(options: Namespace, rules: PoolRules, out: Output) -> int:
     """Write a pool as files; return 1 if some of its trajectories are damaged."""
     from trajstore.experience.exchange import export_pool
 
-    for name in ("replace", "same_run"):
+    for name in ("replace", "same_run", "task_prefix", "tokenizer", *_OF_MESSAGES):
         if getattr(options, name):
             raise ConfigurationError(f"--{name.replace('_', '-')}: is of an import; leave it out")
     done = export_pool(options.store, options.files, rules)
@@ -132,6 +163,8 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
         raise ConfigurationError(f"{options.files}: a file of transcripts needs --tokenizer, the one of the run")
     if options.replace:
         raise ConfigurationError(f"--replace: transcripts in {options.files} are added to what is there; leave it out")
+    if options.task_prefix:
+        raise ConfigurationError(f"--task-prefix: transcripts in {options.files} name their tasks; leave it out")
     if options.same_run:
         raise ConfigurationError(f"--same-run: transcripts in {options.files} have no policy version; leave it out")
     reader = TranscriptReader(
@@ -145,13 +178,19 @@ def _import_transcripts(options: Namespace, rules: PoolRules, out: Output) -> in
         done = import_transcripts(options.store, options.files, rules, reader, bar)
     if options.json:
         bad = [{"line": one.line, "reason": one.reason} for one in done.bad]
-        out.json({**_as_json(done), "highest_failure": done.highest_failure, "bad": bad})
+        more = {"highest_failure": done.highest_failure, "control_tokens": done.control_tokens, "bad": bad}
+        out.json({**_as_json(done), **more})
     else:
         _tell(options.store, done, "conversations", out)
         if done.highest_failure is not None:
             out.line(
                 f"the highest outcome of those not worth keeping is {done.highest_failure:g}, success_threshold"
                 f" {rules.success_threshold:g}"
+            )
+        if done.control_tokens:
+            out.line(
+                f"control tokens: {done.control_tokens:,} names of them in texts; each has a space behind its first"
+                " character now"
             )
         for one in done.bad:
             out.line(f"{done.source}:{one.line}: {one.reason}")
@@ -169,6 +208,8 @@ def _as_json(done: Exchanged) -> dict[str, Any]:
         "left": dict(done.left),
         "refused": dict(done.refused),
         "left_out": list(done.left_out),
+        "tokenized": done.tokenized,
+        "without_log_probs": done.without_log_probs,
         "unreadable": done.unreadable,
     }
 
@@ -184,6 +225,11 @@ def _tell(store: str, done: Exchanged, what: str, out: Output) -> None:
         out.line(f"not taken: {count:,} {_REFUSED[reason]} ({reason})")
     for reason in done.left_out:
         out.line(f"not taken: {reason}")
+    if done.tokenized:
+        out.line(
+            f"had messages only: {done.tokenized:,}, which have the tokenizer's tokens now;"
+            f" {done.without_log_probs:,} of them are replayed with the current policy's log-probs"
+        )
 
 
 def _tell_unreadable(done: Exchanged, out: Output) -> None:

@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from typing import Any
 
 from trajstore.cli.output import Output, format_number, format_range, shortened
 
 _LONGEST_VALUE = 100  # characters of a value in a table
 _LONGEST_ROW = 12  # numbers of a long list that are shown rounded; of more, shape and range are
-_LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
+LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
 
 TURNS_BY_MESSAGES = "by messages of the assistant"
 TURNS_BY_TOKENS = "by runs of the model's tokens"
 """What the turns of a rollout are counted by: its messages if it has any."""
 
-_PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
+PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
 
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
     """Write a report of ``trajstore.inspection.trajectory_report.inspect_trajectory``."""
+    from trajstore.store.run_ids import shown_id
+
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
-    out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
+    out.heading(f"{report['path']}: {words} {shown_id(report['trajectory_id'])}")
     if "token" in report:
         _write_token(report, out)
     elif "values" in report:
         _write_pairs(report, ("uuid", "versions", "shard"), out)
         out.heading(f"sample {report['sample']} (step {report['step']}, environment {report['environment']})")
-        out.table([(name, _value(value)) for name, value in report["values"].items()])
+        out.table([(name, shown_value(value)) for name, value in report["values"].items()])
+    elif "tokens_by_column" in report:
+        _write_tokens(report["tokens_by_column"], out)
     elif report["kind"] == "agent":
         _write_rollout(report, out)
+        _write_notes(report["notes"], out)
     else:
         names = ("uuid", "samples", "steps", "batch", "max_episode_length", "model_weights_id", "versions", "shard")
         _write_pairs(report, names, out)
         _write_columns(report, out)
+        _write_notes(report["notes"], out)
+
+
+def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
+    if notes:
+        out.heading("values that came late")
+        for note in notes:
+            given = "taken back" if note["value"] is None else shown_value(note["value"])
+            when = datetime.fromtimestamp(note["time"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
+            gone = "" if note["in_force"] else "  (taken back by a rollback)"
+            out.line(f"  {when}  {note['name']}  {given}  {note['who']}{gone}")
+
+
+def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
+    numbers = [at for at, name in enumerate(("token", *columns)) if name not in ("part", "text")]
+    rows = [
+        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in one)]
+        for at, values in enumerate(zip(*columns.values(), strict=True))
+        for one in [list(zip(columns, values, strict=True))]
+    ]
+    out.table([["token", *columns], *rows], right=numbers)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _write_rollout(report: dict[str, Any], out: Output) -> None:
@@ -57,17 +88,17 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         ("uuid", report["uuid"]),
         ("shard", report["shard"]),
     ]
-    out.pairs([(name, "" if value is None else _value(value)) for name, value in rows])
+    out.pairs([(name, "" if value is None else shown_value(value)) for name, value in rows])
     if report["metadata"]:
         out.heading("metadata")
-        out.table([(name, _value(value)) for name, value in report["metadata"].items()])
+        out.table([(name, shown_value(value)) for name, value in report["metadata"].items()])
     for number, message in enumerate(report["messages"]):
         told = message if isinstance(message, dict) else {"content": message}
         author = f" ({told['author']})" if told.get("author") else ""
         out.heading(f"message {number}, {told.get('role', 'no role')}{author}:")
-        out.text(_text(told.get("content", "")), _LONGEST_TEXT)
+        out.text(_text(told.get("content", "")), LONGEST_TEXT)
         more = {name: value for name, value in told.items() if name not in ("role", "content", "author")}
-        out.table([(name, _value(value)) for name, value in more.items()])
+        out.table([(name, shown_value(value)) for name, value in more.items()])
     _write_parts(report, out)
     _write_columns(report, out)
 
@@ -85,7 +116,7 @@ def _tokens(report: dict[str, Any]) -> str | None:
     counts: dict[str, int] = {}
     for part in report["token_parts"]:
         counts[part["part"]] = counts.get(part["part"], 0) + part["tokens"]
-    parts = ", ".join(f"{_PARTS[name]} {count:,}" for name, count in counts.items())
+    parts = ", ".join(f"{PARTS[name]} {count:,}" for name, count in counts.items())
     return f"{report['tokens']:,}: {parts}"
 
 
@@ -96,19 +127,19 @@ def _write_parts(report: dict[str, Any], out: Output) -> None:
     out.heading("tokens")
     if all(part["text"] is None for part in parts):
         rows = [
-            (_PARTS[part["part"]], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts
+            (PARTS[part["part"]], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts
         ]
         out.table([("part", "tokens", "count"), *rows], right=(2,))
         out.line("  --tokenizer PATH shows them as text")
         return
     for part in parts:
-        out.line(f"  {_PARTS[part['part']]}, tokens {part['first']:,} to {part['last']:,}:")
-        out.text(part["text"], _LONGEST_TEXT)
+        out.line(f"  {PARTS[part['part']]}, tokens {part['first']:,} to {part['last']:,}:")
+        out.text(part["text"], LONGEST_TEXT)
 
 
 def _write_token(report: dict[str, Any], out: Output) -> None:
-    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({_PARTS[report['part']]})")
-    rows = [(name, _value(value)) for name, value in report["values"].items()]
+    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({PARTS[report['part']]})")
+    rows = [(name, shown_value(value)) for name, value in report["values"].items()]
     out.table([*rows, *([] if report["text"] is None else [("text", repr(report["text"]))])])
 
 
@@ -131,7 +162,8 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else str(content)
 
 
-def _value(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """Return a value as a table shows it: long texts shortened, of many numbers shape and range."""
     text = str(value)
     if len(text) <= _LONGEST_VALUE:
         return text

@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.columns.facts import facts_of
 from trajstore.columns.fields import Axis
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import MAX_STEPS, plain_name, shown, version_number, whole_number
 from trajstore.columns.schema import Extent, intern_schema
 from trajstore.columns.values import NewColumn, as_tensor, document_column
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.trajectory import AgentTrajectory, Reward
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
-_TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")
-_RESPONSE_COLUMNS = ("old_log_probs", "entropys", "response_mask", "rollout_log_probs")
-_WHOLE = frozenset((*_TOKEN_COLUMNS, "response_mask"))
+_WHOLE = frozenset((*TOKEN_COLUMNS, "response_mask"))
 """Columns of ids and masks."""
 
 _DOCUMENT_FIELDS = tuple(
-    field.name for field in fields(AgentTrajectory) if field.name not in (*_TOKEN_COLUMNS, *_RESPONSE_COLUMNS)
+    field.name for field in fields(AgentTrajectory) if field.name not in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 )
 _TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
 
@@ -38,9 +37,9 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
     values = vars(trajectory)
     columns: list[NewColumn] = []
     tensors: list[torch.Tensor] = []
-    tokens = _agent_columns(values, _TOKEN_COLUMNS, Axis.SAMPLES, columns, tensors)
+    tokens = _agent_columns(values, TOKEN_COLUMNS, Axis.SAMPLES, columns, tensors)
     response_first = len(columns)
-    response = _agent_columns(values, _RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
+    response = _agent_columns(values, RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
     document = {name: values[name] for name in _DOCUMENT_FIELDS if values[name] is not None}
     _check_document(values, document)
     start = document.get("response_start")
@@ -62,6 +61,7 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
         max_episode_length=0,
         model_weights_id=plain_name("metadata.model_weights_id", trajectory.metadata.get("model_weights_id", "")),
         versions=None if version is None else (version, version),
+        facts=facts_of(document),
     )
 
 

@@ -7,7 +7,7 @@ are not tensors travel in one more column, ``_document``: the bytes of a JSON ob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -19,38 +19,29 @@ from trajstore.columns.memory import Lease
 from trajstore.columns.schema import Extent, Schema
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class BlockTensors(Sequence[torch.Tensor]):
     """Columns in one block of memory, made into tensors only where somebody asks for one.
 
     Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
     """
 
-    __slots__ = ("_extent", "_lease", "_schema", "addresses", "sizes")
-
-    def __init__(
-        self,
-        schema: Schema,
-        extent: Extent,
-        lease: Lease,
-        addresses: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-    ) -> None:
-        self._schema = schema
-        self._extent = extent
-        self._lease = lease
-        self.addresses = addresses
-        """Address of each column's first byte, ``[columns]``."""
-        self.sizes = sizes
-        """Bytes of each column, ``[columns]``."""
+    schema: Schema
+    extent: Extent
+    lease: Lease
+    addresses: npt.NDArray[np.int64]
+    """Address of each column's first byte, ``[columns]``."""
+    sizes: npt.NDArray[np.int64]
+    """Bytes of each column, ``[columns]``."""
 
     def __len__(self) -> int:
         return len(self.addresses)
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
-        start = int(self.addresses[column]) - self._lease.address
-        rows = self._extent.rows(self._schema.columns[column].axis)
-        return self._lease.data[start : start + rows * self._schema.row_nbytes[column]]
+        start = int(self.addresses[column]) - self.lease.address
+        rows = self.extent.rows(self.schema.columns[column].axis)
+        return self.lease.data[start : start + rows * self.schema.row_nbytes[column]]
 
     @overload
     def __getitem__(self, at: int) -> torch.Tensor: ...
@@ -59,8 +50,8 @@ class BlockTensors(Sequence[torch.Tensor]):
     def __getitem__(self, at: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        spec = self._schema.columns[at]
-        shape = (self._extent.rows(spec.axis), *spec.row_shape)
+        spec = self.schema.columns[at]
+        shape = (self.extent.rows(spec.axis), *spec.row_shape)
         data = self.column_bytes(at)
         if not data.nbytes:
             return torch.empty(shape, dtype=spec.torch_dtype)
@@ -83,6 +74,8 @@ class FlatTrajectory:
     model_weights_id: str
     versions: tuple[int, int] | None
     """Lowest and highest policy version; ``None`` if unknown."""
+    facts: Mapping[str, Any] | None = None
+    """Of a rollout, as :func:`~trajstore.columns.facts.facts_of` tells them."""
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> FlatTrajectory:
         """Return the same trajectory with its columns elsewhere."""
@@ -94,6 +87,7 @@ class FlatTrajectory:
             self.max_episode_length,
             self.model_weights_id,
             self.versions,
+            self.facts,
         )
 
     @property

@@ -19,6 +19,9 @@ _INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 UNKNOWN_VERSION = int(_INT64.min)
 """Stands for "no version known" inside the index; entries show None."""
 
+UNKNOWN_TIME = -1
+"""Stands for "nothing says when it was committed" inside the index: stores before layout version 5, and RLinf's."""
+
 MAX_ID = 1 << 62
 """Highest trajectory id; a store that says it is beyond half of this is refused, so that ids never end."""
 
@@ -36,6 +39,7 @@ RANGES: Mapping[str, tuple[int, int]] = {
     "max_episode_length": (0, _INT64.max),
     "version_low": (UNKNOWN_VERSION, _INT64.max),
     "version_high": (UNKNOWN_VERSION, _INT64.max),
+    "committed": (UNKNOWN_TIME, 1 << 62),
     "start_samples": (0, _INT64.max),
     "start_extra": (0, _INT64.max),
     "start_document": (0, _INT64.max),

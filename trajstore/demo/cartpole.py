@@ -131,10 +131,10 @@ class CartPoleRun:
             auto_save_path=str(self.replay_path),
         )
         if self.resumed:
-            self._take_up(self.buffer.rollback(self.rounds))
+            self._take_up(self.buffer.points.rollback(self.rounds))
         else:
-            for point in self.buffer.saved_points:  # of a learner that is there no longer
-                self.buffer.unpin(f"step-{point.step}")
+            for point in self.buffer.points.saved:  # of a learner that is there no longer
+                self.buffer.points.unpin(f"step-{point.step}")
 
     def _take_up(self, state: Mapping[str, Any]) -> None:
         """Go on with the sampler of the saved point, if it is the one that was asked for."""
@@ -183,7 +183,7 @@ class CartPoleRun:
     def save(self) -> None:
         """Make everything so far survive a crash: first the store with its sampler, then the learner."""
         sampler = None if self._sampler is None else self._sampler.state_dict()
-        self.buffer.save_point(self.rounds, {"sampler": (self.sampler_name, sampler)})
+        self.buffer.points.save(self.rounds, {"sampler": (self.sampler_name, sampler)})
         state = {
             "learner": self.learner.state_dict(),
             "rounds": self.rounds,

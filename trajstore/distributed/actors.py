@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from trajstore.distributed.membership import enlist, enlisted, strike
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import (
     ConfigurationError,
     MissingDependencyError,
     StoreUnreachableError,
     StoreWriteError,
+    TrajectoryUnavailableError,
     TrajstoreError,
     listed,
 )
@@ -27,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "trajstore"
 
+_NOTES = b"trajstore"  # namespace of Ray's key-value store
+
 _PAUSE = 0.1  # seconds before a store that did not answer is asked again; doubles
 _LONGEST_PAUSE = 2.0
-_AT_ONCE = 32  # stores that are called at once
 _LOOK_AGAIN = 2.0  # seconds after which it is asked whether a silent actor has ended
 
 
@@ -56,6 +55,10 @@ def away() -> tuple[type[Exception], ...]:
     return (
         exceptions.RayActorError,
         exceptions.ActorUnschedulableError,  # its node is lost, and it has not ended yet
+        exceptions.TaskUnschedulableError,  # its node is lost, and Ray lists it still
+        exceptions.WorkerCrashedError,
+        exceptions.LocalRayletDiedError,
+        exceptions.OutOfMemoryError,
         exceptions.GetTimeoutError,
         exceptions.ObjectLostError,
         exceptions.NodeDiedError,
@@ -66,6 +69,18 @@ def away() -> tuple[type[Exception], ...]:
 def actor_name(name: str, rank: int) -> str:
     """Return the name under which a store's actor is found."""
     return f"{name}/rank_{rank}"
+
+
+class SilentStoresError(StoreUnreachableError, TrajectoryUnavailableError):
+    """Of rows that were drawn, some lie in stores that do not answer, while others do: draw again.
+
+    Args:
+        failed: what is known of each such store, by rank.
+    """
+
+    def __init__(self, failed: Mapping[int, Exception]) -> None:
+        super().__init__("; ".join(map(str, failed.values())))
+        self.failed = failed
 
 
 class Stores:
@@ -105,7 +120,7 @@ class Stores:
             self.forget(number)
         for number in named:
             self._find(number)
-        self._enlisted = enlisted(self.namespace, self.name)
+        self._enlisted = self._noted()
         return self.ranks
 
     @property
@@ -144,9 +159,25 @@ class Stores:
         )
 
     def enlist(self, rank: int) -> None:
-        """Note, for all who connect, that a store has begun."""
-        enlist(self.namespace, self.name, rank)
+        """Note, for all who connect, that a store has begun.
+
+        Ray forgets the name of an actor that has ended. What is noted where Ray keeps these names stays until
+        :meth:`stop`, and as long as they do: no actor, node or producer that ends takes it along.
+        """
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        _internal_kv_put(self._note_key + str(rank).encode(), b"", namespace=_NOTES)
         self._enlisted.add(rank)
+
+    def _noted(self) -> set[int]:
+        from ray.experimental.internal_kv import _internal_kv_list
+
+        return {int(key[len(self._note_key) :]) for key in _internal_kv_list(self._note_key, namespace=_NOTES)}
+
+    @property
+    def _note_key(self) -> bytes:
+        """The beginning of the keys of this name's stores, which no other name's keys begin with."""
+        return json.dumps([self.namespace, self.name]).encode() + b"/"
 
     def _find(self, rank: int) -> Any:
         """Return a store's actor; None if there is none."""
@@ -182,24 +213,69 @@ class Stores:
         Raises:
             StoreUnreachableError: it was not for ``deadline`` seconds; says what the last attempt said.
         """
-        limit = self.deadline if deadline is None else deadline
-        until = time.monotonic() + limit
-        pause = _PAUSE
-        unanswered: tuple[type[Exception], ...] = (*away(), StoreUnreachableError)
-        while True:
-            try:
-                answer = ray().get(self.submit(rank, method, *arguments), timeout=max(0.001, until - time.monotonic()))
-                self._told.discard(rank)
-                return answer
-            except unanswered as error:
-                if time.monotonic() + pause >= until:
-                    raise self.unreachable(rank, limit, error) from error
-                if rank not in self._told:
-                    self._told.add(rank)
-                    logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
-                self.forget(rank)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        found, failed = self.ask({rank: arguments}, method, self.deadline if deadline is None else deadline)
+        for error in failed.values():
+            raise error
+        return found[rank]
+
+    def ask(
+        self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Make a call to several stores at once, each again and again until it is answered.
+
+        Args:
+            arguments: of each store's call.
+            method: its name.
+            seconds: for which each is asked.
+
+        Returns:
+            What stores have answered, by rank; and, of the others, what they raised, or a StoreUnreachableError.
+        """
+        until = time.monotonic() + seconds
+        found: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        due = dict.fromkeys(arguments, 0.0)
+        pauses = dict.fromkeys(arguments, _PAUSE)
+        asked: dict[Any, int] = {}
+
+        def unanswered(rank: int, error: Exception) -> None:
+            """Ask again after a pause, if time is left."""
+            self.forget(rank)
+            again = time.monotonic() + pauses[rank]
+            if again >= until:
+                failed[rank] = self.unreachable(rank, seconds, error)
+                return
+            if rank not in self._told:
+                self._told.add(rank)
+                logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
+            due[rank], pauses[rank] = again, min(2 * pauses[rank], _LONGEST_PAUSE)
+
+        while due or asked:
+            for rank in [rank for rank, at in due.items() if at <= time.monotonic()]:
+                del due[rank]
+                try:
+                    asked[self.submit(rank, method, *arguments[rank])] = rank
+                except StoreUnreachableError as error:
+                    unanswered(rank, error)
+            pause = max(0.001, min([until, *due.values()]) - time.monotonic())
+            if not asked:
+                time.sleep(pause if due else 0)
+                continue
+            for answer in ray().wait(list(asked), num_returns=1, timeout=pause)[0]:
+                rank = asked.pop(answer)
+                try:
+                    found[rank] = ray().get(answer, timeout=max(0.001, until - time.monotonic()))
+                    self._told.discard(rank)
+                except away() as error:
+                    unanswered(rank, error)
+                except Exception as error:  # what the store raised
+                    failed[rank] = error
+            if time.monotonic() >= until:
+                for rank in asked.values():
+                    self.forget(rank)
+                    failed[rank] = self.unreachable(rank, seconds, TimeoutError("no answer"))
+                break
+        return found, failed
 
     def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
         """Make a call to several stores at once; return their answers by rank.
@@ -213,26 +289,23 @@ class Stores:
             StoreWriteError: a store has raised it; names the store.
             Exception: what a store raised else; of several the one of the lowest rank, the others are logged.
         """
-        if not arguments:
-            return {}
-        with ThreadPoolExecutor(min(len(arguments), _AT_ONCE)) as pool:
-            calls = {rank: pool.submit(self.call, rank, method, *given) for rank, given in arguments.items()}
-        failed = {rank: error for rank, call in calls.items() if (error := call.exception()) is not None}
-        for rank, error in list(failed.items())[1:]:
-            logger.error("%s: %s: %s", self._named(rank), method, first_line(_cause(error)))
-        for rank, error in failed.items():
+        found, failed = self.ask(arguments, method, self.deadline)
+        for rank in sorted(failed)[1:]:
+            logger.error("%s: %s: %s", self._named(rank), method, first_line(_cause(failed[rank])))
+        for rank in sorted(failed):
+            error = failed[rank]
             cause = _cause(error)
             if type(cause) is StoreWriteError:
                 raise StoreWriteError(f"{self._named(rank)}: {cause}") from error
             if cause is not error:
                 raise cause from error
             raise error
-        return {rank: call.result() for rank, call in calls.items()}
+        return found
 
-    def describe(self, rank: int) -> ServedStore:
+    def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
         """Return what a store says of itself; asked once per actor."""
         if rank not in self._about:
-            self._about[rank] = self.call(rank, "describe")
+            self._about[rank] = self.call(rank, "describe", deadline=deadline)
         return self._about[rank]
 
     def described(self) -> dict[int, ServedStore]:
@@ -242,13 +315,12 @@ class Stores:
         """
         if self.lost:
             logger.warning("%s. Its trajectories are left out until then", self.loss())
-        found = {}
-        with ThreadPoolExecutor(min(max(1, len(self.ranks)), _AT_ONCE)) as pool:
-            for rank, call in [(rank, pool.submit(self.describe, rank)) for rank in self.ranks]:
-                try:
-                    found[rank] = call.result()
-                except StoreUnreachableError as error:
-                    logger.warning("%s; its trajectories are left out until it answers", error)
+        found, failed = self.ask(dict.fromkeys(self.ranks, ()), "describe", self.deadline)
+        for error in failed.values():
+            if not isinstance(error, StoreUnreachableError):
+                raise error
+            logger.warning("%s; its trajectories are left out until it answers", error)
+        self._about.update(found)
         return found
 
     def node_of(self, rank: int) -> str | None:
@@ -272,6 +344,8 @@ class Stores:
 
     def stop(self, rank: int) -> None:
         """Close a store and end its actor; nothing to do for one that does not answer but to end it."""
+        from ray.experimental.internal_kv import _internal_kv_del
+
         if self._find(rank) is None:
             logger.warning("%s is not there: it was lost, and not closed", self._named(rank))
         else:
@@ -282,13 +356,8 @@ class Stores:
         if rank in self._actors:
             ray().kill(self._actors.pop(rank))
         self._about.pop(rank, None)
-        strike(self.namespace, self.name, rank)
+        _internal_kv_del(self._note_key + str(rank).encode(), namespace=_NOTES)
         self._enlisted.discard(rank)
-
-    def here(self, rank: int) -> bool:
-        """Return whether a store's directory can be read by this process without asking the store."""
-        about = self.describe(rank)
-        return about.host == socket.gethostname() and os.path.isdir(os.path.join(about.path, f"rank_{rank}"))
 
     def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
         """Return the error that says that a store has not answered."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Protocol, Self
 
 from trajstore.distributed.actors import NAMESPACE, ray
-from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
 
 
 class Channel:
@@ -112,6 +115,8 @@ class Taker(Protocol):
 def receive(channel: Channel, buffer: Taker, count: int, timeout: float | None = None) -> int:
     """Take ``count`` items out of a channel and add them: trajectories, or lists of them. Return how many were added.
 
+    A trajectory that cannot be stored is left out, with a warning that says why; the others of its list are added.
+
     Raises:
         TimeoutError: the channel was empty for ``timeout`` seconds; what came before is added.
     """
@@ -119,6 +124,26 @@ def receive(channel: Channel, buffer: Taker, count: int, timeout: float | None =
     for _ in range(count):
         item = channel.get(timeout)
         trajectories = list(item) if isinstance(item, list | tuple) else [item]
-        buffer.add_trajectories(trajectories)
-        added += len(trajectories)
+        try:
+            buffer.add_trajectories(trajectories)
+            added += len(trajectories)
+        except InvalidTrajectoryError:  # nothing of the list was added
+            added += _add_each(trajectories, buffer, channel.name)
     return added
+
+
+def _add_each(trajectories: list[AnyTrajectory], buffer: Taker, channel: str) -> int:
+    refused = 0
+    for place, trajectory in enumerate(trajectories):
+        try:
+            buffer.add_trajectories([trajectory])
+        except InvalidTrajectoryError as error:
+            refused += 1
+            logger.warning(
+                "channel %r: trajectory %d of a list of %d cannot be stored and is lost: %s",
+                channel,
+                place,
+                len(trajectories),
+                error,
+            )
+    return len(trajectories) - refused

@@ -7,7 +7,7 @@ reads the wanted columns only. Nothing passes through an actor.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import signature
@@ -17,22 +17,24 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.buffer.internals import internals_of
+from trajstore.buffer.loading import load_sources
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
-from trajstore.distributed.actors import ray
+from trajstore.distributed.actors import away, first_line, ray
 from trajstore.distributed.handle import DistributedReplayBuffer
 from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of
 from trajstore.errors import (
     ConfigurationError,
-    IncompleteCheckpointError,
     MissingDependencyError,
+    StoreUnreachableError,
     TrajectoryUnavailableError,
     listed,
 )
 from trajstore.files.opening import open_directory
-from trajstore.reading.places import kind_of, nothing_at, ranks_of
+from trajstore.reading.sources import StoreSource
 from trajstore.sampling.base import Drawn
-from trajstore.store.catalog import Catalog
+from trajstore.store.run_ids import own_id, shown_id
 
 try:
     from ray.data import Datasource
@@ -52,7 +54,7 @@ class Share:
 
     Attributes:
         path: of the store.
-        ids: of the trajectories, ``[n]``, in the order in which they lie in its shards.
+        ids: of the trajectories in the run, ``[n]``, in the order in which they lie in the store's shards.
         samples: rows of each as transitions, ``[n]``.
         nbytes: bytes of each, all columns, ``[n]``.
         schemas: number of each one's schema, ``[n]``.
@@ -79,6 +81,7 @@ class StoreDatasource(Datasource):
     Rows are transitions (``unit="sample"``): each column by its dotted name, ``trajectory_id`` and ``sample``
     (``t * B + b``). Or whole trajectories: arrays ``[T, B, ...]`` or ``[L]``, ``trajectory_id``, and ``document`` (JSON
     of what is no tensor), which :class:`StoreDatasink` writes back. dtypes that numpy lacks become float32.
+    ``trajectory_id`` is that of ``TrajectoryReplayBuffer.open(path)``.
 
     What is there when the datasource is made is read. Trajectories that a writer evicts before their task runs are an
     error; a pin keeps them.
@@ -118,11 +121,9 @@ class StoreDatasource(Datasource):
             raise ConfigurationError(
                 f"{path}: has agent trajectories, which have no transitions; use unit='trajectory'"
             )
-        known = {name for share in self._shares for names in share.columns.values() for name in names}
-        unknown = sorted(set(columns or ()) - known - {DOCUMENT, ID, SAMPLE})
-        if unknown and known:  # of an empty store nobody knows the columns
-            raise ConfigurationError(f"{path}: no column {listed(unknown)}; there are {listed(sorted(known), 30)}")
+        self._path = str(path)
         self._columns = None if columns is None else tuple(columns)
+        self._check_known(columns or ())
 
     # -- what Ray asks ----------------------------------------------------------------------------
 
@@ -148,42 +149,41 @@ class StoreDatasource(Datasource):
             tasks.append(ReadTask(read, about, per_task_row_limit=per_task_row_limit))
         return tasks
 
+    def _check_known(self, names: Iterable[str]) -> None:
+        known = {name for share in self._shares for columns in share.columns.values() for name in columns}
+        unknown = sorted({*names} - known - {DOCUMENT, ID, SAMPLE})
+        if unknown and known:  # of an empty store nobody knows the columns
+            raise ConfigurationError(
+                f"{self._path}: no column {listed(unknown)}; there are {listed(sorted(known), 30)}"
+            )
+
     def _wanted(self) -> frozenset[str] | None:
         """Return the columns that are read; None: all."""
+        self._check_known(self._projection_map or ())
         asked = [names for names in (self._columns, self._projection_map) if names is not None]
         return frozenset.intersection(*map(frozenset, asked)) if asked else None
 
 
 def _planned(path: str | Path, pin: str | None, options: dict[str, Any]) -> tuple[list[Share], set[str]]:
     """Return every store with its trajectories in the order of their shards, and the kinds of trajectories."""
-    directory = open_directory(path, **options)
-    ranks = ranks_of(directory)
-    stores = [directory] if kind_of(directory) == "store" else list(ranks.directories)
-    if not stores:
-        raise nothing_at(path, directory)
-    if ranks.lacking and kind_of(directory) != "store":
-        raise IncompleteCheckpointError(
-            f"{path}: {listed(ranks.lacking)}; there are {listed(ranks.names)}: read each of them by its own path"
-        )
-    if any(kind_of(store) != "store" for store in stores):
-        raise ConfigurationError(f"{path}: holds a directory of RLinf; load it into a buffer, and save a checkpoint")
-    shares, kinds, seen = [], set(), np.zeros(0, "V16")
-    for store in stores:
-        catalog = Catalog.open(store)
-        index = catalog.index if pin is None else catalog.pinned_index(pin)
-        arrays = {name: index[name] for name in ("trajectory_id", "shard", "steps", "batch", "nbytes", "uuid")}
-        # What lies in several stores (a shipment that was sent twice) counts once, as for a reader of the run.
-        order = np.flatnonzero(~np.isin(arrays["uuid"].view("S16"), seen.view("S16")))
-        seen = np.concatenate([seen, arrays["uuid"]])
-        schemas = catalog.shards.schema_numbers()[arrays["shard"]].astype(np.int64) if len(index) else arrays["shard"]
-        order = order[np.lexsort((arrays["trajectory_id"][order], arrays["shard"][order], schemas[order]))]
-        used = {int(number): catalog.shards.schemas[number] for number in np.unique(schemas[order])}
+    loaded = load_sources(open_directory(path, **options), share=None, strict=None, pin=pin, verify_shards=False)
+    for lease in loaded.leases:
+        lease.release()
+    shares, kinds = [], set()
+    for source, index in loaded.parts:
+        if not isinstance(source, StoreSource):
+            raise ConfigurationError(
+                f"{path}: holds a directory of RLinf; load it into a buffer, and save a checkpoint"
+            )
+        table = source.catalog.shards
+        ids, shards = (np.array(index[name], np.int64) for name in ("trajectory_id", "shard"))
+        schemas = table.schema_numbers()[shards].astype(np.int64) if len(ids) else shards
+        used = {int(number): table.schemas[number] for number in np.unique(schemas)}
         kinds |= {schema.kind for schema in used.values()}
         columns = {number: frozenset(column.name for column in schema.columns) for number, schema in used.items()}
-        samples = arrays["steps"].astype(np.int64) * arrays["batch"]
-        nbytes = arrays["nbytes"].astype(np.int64)
-        whole = Share(store.url, arrays["trajectory_id"].astype(np.int64), samples, nbytes, schemas, columns)
-        shares.append(whole.part(order))
+        samples, nbytes = index["steps"].astype(np.int64) * index["batch"], index["nbytes"].astype(np.int64)
+        whole = Share(source.directory.url, ids, samples, nbytes, schemas, columns)
+        shares.append(whole.part(np.lexsort((ids, shards, schemas))))
     return shares, kinds
 
 
@@ -214,13 +214,13 @@ def _read(
         reader = _reader(share.path, pin, tuple(options.items()))
     except TypeError:  # options that cannot be told apart (dicts in them)
         reader = TrajectoryReplayBuffer.open(share.path, pin=pin, storage_options=options)
-    if not reader.readable(share.ids).all() and pin is None:
+    if not internals_of(reader).readable(own_id(share.ids)).all() and pin is None:
         reader.refresh()  # it was opened before these were added
-    gone = share.ids[~reader.readable(share.ids)]
+    gone = share.ids[~internals_of(reader).readable(own_id(share.ids))]
     if len(gone):
         raise TrajectoryUnavailableError(
-            f"{share.path}: {len(gone)} trajectories ({listed(map(str, gone.tolist()))}) were evicted since it was "
-            "planned to read them; pin the store and read the pin"
+            f"{share.path}: {len(gone)} trajectories ({listed(map(shown_id, gone.tolist()))}) were evicted since it "
+            "was planned to read them; pin the store and read the pin"
         )
     for number in np.unique(share.schemas):
         yield from _blocks(reader, share.part(np.flatnonzero(share.schemas == number)), unit, columns)
@@ -245,13 +245,13 @@ def _samples(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[st
     (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:
-        found = reader.read(Drawn(ids, samples), columns=wanted)
+        found = reader.read(Drawn(own_id(ids), samples), columns=wanted)
         batch |= {join_name(path): array_of(value) for path, value in walk(found)}
     return batch
 
 
 def _trajectories(reader: TrajectoryReplayBuffer, share: Share, columns: frozenset[str] | None) -> dict[str, Any]:
-    rows = [{ID: number, **row_of(reader.get(number), columns)} for number in share.ids.tolist()]
+    rows = [{ID: number, **row_of(reader.get(own_id(number)), columns)} for number in share.ids.tolist()]
     batch: dict[str, Any] = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
@@ -300,19 +300,20 @@ def read_store(
         raise ConfigurationError(
             "read_store of a handle needs Ray 2.60 or later: earlier ones cannot read where data are"
         )
-    datasets = []
-    for about in source.served():
+    module, served = ray(), source.served()
+    plan = module.remote(lambda path: make(path))  # where the directory is; this machine may lack it
+    planned = []
+    for about in served:
+        there = NodeAffinitySchedulingStrategy(about.node, soft=True)
         path = os.path.join(about.path, f"rank_{about.rank}")
-        datasource = _on_node(make, path, NodeAffinitySchedulingStrategy(about.node, soft=True))
+        planned.append(plan.options(num_cpus=0, scheduling_strategy=there).remote(path))
+    datasets = []
+    for about, answer in zip(served, planned, strict=True):
+        try:
+            datasource = module.get(answer)
+        except away() as error:
+            raise StoreUnreachableError(f"store rank_{about.rank} cannot be read: {first_line(error)}") from error
         # Where the directory is; elsewhere only if that node is gone, which does for a directory that all share.
         given = {"label_selector": {"ray.io/node-id": about.node}, "fallback_strategy": [{"label_selector": {}}]}
         datasets.append(read_datasource(datasource, **{**given, **ray_options}))
     return datasets[0].union(*datasets[1:]) if len(datasets) > 1 else datasets[0]
-
-
-def _on_node(make: Any, path: str, strategy: Any) -> Any:
-    """Plan the reading of a store where its directory is."""
-    if os.path.isdir(path):
-        return make(path)
-    module = ray()
-    return module.get(module.remote(make).options(num_cpus=0, scheduling_strategy=strategy).remote(path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,25 +16,29 @@ import torch
 from trajstore import locks
 from trajstore.arguments import whole
 from trajstore.buffer.choices import Batch
+from trajstore.buffer.moved import OF_HANDLES, Moved
 from trajstore.columns.fields import nest
-from trajstore.distributed.actors import Stores
+from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.census import Census
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.routes import Routes
-from trajstore.distributed.server import ServedStore
+from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.distributed.survey import Survey
-from trajstore.errors import ConfigurationError, StoreUnreachableError, listed
+from trajstore.errors import ConfigurationError, EmptyBufferError, StoreUnreachableError, listed
+from trajstore.feeding.source import joined, still_there
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.draws import Draws
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
+T = TypeVar("T")
+
 _PAUSE = 0.05  # seconds before a store that did not answer is asked again; doubles
 _LONGEST_PAUSE = 1.0
 
 
-class DrawingHandle:
+class DrawingHandle(Moved):
     """Trajectories of many stores that can be looked at and drawn from. Users make a ``DistributedReplayBuffer``.
 
     Args:
@@ -40,6 +46,8 @@ class DrawingHandle:
         routes: hears which of them answer.
         options: of this handle.
     """
+
+    _MOVED = OF_HANDLES
 
     def __init__(self, stores: Stores, routes: Routes, options: HandleOptions) -> None:
         self._stores = stores
@@ -50,6 +58,10 @@ class DrawingHandle:
         self._reads = Reads(stores)
         self._closed = False
         self.sample_window_size = options.sample_window_size
+
+    @property
+    def _internals(self) -> InternalsOfHandle:
+        return InternalsOfHandle(self)
 
     def _all_ranks(self) -> list[int]:
         """Look which stores there are; return the ranks of all, also of those that are lost."""
@@ -82,10 +94,14 @@ class DrawingHandle:
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
+        if sampler is not None:
+            return self._chosen(num_chunks, sampler)
+        with self._drawing(None) as census:
+            return census.samples(num_chunks, self.sample_window_size, self._draws)
+
+    def _chosen(self, count: int, sampler: Sampler) -> Drawn:
         with self._drawing(sampler) as census:
-            if sampler is None:
-                return census.samples(num_chunks, self.sample_window_size, self._draws)
-            return sampler.draw(num_chunks, self._draws.generator, census.first_of(self.sample_window_size))
+            return sampler.draw(count, self._draws.generator, census.first_of(self.sample_window_size))
 
     @contextmanager
     def _drawing(self, sampler: Sampler | None) -> Iterator[Census]:
@@ -128,9 +144,38 @@ class DrawingHandle:
         Raises:
             TrajectoryUnavailableError: one of their trajectories has been evicted since.
             SchemaMismatchError: their trajectories differ in their columns.
-            StoreUnreachableError: a store has not answered for the handle's deadline.
+            StoreUnreachableError: a store has not answered for ``patience``, and is left out of draws until it does:
+                draw again. Where no other store has a trajectory, it is waited for ``deadline`` seconds.
         """
-        return nest(self._reads.rows(drawn, columns, out))
+        return nest(self._patiently(partial(self._reads.rows, drawn, columns, out)))
+
+    def _patiently(self, read: Callable[[float], T]) -> T:
+        """Read what was drawn, with as many seconds as stores have to answer.
+
+        Raises:
+            SilentStoresError: some have not. They are left out of draws, which go on over the others.
+        """
+        patience = min(self._options.patience, self._options.deadline)
+        try:
+            return read(patience)
+        except SilentStoresError as silent:
+            with self._lock:
+                for rank, error in silent.failed.items():
+                    self._survey.leave_out(rank, error)
+                if len(self._survey.census):
+                    raise
+        return read(max(_PAUSE, self._options.deadline - patience))
+
+    def _again(self, drawn: Drawn, sampler: Sampler) -> Drawn:
+        """Return what was drawn with other rows in place of those whose store is silent."""
+        left = still_there(self, drawn)
+        lacking = len(drawn) - len(left)
+        try:
+            return joined(left, self._chosen(lacking, sampler)) if lacking else drawn
+        except EmptyBufferError:
+            if not len(left):
+                raise
+            return left  # the sampler has nothing more
 
     def sample(
         self,
@@ -142,20 +187,28 @@ class DrawingHandle:
     ) -> dict[str, Any]:
         """Draw transitions and return them; see :meth:`TrajectoryReplayBuffer.sample`.
 
+        Rows of a store that does not answer for ``patience`` are drawn again from the others.
+
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
-            TrajectoryUnavailableError, SchemaMismatchError, StoreUnreachableError: see :meth:`read`.
+            TrajectoryUnavailableError, SchemaMismatchError: see :meth:`read`.
         """
         if sampler is None:
             if num_chunks <= 0:
                 raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-            with self._drawing(None) as census:
-                listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
-            return self._reads.placed(listing, places, columns, out)
+            while True:
+                with self._drawing(None) as census:
+                    listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
+                with suppress(SilentStoresError):
+                    return self._patiently(partial(self._reads.placed, listing, places, columns, out))
         if sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
         drawn = self.draw(num_chunks, sampler=sampler)
-        return Batch(self.read(drawn, columns=columns, out=out), drawn)
+        while True:
+            try:
+                return Batch(self.read(drawn, columns=columns, out=out), drawn)
+            except SilentStoresError:
+                drawn = self._again(drawn, sampler)
 
     def sample_trajectories(self, count: int, *, sampler: Sampler | None = None) -> list[AnyTrajectory]:
         """Draw whole trajectories, none twice unless the sampler says so; all if ``count`` is larger.
@@ -163,14 +216,19 @@ class DrawingHandle:
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
         """
-        with self._drawing(sampler) as census:
-            if sampler is None:
-                ids = census.trajectories(count, self.sample_window_size, self._draws)
+        if sampler is not None and sampler.unit != "trajectory":
+            raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
+        drawn = None if sampler is None else self._chosen(count, sampler)
+        while True:
+            if drawn is None:
+                with self._drawing(None) as census:
+                    ids = census.trajectories(count, self.sample_window_size, self._draws)
             else:
-                if sampler.unit != "trajectory":
-                    raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
-                ids = sampler.draw(count, self._draws.generator, census.first_of(self.sample_window_size)).ids
-        return self._reads.trajectories(ids.tolist())
+                ids = drawn.ids
+            try:
+                return self._patiently(partial(self._reads.trajectories, ids.tolist()))
+            except SilentStoresError:
+                drawn = None if drawn is None or sampler is None else self._again(drawn, sampler)
 
     def follow(self, sampler: Sampler) -> None:
         """Tell a sampler of the trajectories that are there now; before its state is loaded."""
@@ -187,25 +245,6 @@ class DrawingHandle:
             self._look(sampler)
             return sampler.update(drawn.ids, drawn.samples, priorities)
 
-    def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return whether each of these trajectories can be drawn, as far as the stores have told."""
-        with self._lock:
-            return self._look(None).has(trajectory_ids)
-
-    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the first half of the UUID of some trajectories; 0 for those that cannot be drawn."""
-        with self._lock:
-            return self._look(None).names_of(trajectory_ids)
-
-    def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return T and B of some trajectories, each ``[n]``.
-
-        Raises:
-            TrajectoryUnavailableError: one of them is not there.
-            StoreUnreachableError: a store does not answer.
-        """
-        return self._reads.extents(trajectory_ids)
-
     def get(self, trajectory_id: int) -> AnyTrajectory:
         """Return a trajectory by id.
 
@@ -213,7 +252,8 @@ class DrawingHandle:
             TrajectoryUnavailableError: there is none.
             StoreUnreachableError: its store does not answer.
         """
-        return self._reads.trajectories([trajectory_id])[0]
+        found: list[AnyTrajectory] = self._stores.call(trajectory_id % MOST_STORES, "trajectories", [trajectory_id])
+        return found[0]
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -232,30 +272,9 @@ class DrawingHandle:
         return self._draws.seed
 
     @property
-    def generator(self) -> torch.Generator:
-        """Generator of all draws; part of :meth:`state_dict`."""
-        return self._draws.generator
-
-    @property
-    def share(self) -> tuple[int, int] | None:
-        """None: a handle shows all that the stores have."""
-        return None
-
-    @property
     def stores(self) -> list[int]:
         """Ranks of the stores, also of those that are lost."""
         return self._stores.all_ranks
-
-    @property
-    def store_ids(self) -> list[str]:
-        """UUIDs of the stores that answer.
-
-        Raises:
-            StoreUnreachableError: one has just fallen silent.
-        """
-        with self._lock:
-            absent = self._survey.census.absent
-        return [self._stores.describe(rank).store_id for rank in self._stores.ranks if rank not in absent]
 
     def nodes(self) -> dict[int, str]:
         """Return the node of each store, as Ray calls it, by rank.
@@ -312,14 +331,17 @@ class DrawingHandle:
         total: dict[str, float] = {}
         with self._lock:
             self._survey.refresh(True)
-            absent = self._survey.census.absent
-            ranks = self._stores.all_ranks
-            for rank in ranks:
-                if rank not in absent:
-                    for name, value in self._stores.call(rank, "stats").items():
-                        total[name] = total.get(name, 0) + value
-            total["stores"] = len(ranks)
-            total["absent_stores"] = len(absent)
+            present = set(self._stores.all_ranks) - set(self._survey.census.absent)
+            found, failed = self._stores.ask(dict.fromkeys(sorted(present), ()), "stats", self._options.patience)
+            for rank, error in failed.items():
+                if not isinstance(error, StoreUnreachableError):
+                    raise error
+                self._survey.leave_out(rank, error)
+            for told in found.values():
+                for name, value in told.items():
+                    total[name] = total.get(name, 0) + value
+            total["stores"] = len(self._stores.all_ranks)
+            total["absent_stores"] = len(self._survey.census.absent)
         return total
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,3 +351,66 @@ class DrawingHandle:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up the draws where :meth:`state_dict` left them."""
         self._draws.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class InternalsOfHandle:
+    """What loaders and samplers ask of a handle, as of a buffer; see :mod:`trajstore.buffer.internals`.
+
+    Args:
+        _handle: whose.
+    """
+
+    _handle: DrawingHandle
+
+    @property
+    def closed(self) -> bool:
+        """Whether the handle was closed: loaders give no more of its batches."""
+        return self._handle._closed
+
+    @property
+    def grows(self) -> bool:
+        """True: stores are added to."""
+        return True
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of all draws; part of ``state_dict``."""
+        return self._handle._draws.generator
+
+    @property
+    def share(self) -> tuple[int, int] | None:
+        """None: a handle shows all that the stores have."""
+        return None
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that answer.
+
+        Raises:
+            StoreUnreachableError: one has just fallen silent.
+        """
+        stores = self._handle._stores
+        with self._handle._lock:
+            absent = self._handle._survey.census.absent
+        return [stores.describe(rank).store_id for rank in stores.ranks if rank not in absent]
+
+    def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
+        """Return whether each of these trajectories can be drawn, as far as the stores have told."""
+        ids = trajectory_ids.ids if isinstance(trajectory_ids, Drawn) else trajectory_ids
+        with self._handle._lock:
+            return self._handle._look(None).has(ids)
+
+    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the first half of the UUID of some trajectories; 0 for those that cannot be drawn."""
+        with self._handle._lock:
+            return self._handle._look(None).names_of(trajectory_ids)
+
+    def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return T and B of some trajectories, each ``[n]``.
+
+        Raises:
+            TrajectoryUnavailableError: one of them is not there.
+            StoreUnreachableError: a store does not answer.
+        """
+        return self._handle._reads.extents(trajectory_ids)

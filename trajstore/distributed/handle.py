@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from trajstore.arguments import check_kind
+from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import flatten_all
 from trajstore.closing import Closing
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
@@ -19,7 +20,7 @@ from trajstore.distributed.receipts import Outbox, Receipt
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
-from trajstore.distributed.starting import everywhere, start_stores, strategies
+from trajstore.distributed.starting import everywhere, start_stores
 from trajstore.errors import StoreNotFoundError, StoreUnreachableError
 from trajstore.mirroring.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
@@ -42,6 +43,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         routes = Routes(near, stores.all_ranks, options.patience, first)
         super().__init__(stores, routes, options)
         self._outbox = Outbox(stores, routes, options)
+        self._content = ContentWatch()
 
     # -- making and finding -----------------------------------------------------------------------
 
@@ -62,7 +64,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         """Start the stores that are not there yet, and return a handle.
 
         Calling it again after nodes have joined starts a store on each of them; after a loss, on a node that has the
-        directories again, it starts the lost ones.
+        directories again, it starts the lost ones. A warning names every directory of the run that no store serves, and
+        every node that gets no store.
 
         Args:
             name: of the buffer, by which :meth:`connect` finds it.
@@ -84,10 +87,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         """
         check_kind("path", path, str | Path, "a path")
         checked, where = handle_options(handle), everywhere(path)
-        placed = strategies(stores, scheduling_strategy, shared_path)
         known = Stores(name, namespace, checked.deadline)
-        per_node = stores == "per_node"
-        found = start_stores(known, where, placed, options or {}, actor_options or {}, per_node=per_node)
+        found = start_stores(known, where, stores, options or {}, actor_options or {}, scheduling_strategy, shared_path)
         return cls._of(found, checked)
 
     @classmethod
@@ -135,7 +136,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             InvalidTrajectoryError: one cannot be stored; nothing was sent.
             StoreUnreachableError, StoreWriteError: trajectories sent before cannot be stored at present.
         """
-        flats = flatten_all(trajectories)
+        flats = flatten_all(trajectories, self._content)
         self._check_open()
         return self._outbox.send(flats)
 
@@ -182,24 +183,10 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         """
         self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "compact")
 
-    def mirror_states(self) -> dict[int, MirrorState | None]:
-        """Return what is on the mirror of each store, by rank; None without one.
-
-        Raises:
-            StoreUnreachableError: a store does not answer.
-        """
-        return self._stores.call_all(dict.fromkeys(self._stores.look_whole(), ()), "mirror_state")
-
-    def wait_mirrored(self, ids: Sequence[int], timeout: float) -> bool:
-        """Wait until trajectories are on the mirrors of their stores; return whether all are after ``timeout`` seconds.
-
-        Raises:
-            StoreError: the stores have no mirrors.
-            StoreUnreachableError: a store does not answer.
-        """
-        ranks = sorted({number % MOST_STORES for number in ids})
-        mine = {rank: ([number for number in ids if number % MOST_STORES == rank], timeout) for rank in ranks}
-        return all(self._stores.call_all(mine, "wait_mirrored").values())
+    @property
+    def mirror(self) -> MirrorsOfHandle:
+        """The mirrors of the stores: how far they are, and waiting for them."""
+        return MirrorsOfHandle(self._stores)
 
     def get_stats(self) -> dict[str, float]:
         """Return flat numbers: those of the stores that answer, added up; and of this handle.
@@ -210,11 +197,6 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         return {**super().get_stats(), "pending_parcels": self._outbox.parcels}
 
     # -- the end ----------------------------------------------------------------------------------
-
-    @property
-    def closed(self) -> bool:
-        """Whether the handle was closed: loaders give no more of its batches."""
-        return self._closed
 
     def close(self) -> None:
         """Flush what this handle has added. The stores go on; :meth:`stop` ends them.
@@ -245,6 +227,36 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
                 ResourceWarning,
                 stacklevel=1,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorsOfHandle:
+    """``handle.mirror``: how far the mirrors of the stores are, and waiting for them.
+
+    Args:
+        _stores: of the handle.
+    """
+
+    _stores: Stores
+
+    def states(self) -> dict[int, MirrorState | None]:
+        """Return what is on the mirror of each store, by rank; None without one.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        return self._stores.call_all(dict.fromkeys(self._stores.look_whole(), ()), "mirror_state")
+
+    def wait(self, ids: Sequence[int], timeout: float) -> bool:
+        """Wait until trajectories are on the mirrors of their stores; return whether all are after ``timeout`` seconds.
+
+        Raises:
+            StoreError: the stores have no mirrors.
+            StoreUnreachableError: a store does not answer.
+        """
+        ranks = sorted({number % MOST_STORES for number in ids})
+        mine = {rank: ([number for number in ids if number % MOST_STORES == rank], timeout) for rank in ranks}
+        return all(self._stores.call_all(mine, "wait_mirrored").values())
 
 
 def _connected(name: str, namespace: str, options: Mapping[str, Any]) -> DistributedReplayBuffer:

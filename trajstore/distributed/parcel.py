@@ -98,6 +98,7 @@ def pack(flats: Sequence[FlatTrajectory], arena: Arena) -> Piece:
                 flat.max_episode_length,
                 flat.model_weights_id,
                 flat.versions,
+                flat.facts,
             )
         )
     head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "trajectories": rows})
@@ -124,7 +125,7 @@ def _unpack(piece: Piece) -> list[FlatTrajectory]:
     lease = Lease(_writable(piece.data))
     flats = []
     start = lease.address
-    for number, extents, samples, longest, weights, versions in head["trajectories"]:
+    for number, extents, samples, longest, weights, versions, facts in head["trajectories"]:
         schema, extent = schemas[number], Extent(*extents)
         addresses, sizes = [], []
         for spec, width in zip(schema.columns, schema.row_nbytes, strict=True):
@@ -133,9 +134,7 @@ def _unpack(piece: Piece) -> list[FlatTrajectory]:
             start += aligned(sizes[-1])
         tensors = BlockTensors(schema, extent, lease, np.array(addresses, np.int64), np.array(sizes, np.int64))
         flats.append(
-            FlatTrajectory(
-                schema, extent, tensors, samples, longest, weights, None if versions is None else tuple(versions)
-            )
+            FlatTrajectory(schema, extent, tensors, samples, longest, weights, versions and tuple(versions), facts)
         )
     if start - lease.address != piece.data.nbytes:
         raise ValueError(f"{piece.data.nbytes:,} bytes arrived of {start - lease.address:,}")

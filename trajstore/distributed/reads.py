@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from trajstore import locks
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
-from trajstore.distributed.actors import Stores
+from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
-from trajstore.distributed.server import MOST_STORES
+from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import SchemaMismatchError, StoreError, StoreUnreachableError, TrajectoryUnavailableError
 from trajstore.sampling.base import Drawn, IntArray
 from trajstore.trajectory import AnyTrajectory
@@ -53,7 +55,7 @@ class _Last:
 
 
 class Reads:
-    """Reads what was drawn.
+    """Reads what was drawn. Stores whose directory is not here are asked all at once, for so many seconds.
 
     Args:
         stores: whom to ask.
@@ -70,122 +72,140 @@ class Reads:
         listing: Listing,
         places: IntArray,
         columns: Sequence[str] | None,
-        out: Mapping[str, torch.Tensor] | None = None,
+        out: Mapping[str, torch.Tensor] | None,
+        seconds: float,
     ) -> dict[str, Any]:
         """Return samples of a listing, told by their places, as a nested dict.
 
         Where all of the listing is one store's, and its directory is here, this costs what a reader's own draw costs.
 
         Raises:
-            TrajectoryUnavailableError, SchemaMismatchError, StoreUnreachableError: see :meth:`rows`.
+            TrajectoryUnavailableError, SchemaMismatchError, SilentStoresError: see :meth:`rows`.
         """
-        reader, placing = self._placing(listing)
+        reader, placing = self._placing(listing, seconds)
         if reader is not None and placing is not None:
             numbers = placing.numbers(places)
             with suppress(TrajectoryUnavailableError):  # the store knows more
                 if numbers is not None:
-                    found = reader.read_numbered(placing.numbering, numbers, columns=columns, out=out)
+                    found = internals_of(reader).read_numbered(placing.numbering, numbers, columns=columns, out=out)
                     if found is not None:
                         return found
                     self._last = _Last()  # trajectories have left what the reader shows: the next call counts again
-        return nest(self.rows(listing.drawn(places), columns, out))
+        return nest(self.rows(listing.drawn(places), columns, out, seconds))
 
-    def _placing(self, listing: Listing) -> tuple[TrajectoryReplayBuffer | None, Placing | None]:
+    def _placing(self, listing: Listing, seconds: float) -> tuple[TrajectoryReplayBuffer | None, Placing | None]:
         """Return the reader of the one store that all of a listing is of, and where its samples are there."""
         last = self._last
         if last.listing is listing and time.monotonic() < last.until:
             return last.reader, last.placing
         ranks = listing.ids % MOST_STORES
-        reader = self._reader(int(ranks[0])) if len(ranks) and bool((ranks == ranks[0]).all()) else None
+        reader = self._reader(int(ranks[0]), seconds) if len(ranks) and bool((ranks == ranks[0]).all()) else None
         if reader is None:
             self._last = _Last(listing, None, None, math.inf)
             return None, None
-        placing = Placing(listing, reader.numbering(listing.ids))
+        placing = Placing(listing, internals_of(reader).numbering(listing.ids))
         if not placing.whole:
             with self._lock:
                 reader.refresh()
-            placing = Placing(listing, reader.numbering(listing.ids))
+            placing = Placing(listing, internals_of(reader).numbering(listing.ids))
         again = last.again if last.listing is listing else _SOON
         until = math.inf if placing.whole else time.monotonic() + again
         self._last = _Last(listing, reader, placing, until, 2 * again)
         return reader, placing
 
     def rows(
-        self, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None = None
+        self, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None, seconds: float
     ) -> Columns:
         """Return rows by dotted column name, ``[n, ...]``, in the order in which they were drawn.
 
         Raises:
             TrajectoryUnavailableError: a trajectory has been evicted since.
             SchemaMismatchError: stores differ in their columns.
-            StoreUnreachableError: a store does not answer.
+            SilentStoresError: stores do not answer.
         """
         ranks = drawn.ids % MOST_STORES
-        present = np.unique(ranks).tolist()
-        if len(present) == 1:
-            return self._of_one(present[0], drawn, columns, out)
+        places = {rank: np.flatnonzero(ranks == rank) for rank in np.unique(ranks).tolist()}
+        single = len(places) == 1
+        parts: dict[int, Columns] = {}
+        lacking: dict[int, tuple[Drawn, Sequence[str] | None]] = {}
+        for rank, at in places.items():
+            part = drawn if single else Drawn(drawn.ids[at], drawn.samples[at])
+            found = self._of_directory(rank, part, columns, out if single else None, seconds)
+            if found is None:
+                lacking[rank] = part, columns
+            elif single:
+                return found
+            else:
+                parts[rank] = found
+        for rank, answer in self._asked(lacking, "read", seconds).items():
+            parts[rank] = {name: _tensor(value) for name, value in answer.items()}
+        if single and out is None:
+            return next(iter(parts.values()))
         whole: Columns = {}
-        for rank in present:
-            places = np.flatnonzero(ranks == rank)
-            part = self._of_one(rank, Drawn(drawn.ids[places], drawn.samples[places]), columns, None)
+        for rank, rows in sorted(parts.items()):
             if not whole:
-                whole = {name: _room(name, tensor, len(drawn), out) for name, tensor in part.items()}
-            elif part.keys() != whole.keys():
+                whole = {name: _room(name, tensor, len(drawn), out) for name, tensor in rows.items()}
+            elif rows.keys() != whole.keys():
                 raise SchemaMismatchError(
-                    f"stores differ in {', '.join(sorted(part.keys() ^ whole.keys()))}; name the columns to read"
+                    f"stores differ in {', '.join(sorted(rows.keys() ^ whole.keys()))}; name the columns to read"
                 )
-            for name, tensor in part.items():
+            for name, tensor in rows.items():
                 if (tensor.dtype, tensor.shape[1:]) != (whole[name].dtype, whole[name].shape[1:]):
                     raise SchemaMismatchError(
                         f"stores differ in the dtype or shape of {name}; name the columns to read"
                     )
-                _put(whole[name], places, tensor)
+                _put(whole[name], places[rank], tensor)
         return whole
 
-    def _of_one(
-        self, rank: int, drawn: Drawn, columns: Sequence[str] | None, out: Mapping[str, torch.Tensor] | None
-    ) -> Columns:
-        reader = self._reader(rank)
-        if reader is not None:
-            try:
-                return _flat(self._from_directory(rank, reader, drawn, columns, out))
-            except TrajectoryUnavailableError:
-                pass  # not committed yet, or evicted: the store knows
-        found = self._stores.call(rank, "read", drawn, columns)
-        part = {name: value if isinstance(value, torch.Tensor) else _tensor(value) for name, value in found.items()}
-        if out is None:
-            return part
-        whole = {name: _room(name, tensor, len(drawn), out) for name, tensor in part.items()}
-        for name, tensor in part.items():
-            whole[name].copy_(tensor)
-        return whole
+    def _asked(self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float) -> dict[int, Any]:
+        """Return what stores answer, all asked at once.
 
-    def _from_directory(
+        Raises:
+            SilentStoresError: some do not answer.
+            TrajectoryUnavailableError, SchemaMismatchError: as a store raised it.
+        """
+        found, failed = self._stores.ask(arguments, method, seconds)
+        for error in failed.values():
+            if not isinstance(error, StoreUnreachableError):
+                raise error
+        if failed:
+            raise SilentStoresError(failed)
+        return found
+
+    def _of_directory(
         self,
         rank: int,
-        reader: TrajectoryReplayBuffer,
         drawn: Drawn,
         columns: Sequence[str] | None,
         out: Mapping[str, torch.Tensor] | None,
-    ) -> dict[str, Any]:
-        try:
-            return reader.read(drawn, columns=columns, out=out)
-        except TrajectoryUnavailableError:
-            with self._lock:
-                reader.refresh()
-            return reader.read(drawn, columns=columns, out=out)
+        seconds: float,
+    ) -> Columns | None:
+        """Return rows out of a store's directory; None if this machine lacks it, or something that was drawn."""
+        reader = self._reader(rank, seconds)
+        if reader is None:
+            return None
+        for attempt in range(2):
+            with suppress(TrajectoryUnavailableError):
+                return _flat(reader.read(drawn, columns=columns, out=out))
+            if not attempt:
+                with self._lock:
+                    reader.refresh()
+        return None  # not committed yet, or evicted: the store knows
 
-    def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
+    def trajectories(self, ids: Sequence[int], seconds: float) -> list[AnyTrajectory]:
         """Return whole trajectories, in the order of their ids as given.
 
         Raises:
             TrajectoryUnavailableError: one is not there.
-            StoreUnreachableError: a store does not answer.
+            SilentStoresError: stores do not answer.
         """
+        mine: dict[int, list[int]] = {}
+        for number in ids:
+            mine.setdefault(number % MOST_STORES, []).append(number)
+        told = self._asked({rank: (part,) for rank, part in mine.items()}, "trajectories", seconds)
         found: dict[int, AnyTrajectory] = {}
-        for rank in sorted({number % MOST_STORES for number in ids}):
-            mine = [number for number in ids if number % MOST_STORES == rank]
-            found.update(zip(mine, self._stores.call(rank, "trajectories", mine), strict=True))
+        for rank, part in mine.items():
+            found.update(zip(part, told[rank], strict=True))
         return [found[number] for number in ids]
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
@@ -197,28 +217,23 @@ class Reads:
         """
         steps, batch = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
         ranks = ids % MOST_STORES
-        for rank in np.unique(ranks).tolist():
-            mine = np.flatnonzero(ranks == rank)
-            steps[mine], batch[mine] = self._stores.call(rank, "extents", ids[mine])
+        places = {rank: np.flatnonzero(ranks == rank) for rank in np.unique(ranks).tolist()}
+        told = self._stores.call_all({rank: (ids[mine],) for rank, mine in places.items()}, "extents")
+        for rank, mine in places.items():
+            steps[mine], batch[mine] = told[rank]
         return steps, batch
 
-    def _reader(self, rank: int) -> TrajectoryReplayBuffer | None:
+    def _reader(self, rank: int, seconds: float) -> TrajectoryReplayBuffer | None:
         """Return a reader of a store's directory; None if this machine has not got it."""
-        with self._lock:
-            if rank not in self._readers:
-                self._readers[rank] = self._open(rank)
-            return self._readers[rank]
-
-    def _open(self, rank: int) -> TrajectoryReplayBuffer | None:
-        try:
-            if not self._stores.here(rank):
-                return None
-            reader = TrajectoryReplayBuffer(seed=None, sample_window_size=0)
-            reader.load_checkpoint(os.path.join(self._stores.describe(rank).path, f"rank_{rank}"))
-        except (StoreError, StoreUnreachableError) as error:
-            logger.warning("store rank_%d is read through its actor: %s", rank, error)
-            return None
-        return reader
+        if rank not in self._readers:
+            try:
+                about = self._stores.describe(rank, seconds)
+            except StoreUnreachableError as error:
+                raise SilentStoresError({rank: error}) from error
+            with self._lock:
+                if rank not in self._readers:
+                    self._readers[rank] = _open(about)
+        return self._readers[rank]
 
     def close(self) -> None:
         """Let go of the directories."""
@@ -230,13 +245,27 @@ class Reads:
             self._last = _Last()
 
 
+def _open(about: ServedStore) -> TrajectoryReplayBuffer | None:
+    """Return a reader of the directory that a store has, if it can be read by this process without asking the store."""
+    path = os.path.join(about.path, f"rank_{about.rank}")
+    if about.host != socket.gethostname() or not os.path.isdir(path):
+        return None
+    try:
+        reader = TrajectoryReplayBuffer(seed=None, sample_window_size=0)
+        reader.load_checkpoint(path)
+    except StoreError as error:
+        logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
+        return None
+    return reader
+
+
 def _flat(values: Mapping[str, Any]) -> Columns:
     return {join_name(path): value for path, value in walk(values)}
 
 
-def _tensor(value: np.ndarray[Any, Any]) -> torch.Tensor:
+def _tensor(value: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
     """Return an array out of Ray's object store as a tensor of its own, which may be written to."""
-    return torch.from_numpy(value.copy())
+    return value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy())
 
 
 def _put(target: torch.Tensor, places: npt.NDArray[np.intp], rows: torch.Tensor) -> None:

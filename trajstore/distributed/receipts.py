@@ -18,6 +18,7 @@ from trajstore.distributed.parcel import split
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.shipment import Shipment, Stage, Watermarks
 from trajstore.errors import ConfigurationError, StoreUnreachableError
+from trajstore.interrupts import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Outbox:
             timer = threading.Timer(pause, self._time_is_up)
             timer.daemon = True  # the end of the process does not wait for it; what is not sent then is told
             try:
-                timer.start()
+                start_thread(timer)
             except RuntimeError:  # the interpreter is ending, or there is no memory for a thread
                 self._depart(self._under_way[-1])
             else:

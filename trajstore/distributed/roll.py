@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import EmptyBufferError
-from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 
 _KEPT = 10_000
 
@@ -79,7 +79,7 @@ class Roll(Sampler):
             return News(self._began, self._end, True, list(self._parts))
         return News(self._began, self._end, False, list(self._changes)[len(self._changes) - missed :])
 
-    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
         raise EmptyBufferError("a roll only listens")
 
     def state_dict(self) -> dict[str, Any]:

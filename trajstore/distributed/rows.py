@@ -73,6 +73,11 @@ def trajectory_of(row: Mapping[str, Any]) -> AnyTrajectory:
         if name in (DOCUMENT, ID) or value is None:
             continue
         field = name.split(".", 1)[0]
+        if name == SAMPLE:
+            raise InvalidTrajectoryError(
+                "column sample: the rows are single transitions, a store takes whole trajectories; read them with "
+                "unit='trajectory'"
+            )
         if field not in known:
             raise InvalidTrajectoryError(
                 f"column {name}: {made.__name__} has no field {field!r}; drop_columns([{name!r}]) before writing"

@@ -74,6 +74,11 @@ class RestorableHandle(DrawingHandle):
                 except StoreUnreachableError as error:  # its process is gone, and what it held
                     logger.info("%s", error)
 
+    @property
+    def points(self) -> PointsOfHandle:
+        """Moments of all stores that are kept: saved points, to which the run can go back, and pins."""
+        return PointsOfHandle(self)
+
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save_checkpoint(self, save_path: str | Path) -> None:
@@ -93,34 +98,43 @@ class RestorableHandle(DrawingHandle):
             for call in ("prepare_checkpoint", "publish_checkpoint"):
                 self._stores.call_all({rank: (cut.by, everywhere(save_path)) for rank in cut.ranks}, call)
 
+
+@dataclass(frozen=True, slots=True)
+class PointsOfHandle:
+    """``handle.points``: moments of all stores of a run that are kept, saved points and pins.
+
+    Args:
+        _handle: of the stores.
+    """
+
+    _handle: RestorableHandle
+
     def pin(self, name: str) -> dict[int, int]:
         """Pin every store, all at one moment; return their generations by rank.
 
         Raises:
             StoreUnreachableError, StoreWriteError: a store could not be pinned; others may be.
         """
-        with self._held() as cut:
-            return self._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name)), "pin")
+        with self._handle._held() as cut:
+            return self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, name)), "pin")
 
     def unpin(self, name: str) -> None:
         """Let go of the pins of this name, or of a saved point (``step-750``)."""
-        self._stores.call_all(dict.fromkeys(self._all_ranks(), (name,)), "unpin")
-
-    # -- saved points -----------------------------------------------------------------------------
+        self._handle._stores.call_all(dict.fromkeys(self._handle._all_ranks(), (name,)), "unpin")
 
     @property
-    def saved_points(self) -> list[RunPoint]:
+    def saved(self) -> list[RunPoint]:
         """The saved points of the run, lowest step first; those that a store lacks are among them, and say so.
 
         Raises:
             StoreUnreachableError: a store does not answer.
         """
-        return unite_points(self._points())
+        return unite_points(self._by_rank())
 
-    def _points(self) -> dict[int, list[SavedPoint]]:
-        return self._stores.call_all(dict.fromkeys(self._stores.look_whole(), ()), "saved_points")
+    def _by_rank(self) -> dict[int, list[SavedPoint]]:
+        return self._handle._stores.call_all(dict.fromkeys(self._handle._stores.look_whole(), ()), "saved_points")
 
-    def save_point(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> RunPoint:
+    def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> RunPoint:
         """Mark what all stores hold at one moment with the model's step, so that :meth:`rollback` can go back to it.
 
         It counts when every store has it. Earlier points are let go of after that only, so a complete one is there at
@@ -138,17 +152,19 @@ class RestorableHandle(DrawingHandle):
         """
         step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
         check_kind("state", state, Mapping, "a dict")
-        with self._held() as cut:
-            points = self._points()
+        with self._handle._held() as cut:
+            points = self._by_rank()
             self._check_step(step, unite_points(points))
             begun = [rank for rank, saved in points.items() if any(point.step == step for point in saved)]
-            self._stores.call_all({rank: (point_name(step),) for rank in begun}, "unpin")  # of an attempt that failed
+            self._handle._stores.call_all(
+                {rank: (point_name(step),) for rank in begun}, "unpin"
+            )  # of an attempt that failed
             parts = asked(state or {})  # first: parts bring their own state of the generator
-            with self._lock:
-                told = {"parts": parts, "draws": self._draws.state_dict()}
+            with self._handle._lock:
+                told = {"parts": parts, "draws": self._handle._draws.state_dict()}
             given = {rank: (cut.by, step, {} if rank else told, len(cut.ranks)) for rank in cut.ranks}
-            self._stores.call_all(given, "save_point")
-        saved = self.saved_points
+            self._handle._stores.call_all(given, "save_point")
+        saved = self.saved
         complete = [point.step for point in saved if point.is_complete]
         for old in saved:
             if keep is not None and len(complete) > keep and old.step < complete[-keep]:
@@ -159,20 +175,20 @@ class RestorableHandle(DrawingHandle):
         later = [point.step for point in points if point.step > step]
         if later:
             raise ConfigurationError(
-                f"save_point({step}): there is a saved point of step {max(later)}, which is later; go back with "
-                f"rollback first, or let go of it with unpin({point_name(max(later))!r})"
+                f"points.save({step}): there is a saved point of step {max(later)}, which is later; go back with "
+                f"rollback first, or let go of it with points.unpin({point_name(max(later))!r})"
             )
         if any(point.step == step and point.is_complete for point in points):
             raise ConfigurationError(
-                f"save_point({step}): every store has a point of this step; saving it again would leave none while it "
-                f"is saved. Let go of it first with unpin({point_name(step)!r})"
+                f"points.save({step}): every store has a point of this step; saving it again would leave none while it "
+                f"is saved. Let go of it first with points.unpin({point_name(step)!r})"
             )
 
     def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
         """Go back to the saved point of a step: all stores show what they showed then, and draws go on from there.
 
         No producer should be adding: what one adds again after this stays. What was added since is set aside in each
-        store, see :meth:`TrajectoryReplayBuffer.rollback`. When a store is killed in the midst of it, call it again.
+        store, see :meth:`PointsOfBuffer.rollback`. When a store is killed in the midst of it, call it again.
 
         Args:
             step: of the point.
@@ -187,24 +203,24 @@ class RestorableHandle(DrawingHandle):
             StoreUnreachableError, StoreWriteError: a store could not go back; others have, call again.
         """
         step, aside = whole("step", step, 0), truth("aside", aside)
-        with self._held() as cut:
+        with self._handle._held() as cut:
             self._check_point(step, len(cut.ranks))
-            told = self._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, step, aside)), "rollback")[0]
-        with self._lock:
+            told = self._handle._stores.call_all(dict.fromkeys(cut.ranks, (cut.by, step, aside)), "rollback")[0]
+        with self._handle._lock:
             if "draws" in told:
-                self._draws.load_state_dict(told["draws"])
-            self._survey.refresh(True)
+                self._handle._draws.load_state_dict(told["draws"])
+            self._handle._survey.refresh(True)
         return dict(told.get("parts", told))
 
     def _check_point(self, step: int, stores: int) -> None:
-        points = self.saved_points
+        points = self.saved
         found = next((point for point in points if point.step == step), None)
         if found is not None and found.saved_by not in (None, stores):
             raise ConfigurationError(
-                f"rollback({step}): {found.saved_by} stores saved it together, there are {stores} now; begin a new run "
-                f"from it: load_checkpoint(..., pin={point_name(step)!r})"
+                f"points.rollback({step}): {found.saved_by} stores saved it together, there are {stores} now; begin a "
+                f"new run from it: load_checkpoint(..., pin={point_name(step)!r})"
             )
         if found is None or not found.is_complete:
             why = f"no saved point of step {step}" if found is None else incomplete_sentence(found)
             complete = listed(str(point.step) for point in points if point.is_complete)
-            raise StoreNotFoundError(f"{self._stores.name!r}: {why}; complete are: {complete or 'none'}")
+            raise StoreNotFoundError(f"{self._handle._stores.name!r}: {why}; complete are: {complete or 'none'}")

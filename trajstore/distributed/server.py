@@ -13,6 +13,7 @@ import torch
 
 from trajstore import locks
 from trajstore.buffer.checkpoint import check_target
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.runs import save_rank_point
 from trajstore.columns.fields import join_name, walk
@@ -101,8 +102,8 @@ class StoreServer:
             auto_save_path=_of_run(path, rank),
             **_of_rank(options, rank),
         )
-        self._buffer.share_ids(rank, MOST_STORES)
-        self._about = replace(self._about, store_id=self._buffer.store_id or "")
+        internals_of(self._buffer).share_ids(rank, MOST_STORES)
+        self._about = replace(self._about, store_id=internals_of(self._buffer).store_id or "")
         self._known = Known()
         self._era = 0
         """Rollbacks of this process."""
@@ -114,7 +115,7 @@ class StoreServer:
 
     def _recall(self) -> None:
         """Learn from the store what it was given."""
-        uuids, ids = self._buffer.trajectory_uuids, self._buffer.trajectory_ids
+        uuids, ids = internals_of(self._buffer).trajectory_uuids, self._buffer.trajectory_ids
         self._known.note(uuids[-REMEMBERED:].tobytes(), ids[-REMEMBERED:].tolist())
 
     def describe(self) -> ServedStore:
@@ -125,7 +126,7 @@ class StoreServer:
 
     def tick(self, clock: int) -> int:
         """Give out no id below ``clock`` from now on; return the lowest that may be given out."""
-        return self._buffer.share_ids(self._about.rank, MOST_STORES, at_least=clock)
+        return internals_of(self._buffer).share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
     def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:
         """Add a parcel's trajectories, those that are not here yet, and tell the ids of all.
@@ -151,7 +152,9 @@ class StoreServer:
                 flats = unpack(parcel)
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
-                    self._known.note(wanted, self._buffer.add_flattened([flats[place] for place in absent], wanted))
+                    self._known.note(
+                        wanted, internals_of(self._buffer).add_flattened([flats[place] for place in absent], wanted)
+                    )
                 except BaseException:
                     self._recall()  # a part of it may have been added
                     raise
@@ -167,14 +170,14 @@ class StoreServer:
         era = self._era  # first: what is known after a rollback must not be taken for known before
         known = self._known.ids(uuids_of(key, count))
         ids = [number for number in known if number is not None]
-        if len(ids) == count and max(ids) > self._buffer.committed:
+        if len(ids) == count and max(ids) > self._buffer.points.committed:
             self._buffer.wait(ids, timeout)
         return self._answer(known, era)
 
     def _answer(self, known: Sequence[int | None], era: int) -> Answer:
         ids = [number for number in known if number is not None]
         began = f"{self._about.began}/{era}"
-        return Answer(ids if len(ids) == len(known) else None, began, self._buffer.committed)
+        return Answer(ids if len(ids) == len(known) else None, began, self._buffer.points.committed)
 
     def flush(self) -> None:
         """Return when everything added before survives a crash."""
@@ -215,8 +218,8 @@ class StoreServer:
         return [self._buffer.get(number) for number in ids]
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return T and B of trajectories; see :meth:`TrajectoryReplayBuffer.extents`."""
-        return self._buffer.extents(ids)
+        """Return T and B of trajectories; see :meth:`Internals.extents`."""
+        return internals_of(self._buffer).extents(ids)
 
     # -- changing ---------------------------------------------------------------------------------
 
@@ -288,15 +291,15 @@ class StoreServer:
             StoreWriteError: the store is held no longer.
         """
         with self._hold.keeping(by):
-            return self._buffer.pin(name)
+            return self._buffer.points.pin(name)
 
     def unpin(self, name: str) -> None:
         """Let go of a pin of the store."""
-        self._buffer.unpin(name)
+        self._buffer.points.unpin(name)
 
     def saved_points(self) -> list[SavedPoint]:
         """Return the saved points of the store, lowest step first."""
-        return self._buffer.saved_points
+        return self._buffer.points.saved
 
     def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> SavedPoint:
         """Save a point, one of ``ranks`` that belong together; earlier ones stay.
@@ -314,7 +317,7 @@ class StoreServer:
             StoreWriteError: it could not be written, or the store is held no longer.
         """
         with self._hold.keeping(by), self._adding:
-            state = self._buffer.rollback(step, aside=aside)
+            state = self._buffer.points.rollback(step, aside=aside)
             self._known = Known()  # what was set aside is not here: who sends it again, adds it again
             self._recall()
             self._era += 1
@@ -328,7 +331,7 @@ class StoreServer:
 
     def mirror_state(self) -> MirrorState | None:
         """Return what is on the store's mirror; None without one."""
-        return self._buffer.mirror_state
+        return self._buffer.mirror.state
 
     def wait_mirrored(self, ids: Sequence[int], timeout: float) -> bool:
         """Wait until trajectories are on the mirror; return whether all are.
@@ -336,7 +339,7 @@ class StoreServer:
         Raises:
             StoreError: the store has no mirror.
         """
-        return self._buffer.wait_mirrored(ids, timeout)
+        return self._buffer.mirror.wait(ids, timeout)
 
     def close(self) -> None:
         """Flush and give the directory back."""

@@ -92,7 +92,10 @@ class StoreDatasink(Datasink[str | None]):
         """Give the stores their names."""
         names = sorted(name for name in write_result.write_returns if name is not None)
         if not names:
-            logger.warning("%s: the dataset has no rows, so no store was written", self._run.url)
+            logger.warning("%s: the dataset has no rows; the run has one store, which is empty", self._run.url)
+            names = [f"{self._prefix}empty"]
+            with TrajectoryReplayBuffer(auto_save=True, auto_save_path=self._run.place_of(names[0]), **self._options):
+                pass
         for rank in reversed(range(len(names))):
             self._run.publish(names[rank], rank)
         self._run.end()

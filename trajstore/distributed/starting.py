@@ -1,4 +1,8 @@
-"""Stores started as actors of Ray: which class, where Ray is to place them, and which of them are there already."""
+"""Stores started as actors of Ray: which class, on which node, and which of them are there already.
+
+Ray gives its nodes new ids at each start, and takes any of them for an actor: neither says whose disk has which store.
+So the nodes are asked which directories they have.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,20 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trajstore.distributed.actors import Stores, actor_name, first_line, ray
-from trajstore.distributed.homes import lying, one_each
+from trajstore.distributed.actors import Stores, actor_name, away, first_line, ray
 from trajstore.distributed.server import MOST_STORES, StoreServer
-from trajstore.errors import ConfigurationError, StoreUnreachableError, listed
+from trajstore.errors import ConfigurationError, StoreError, StoreUnreachableError, listed
+from trajstore.files.opening import open_directory
+from trajstore.store.catalog import Catalog
 
 logger = logging.getLogger(__name__)
+
+_PREFIX = "rank_"
 
 _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 """Threads of a store's process, for each kind of call; what takes long does not keep others waiting."""
@@ -37,51 +44,41 @@ def everywhere(path: str | Path) -> str:
     return str(path) if "://" in str(path) else os.path.abspath(path)
 
 
-def strategies(stores: int | str, given: Any, shared: bool) -> Sequence[Any]:
-    """Return how Ray is to place each store.
-
-    Args:
-        stores: how many, or ``"per_node"``.
-        given: a strategy of Ray's for all of them; None = spread.
-        shared: whether a store may be started again on another node, because all reach the directory.
-    """
-    if stores == "per_node":
-        if given is not None:
-            raise ConfigurationError("scheduling_strategy: has no effect with stores='per_node'")
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return [NodeAffinitySchedulingStrategy(node, soft=shared) for node in alive_nodes()]
-    if not isinstance(stores, int) or isinstance(stores, bool) or not 1 <= stores <= MOST_STORES:
-        raise ConfigurationError(f"stores: {stores!r}, must be 'per_node' or a number in [1, {MOST_STORES}]")
-    return [given or "SPREAD"] * stores
-
-
 def start_stores(
     known: Stores,
     path: str,
-    placed: Sequence[Any],
+    stores: int | str,
     options: Mapping[str, Any],
     actor_options: Mapping[str, Any],
-    *,
-    per_node: bool,
+    scheduling_strategy: Any,
+    shared: bool,
 ) -> Stores:
     """Start the stores that are not there yet; return all of them.
 
     Args:
         known: those that are there.
         path: folder of the stores, the same on every node.
-        placed: what :func:`strategies` returned.
+        stores: how many, or ``"per_node"``.
         options: how each makes its buffer.
         actor_options: for Ray's actors.
-        per_node: each strategy is of a node, which shall have one store.
+        scheduling_strategy: Ray's, for all of them; None = spread.
+        shared: whether a store may be started again on another node, because all reach the directory.
 
     Raises:
-        ConfigurationError: a store is there already, with another path or other options.
-        StoreUnreachableError: a store does not start for the deadline; says what it waits for.
+        ConfigurationError: an argument is out of range; or a store is there already, with another path or options.
+        StoreUnreachableError: a store does not start for the deadline, says what it waits for; or no node answers.
     """
     wanted = dict(options)
     reserved = {"num_cpus": 1, **actor_options}
-    for rank, strategy in (_one_per_node(known, path, placed) if per_node else dict(enumerate(placed))).items():
+    if stores == "per_node":
+        if scheduling_strategy is not None:
+            raise ConfigurationError("scheduling_strategy: has no effect with stores='per_node'")
+        placed = _one_per_node(known, path, reserved, shared)
+    elif not isinstance(stores, int) or isinstance(stores, bool) or not 1 <= stores <= MOST_STORES:
+        raise ConfigurationError(f"stores: {stores!r}, must be 'per_node' or a number in [1, {MOST_STORES}]")
+    else:
+        placed = dict.fromkeys(range(stores), scheduling_strategy or "SPREAD")
+    for rank, strategy in placed.items():
         _start(known.name, rank, path, wanted, reserved, strategy, known.namespace)
     found = Stores(known.name, known.namespace, known.deadline)
     there = [number for number in found.ranks if _has_begun(found, number, reserved)]
@@ -95,17 +92,26 @@ def start_stores(
             )
     for number in [*there, *there]:  # what a store that has joined is given now is newer than what the others have
         found.note(found.call(number, "tick", found.clock))
+    _tell_unserved(found, path, there)
     return found
 
 
-def _one_per_node(known: Stores, path: str, placed: Sequence[Any]) -> dict[int, Any]:
-    """Return the strategy of each store that is to be started, by rank: a node has the store whose directory it has."""
+def _one_per_node(known: Stores, path: str, reserved: Mapping[str, Any], shared: bool) -> dict[int, Any]:
+    """Return the strategy of each store that is to be started, by rank: a node has the store whose directory it has.
+
+    Nodes that have a store, that are too small for one or do not answer get none; the last two are told.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     taken = {known.node_of(rank) for rank in known.ranks}
-    free = {strategy.node_id: strategy for strategy in placed if strategy.node_id not in taken}
-    found = {} if "://" in path or not free else lying(list(free), path, known.deadline)
-    given = one_each(list(free), found, known.ranks)
+    free = [node for node in _able_nodes(reserved) if node not in taken]
+    found = _ask_nodes(free, _ranks_below, path, seconds=known.deadline)
+    if not found and not taken - {None}:
+        raise StoreUnreachableError(f"{known.name!r}: no node can begin a store; see the warnings, and actor_options")
+    given = one_each(list(found), found, known.ranks)
+    elsewhere = {*known.lost, *(rank for ranks in found.values() for rank in ranks)}
     for node, rank in given.items():
-        if found and rank not in found[node] and (rank in known.lost or any(rank in ranks for ranks in found.values())):
+        if "://" not in path and rank in elsewhere - found[node]:
             logger.warning(
                 "store rank_%d of %r begins empty on node %s, which has no %s/rank_%d",
                 rank,
@@ -114,7 +120,132 @@ def _one_per_node(known: Stores, path: str, placed: Sequence[Any]) -> dict[int, 
                 path,
                 rank,
             )
-    return {rank: free[node] for node, rank in given.items()}
+    return {rank: NodeAffinitySchedulingStrategy(node, soft=shared) for node, rank in given.items()}
+
+
+def _able_nodes(reserved: Mapping[str, Any]) -> list[str]:
+    """Return the ids of the nodes that have, busy or not, what a store reserves; others are told."""
+    wanted, able = _amounts_of(reserved), []
+    for node in sorted(ray().nodes(), key=lambda one: str(one["NodeID"])):
+        has = node["Resources"]
+        if node["Alive"] and any(amount > has.get(name, 0) for name, amount in wanted.items()):
+            logger.warning(
+                "node %s (%s) gets no store: it has %s, and a store reserves %s; see actor_options",
+                node["NodeID"],
+                node["NodeManagerHostname"],
+                _amounts(wanted, has),
+                _amounts(wanted, wanted),
+            )
+        elif node["Alive"]:
+            able.append(node["NodeID"])
+    return able
+
+
+def _ask_nodes(nodes: Sequence[str], task: Callable[..., Any], *arguments: Any, seconds: float) -> dict[str, Any]:
+    """Return what a function returns on each node that answers within ``seconds``; others are told."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if not nodes:
+        return {}
+    module = ray()
+    remote = module.remote(task)
+    asked = {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        asked[node] = remote.options(num_cpus=0, scheduling_strategy=there).remote(*arguments)
+    module.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+    found = {}
+    for node, answer in asked.items():
+        try:
+            found[node] = module.get(answer, timeout=0)
+        except away() as error:
+            logger.warning(
+                "node %s does not answer, so nobody knows which stores it has, and it gets none: %s",
+                node,
+                first_line(error),
+            )
+    return found
+
+
+def _ranks_below(path: str) -> set[int]:
+    return {int(number) for one in Path(path).glob(f"{_PREFIX}*") if (number := one.name[len(_PREFIX) :]).isdigit()}
+
+
+def one_each(nodes: Sequence[str], found: Mapping[str, set[int]], taken: Collection[int]) -> dict[str, int]:
+    """Return which store each node gets: one whose directory it has, else the lowest number that is left. Pure.
+
+    Args:
+        nodes: that get one each.
+        found: ranks whose directory each has.
+        taken: ranks of the stores that are there already.
+    """
+    given: dict[str, int] = {}
+    for node in sorted(nodes, key=lambda one: len(found.get(one, ()))):  # who has the least choice comes first
+        own = found.get(node, set()) - set(taken) - set(given.values())
+        if own:
+            given[node] = min(own)
+    for node in nodes:
+        if node not in given:
+            used = {*taken, *given.values()}
+            given[node] = next(rank for rank in range(len(used) + 1) if rank not in used)
+    return given
+
+
+def _tell_unserved(found: Stores, path: str, ranks: Sequence[int]) -> None:
+    """Name every directory of the run that no store serves: what lies there is in no draw."""
+    if "://" in path:  # one place for all nodes, of which each number has one directory
+        return
+    served = {rank: (about.host, about.store_id) for rank in ranks for about in [found.describe(rank)]}
+    nodes = sorted(node["NodeID"] for node in ray().nodes() if node["Alive"])
+    told = set()
+    for lying in _ask_nodes(nodes, unserved_below, path, served, seconds=found.deadline).values():
+        for rank, host, store_id, holds in lying:
+            if (rank, store_id) in told:  # nodes that share a disk
+                continue
+            told.add((rank, store_id))
+            where = f"{path}/{_PREFIX}{rank}"
+            why = (
+                f"rank_{rank} is served from another directory, on {served[rank][0]}"
+                if rank in served
+                else f"create(..., stores={rank + 1}) would serve it, where all nodes reach it"
+            )
+            logger.warning(
+                "%s on %s is served by no store of %r: no draw shows it. It has %s; %s. To add these to the stores "
+                "that are served, on that machine: old = TrajectoryReplayBuffer.open(%r); "
+                "handle.add_trajectories(map(old.get, old.trajectory_ids.tolist())).committed(); then move it away",
+                where,
+                host,
+                found.name,
+                holds,
+                why,
+                where,
+            )
+
+
+def unserved_below(path: str, served: Mapping[int, tuple[str, str]]) -> list[tuple[int, str, str, str]]:
+    """Return rank, host, UUID and content, in words, of the stores below a path of this machine that nobody serves.
+
+    Args:
+        path: of the run.
+        served: host and UUID of each store that is served. A directory elsewhere that has the UUID is the same one, on
+            a disk that machines share.
+    """
+    lying = []
+    host = socket.gethostname()
+    for rank in sorted(_ranks_below(path)):
+        if rank in served and served[rank][0] == host:
+            continue
+        directory = open_directory(f"{path}/{_PREFIX}{rank}")
+        try:
+            if not Catalog.exists(directory):
+                continue
+            catalog = Catalog.open(directory)
+        except StoreError as error:
+            lying.append((rank, host, "", f"it cannot be read: {error}"))
+            continue
+        if rank not in served or served[rank][1] != catalog.store_id:
+            lying.append((rank, host, catalog.store_id, f"{len(catalog.index)} trajectories"))
+    return lying
 
 
 def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
@@ -126,8 +257,7 @@ def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
     try:
         return found.node_of(rank) is not None
     except StoreUnreachableError as error:
-        wanted = {"CPU": reserved["num_cpus"], "GPU": reserved.get("num_gpus"), "memory": reserved.get("memory")}
-        wanted = {name: amount for name, amount in {**wanted, **reserved.get("resources", {})}.items() if amount}
+        wanted = _amounts_of(reserved)
         free = ray().available_resources()
         short = sorted(name for name, amount in wanted.items() if amount > free.get(name, 0))
         why = f"Ray has no room for it, too little of {listed(short)}" if short else first_line(error)
@@ -137,6 +267,12 @@ def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
             f"waits on, and create() finds it; to start it with other actor_options, first end it: "
             f"ray.kill(ray.get_actor({actor_name(found.name, rank)!r}, namespace={found.namespace!r}))"
         ) from error
+
+
+def _amounts_of(reserved: Mapping[str, Any]) -> dict[str, float]:
+    """Return what Ray reserves for an actor, by the name of the resource."""
+    wanted = {"CPU": reserved["num_cpus"], "GPU": reserved.get("num_gpus"), "memory": reserved.get("memory")}
+    return {name: amount for name, amount in {**wanted, **reserved.get("resources", {})}.items() if amount}
 
 
 def _amounts(names: Iterable[str], amounts: Mapping[str, Any]) -> str:
@@ -192,8 +328,3 @@ def _start(
         )
         .remote(path, rank, dict(options))
     )
-
-
-def alive_nodes() -> list[str]:
-    """Return the ids of the nodes that are there, in the order of their ids."""
-    return sorted(node["NodeID"] for node in ray().nodes() if node["Alive"])

@@ -76,7 +76,7 @@ class Survey:
             heard = self.census.heard(rank)
             self._asked[rank] = self._stores.submit(rank, "news", *heard, self._needs_tasks, self._stores.clock)
         except StoreUnreachableError as error:
-            self._leave_out(rank, error)
+            self.leave_out(rank, error)
 
     def _collect(self) -> None:
         waited = [answer for rank, answer in self._asked.items() if rank not in self.census.absent]
@@ -85,26 +85,27 @@ class Survey:
         for rank, answer in list(self._asked.items()):
             ready, _ = actors.ray().wait([answer], timeout=0)
             if not ready:
-                self._leave_out(rank, TimeoutError("no answer"))
+                self.leave_out(rank, TimeoutError(f"no answer for {self._routes.patience:g} s"))
                 continue
             del self._asked[rank]
             try:
                 news = actors.ray().get(answer)
             except actors.away() as error:
-                self._leave_out(rank, error)
+                self.leave_out(rank, error)
                 continue
             if rank in self.census.absent:
                 logger.warning("store rank_%d of %r answers again", rank, self._stores.name)
             self.census.take(rank, news)
             self._routes.answered(rank)
 
-    def _leave_out(self, rank: int, error: Exception) -> None:
+    def leave_out(self, rank: int, error: Exception) -> None:
+        """Draw no more from a store until it answers again; told once."""
         self._stores.forget(rank)
         new = rank not in self.census.absent
         count = self.census.leave_out(rank)
         if new:
             logger.warning(
-                "store rank_%d of %r does not answer (%s): draws leave out %s",
+                "store rank_%d of %r does not answer (%s): %s",
                 rank,
                 self._stores.name,
                 actors.first_line(error),
@@ -113,9 +114,9 @@ class Survey:
 
 
 def _what_is_left_out(count: int, heard: bool) -> str:
-    """Return how many trajectories of a store are left out, in words."""
+    """Return what becomes of the trajectories of a store that does not answer, in words."""
     if not heard:
-        return "what it has, which is not known"
+        return "until it does, draws leave out its trajectories; how many it has is not known"
     if not count:
-        return "nothing, for it has no trajectories"
-    return f"its {count} trajectories" if count > 1 else "its one trajectory"
+        return "it had no trajectories when it last answered, so draws lose nothing"
+    return f"until it does, draws leave out its {count} trajector{'ies' if count > 1 else 'y'}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trajstore.experience.rows import pack_rows
+from trajstore.experience.rows import over_rows, pack_rows
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -76,12 +76,13 @@ def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
     messages = [_said(message) for message in context]
     if not rows:
         return AgentTrajectory(messages=messages, metadata=metadata, **common, **_tensors(columns))
-    lengths = [len(ids) - start for ids, _, start in rows]
-    written = [sum(mask) for _, mask, _ in rows]
-    recorded = _split(columns.get("old_log_probs"), lengths, written)
+    masks = [torch.tensor(mask[start:], dtype=torch.int64) for _, mask, start in rows]
+    recorded: Sequence[torch.Tensor | None] = [None] * len(rows)
+    if columns.get("old_log_probs") is not None:
+        whole = torch.tensor([float(value) for value in columns["old_log_probs"]])
+        recorded = over_rows(whole, masks) or ([whole] if len(rows) == 1 else recorded)  # what fits none is refused
     result = []
-    for (ids, mask, start), log_probs in zip(rows, recorded, strict=True):
-        response_mask = torch.tensor(mask[start:], dtype=torch.int64)
+    for (ids, mask, start), response_mask, log_probs in zip(rows, masks, recorded, strict=True):
         result.append(
             AgentTrajectory(
                 messages=messages,
@@ -89,7 +90,7 @@ def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
                 loss_mask=torch.tensor(mask, dtype=torch.int64),
                 response_start=start,
                 response_mask=response_mask,
-                old_log_probs=_placed(log_probs, response_mask),
+                old_log_probs=log_probs,
                 metadata=metadata,
                 **common,
             )
@@ -159,33 +160,6 @@ def _written(tokens: Sequence[int], prompt: Sequence[int], end: int | None) -> l
     first = len(prompt) if prompt and list(tokens[: len(prompt)]) == list(prompt) else 0
     last = len(tokens) if end is None or end not in tokens[first:] else tokens.index(end, first) + 1
     return [int(first <= place < last) for place in range(len(tokens))]
-
-
-def _split(values: Any, lengths: Sequence[int], written: Sequence[int]) -> list[list[float] | None]:
-    """Return each row's share of log-probs that stand one after the other; ``None`` for all if they fit no rows.
-
-    They fit if there is one for each response token, or (filtered) one for each token that the model wrote.
-    """
-    if values is None:
-        return [None] * len(lengths)
-    numbers = [float(value) for value in values]
-    for sizes in (lengths, written):
-        if len(numbers) == sum(sizes):
-            places = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
-            return [numbers[places[number] : places[number + 1]] for number in range(len(sizes))]
-    return [numbers, *[None] * (len(lengths) - 1)] if len(lengths) == 1 else [None] * len(lengths)
-
-
-def _placed(values: Sequence[float] | None, response_mask: torch.Tensor) -> torch.Tensor | None:
-    """Return log-probs as a column of the response; filtered ones go to the tokens that the model wrote."""
-    if values is None:
-        return None
-    column = torch.tensor(values, dtype=torch.float32)
-    if len(column) == len(response_mask) or len(column) != int(response_mask.sum()):
-        return column
-    whole = torch.zeros(len(response_mask), dtype=torch.float32)
-    whole[response_mask == 1] = column
-    return whole
 
 
 def _tensors(columns: Mapping[str, Any]) -> dict[str, Any]:

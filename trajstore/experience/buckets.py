@@ -16,12 +16,12 @@ import numpy as np
 
 from trajstore.errors import ConfigurationError
 
-TaskSampling = Literal["by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip", "similar"]
+TaskSampling = Literal[
+    "by_task", "by_difficulty", "normal", "linear", "sqrt", "linear_clip", "similar", "uniform", "random"
+]
+"""``uniform`` and ``random`` are AgentEvolver's names of ``by_difficulty``."""
 TASK_SAMPLING: tuple[TaskSampling, ...] = get_args(TaskSampling)
-TASK_SAMPLING_HELP = (
-    f"must be one of {', '.join(TASK_SAMPLING)}; what is called uniform or random elsewhere (a difficulty is drawn"
-    " first, each as likely) is by_difficulty, every task as likely is by_task"
-)
+TASK_SAMPLING_HELP = f"must be one of {', '.join(TASK_SAMPLING)}"
 
 
 class DifficultyBuckets:
@@ -86,7 +86,7 @@ def bucket_probabilities(sizes: Mapping[int, int], strategy: TaskSampling, n_rol
 
     ================= ===========================================================
     ``by_task``       m: every task is equally likely
-    ``by_difficulty`` 1: every bucket is equally likely, then a task of it
+    ``by_difficulty`` 1: every bucket is equally likely, then a task of it; also ``uniform``, ``random``
     ``normal``        exp(-(d - n/2)² / 2): half-solved tasks, sigma 1
     ``linear``        d / n: easy tasks
     ``sqrt``          sqrt(d / n)
@@ -117,7 +117,7 @@ def _log_weight(difficulty: int, size: int, strategy: TaskSampling, n_rollout: i
     weight: float
     if strategy == "by_task":
         weight = size
-    elif strategy == "by_difficulty":
+    elif strategy in ("by_difficulty", "uniform", "random"):
         weight = 1.0
     elif strategy == "linear":
         weight = share

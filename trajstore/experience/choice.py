@@ -35,12 +35,12 @@ def choose_histories(
         n: how many at the most.
         rules: say by which sampler.
         uses: how often each was drawn.
-        entropies: of each, in nats: the value by which equally often drawn ones are told apart, unless the rules tell
-            them apart by outcome. ``None`` = unknown, behind all others.
+        entropies: of each, in nats: the value by which equally often drawn ones are told apart, or all of them
+            (``sampler: {name: best}``), unless the rules tell them apart by outcome. ``None`` = unknown, behind all
+            others. Those of :func:`undecided` are compared with one another, and with no others.
         global_steps: the step that is going on: age is counted from it.
         generator: seeds the draw of a sampler that leaves something to chance; else it is not touched.
-        versions_drawn: how many histories of each policy version the batch has so far, for ``policy_versions: spread``;
-            is added to.
+        versions_drawn: how many histories of each policy version the batch has so far, for ``policy_versions: spread``.
     """
     sampler = rules.make_sampler()
     ids = np.arange(len(entries))
@@ -48,7 +48,8 @@ def choose_histories(
     tasks = [entry.task_id for entry in entries]
     sampler.added(Additions(ids, np.ones(len(ids), np.int64), np.array(versions, np.int64), tasks))
     sampler.reached(global_steps)
-    sampler.used(ids, np.array(uses, np.int64))
+    if not rules.is_best_only:
+        sampler.used(ids, np.array(uses, np.int64))
     chance = torch.Generator()
     if isinstance(sampler, LeastUsedSampler):
         values = [entry.known_outcome for entry in entries] if rules.exp_select_mode == "reward" else entropies
@@ -66,7 +67,26 @@ def choose_histories(
         return []
     if not spread:
         return order
-    return _spread(order, n, entries, Counter() if versions_drawn is None else versions_drawn)
+    return _spread(order, n, entries, Counter(versions_drawn))
+
+
+def undecided(entries: Sequence[PoolEntry], n: int, rules: PoolRules, uses: Sequence[int]) -> list[int]:
+    """Return the places of entries of which their entropy alone says whether they are among the ``n`` that come out.
+
+    None where there are no more than ``n``, or where how often each was drawn, outcome, age or chance decides. The
+    arguments are those of :func:`choose_histories`.
+    """
+    by_entropy = isinstance(rules.make_sampler(), LeastUsedSampler) and rules.exp_select_mode != "reward"
+    if not by_entropy or not 0 < n < len(entries):
+        return []
+    counts = [0] * len(entries) if rules.is_best_only else uses
+    alike = Counter(counts)
+    if rules.policy_versions == "spread":  # the versions in the batch say how far down the order it goes
+        return [place for place, count in enumerate(counts) if alike[count] > 1]
+    last = sorted(counts)[n - 1]
+    if sum(count <= last for count in counts) == n:
+        return []
+    return [place for place, count in enumerate(counts) if count == last]
 
 
 def _spread(order: Sequence[int], n: int, entries: Sequence[PoolEntry], drawn: Counter[int | None]) -> list[int]:

@@ -11,9 +11,25 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience.rules import PoolRules, demonstration_problems
 from trajstore.trajectory import AgentTrajectory
+
+
+def task_id_of(task: Any) -> str:
+    """Return the id of a task: the string itself, or the object's ``task_id``.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if isinstance(task, str):
+        return task
+    if not hasattr(task, "task_id"):
+        raise ConfigurationError(
+            f"tasks: {shown(task)} is a {type(task).__name__}, must be a task's id (a text) or have a task_id"
+        )
+    return str(task.task_id)
 
 
 def check_same(other: str, ours: str, name: str) -> None:

@@ -25,13 +25,15 @@ import torch
 from trajstore.arguments import whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.experience.rows import pack_rows
+from trajstore.experience.rows import over_rows, pack_rows, rows_of
 from trajstore.trajectory import AgentTrajectory
 
 Context = Literal["linear", "linear_think"]
 CONTEXTS: tuple[Context, ...] = get_args(Context)
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+_RECORDED = ("old_log_probs", "rollout_log_probs", "entropys")
 
 Message = Mapping[str, Any]
 
@@ -114,6 +116,11 @@ def is_of_model(message: Message) -> bool:
     return author == "llm" if author else message.get("role") == "assistant"
 
 
+def is_trained(message: Message) -> bool:
+    """Return whether a message is trained on: the model's, unless OpenAI's ``weight`` of it is 0."""
+    return is_of_model(message) and message.get("weight") != 0
+
+
 @checked
 def rows_of_messages(
     messages: Sequence[Message], template: ChatTemplate, context: Context = "linear", think_hint: str = ""
@@ -121,7 +128,7 @@ def rows_of_messages(
     """Return the rows of a conversation.
 
     Args:
-        messages: with texts as content.
+        messages: with texts as content. One of the model's with ``weight`` 0 is not trained on.
         template: makes the tokens.
         context: how many rows there are, and what is in them.
         think_hint: ``linear_think``: put behind the message that each row's turn answers, as when it was written.
@@ -137,9 +144,9 @@ def rows_of_messages(
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__
             raise InvalidTrajectoryError(f"messages[{number}].content: a {kind}, must be a text to become tokens")
-    turns = [number for number, message in enumerate(messages) if is_of_model(message)]
+    turns = [number for number, message in enumerate(messages) if is_trained(message)]
     if not turns:
-        raise InvalidTrajectoryError("messages: none is the model's, so there is nothing to train on")
+        raise InvalidTrajectoryError("messages: none is the model's with a weight, so there is nothing to train on")
     if context == "linear":
         return [_row(messages[: turns[-1] + 1], turns, template)]
     rows = []
@@ -162,7 +169,8 @@ def with_tokens(
 ) -> AgentTrajectory:
     """Return a copy of the trajectory with the tokens of its messages, all rows; one that has tokens as it is.
 
-    Recorded log-probs of a trajectory without ids have no place on them and are left out.
+    Recorded log-probs and entropies stay where there is one for each token of the responses (or for each that the model
+    wrote) and the recorded ``response_mask``, if there is one, is that of these tokens; others are left out.
 
     Args:
         trajectory: not changed.
@@ -176,23 +184,80 @@ def with_tokens(
     """
     if trajectory.input_ids is not None:
         return trajectory
-    parts = []
-    for row in rows_of_messages(trajectory.messages, template, context, think_hint):
-        mask = torch.tensor(row.loss_mask)
-        parts.append(
+    rows = rows_of_messages(trajectory.messages, template, context, think_hint)
+    masks = [torch.tensor(row.loss_mask[row.response_start :]) for row in rows]
+    log_probs, rollout_log_probs, entropys = (_recorded(trajectory, name, masks) for name in _RECORDED)
+    parts = [
+        dataclasses.replace(
+            trajectory,
+            input_ids=torch.tensor(row.input_ids),
+            attention_mask=None,
+            loss_mask=torch.tensor(row.loss_mask),
+            response_mask=mask,
+            response_start=row.response_start,
+            old_log_probs=log_probs[number],
+            rollout_log_probs=rollout_log_probs[number],
+            entropys=entropys[number],
+        )
+        for number, (row, mask) in enumerate(zip(rows, masks, strict=True))
+    ]
+    return pack_rows(parts)
+
+
+def _recorded(trajectory: AgentTrajectory, name: str, masks: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """Return each row's part of a recorded column; ``None`` for each where the column fits other tokens than these."""
+    column, mask = getattr(trajectory, name), trajectory.response_mask
+    found = None if column is None else over_rows(column, masks)
+    said = masks if mask is None else over_rows(mask, masks)
+    agree = said is not None and all(torch.equal(one == 1, other == 1) for one, other in zip(said, masks, strict=True))
+    return found if found is not None and agree else [None] * len(masks)
+
+
+@checked
+def with_prompt(trajectory: AgentTrajectory, messages: Sequence[Message], template: ChatTemplate) -> AgentTrajectory:
+    """Return a copy of the trajectory with these messages, and with their tokens as the prompt of each of its rows.
+
+    What the model wrote stays as it was sampled; its log-probs, which were those of another prompt, are left out.
+
+    Args:
+        trajectory: with tokens, and with the messages that the model read and wrote; not changed.
+        messages: as many; some of those before the response are others.
+        template: makes the tokens, as it did when the trajectory was made.
+
+    Raises:
+        InvalidTrajectoryError: messages of the response differ, or a row does not begin with what the template makes of
+            the trajectory's messages up to the model's next turn.
+    """
+    if len(messages) != len(trajectory.messages):
+        raise InvalidTrajectoryError(f"messages: {len(messages)}, the trajectory has {len(trajectory.messages)}")
+    pairs = enumerate(zip(trajectory.messages, messages, strict=True))
+    last = max((number for number, (one, other) in pairs if one != other), default=-1)
+    turn = next((number for number in range(last + 1, len(messages)) if is_of_model(messages[number])), len(messages))
+    old = template.encode(template.render(trajectory.messages[:turn], True))
+    new = torch.tensor(template.encode(template.render(messages[:turn], True)))
+    rows = []
+    for row in rows_of(trajectory):
+        ids, mask, start = row.input_ids, row.loss_mask, row.response_start
+        if ids is None or mask is None or start is None or start < len(old) or ids[: len(old)].tolist() != list(old):
+            raise InvalidTrajectoryError(
+                f"input_ids: the prompt of a row does not begin with the {len(old)} tokens that the chat template makes"
+                f" of messages[:{turn}] and the header of the model's turn, so no others can take their place"
+            )
+        rows.append(
             dataclasses.replace(
-                trajectory,
-                input_ids=torch.tensor(row.input_ids),
+                row,
+                messages=[dict(message) for message in messages],
+                input_ids=torch.cat([new, ids[len(old) :]]),
                 attention_mask=None,
-                loss_mask=mask,
-                response_mask=mask[row.response_start :],
-                response_start=row.response_start,
+                loss_mask=torch.cat([torch.zeros(len(new), dtype=mask.dtype), mask[len(old) :]]),
+                response_start=start - len(old) + len(new),
                 old_log_probs=None,
                 rollout_log_probs=None,
                 entropys=None,
+                entropy=None,
             )
         )
-    return pack_rows(parts)
+    return pack_rows(rows, tuple({name for row in rows for name in row.metadata} - set(trajectory.metadata)))
 
 
 def _row(messages: Sequence[Message], trained: Sequence[int], template: ChatTemplate) -> TokenRow:

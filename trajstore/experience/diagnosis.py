@@ -32,12 +32,13 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     if not state.entries:
         reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
         low, high = rules.experience_lbound, rules.experience_rbound
-        reasons.append(
-            f"no success entered yet: an outcome must reach success_threshold = {rules.success_threshold:g}, of a task"
-            f" with more than {low} and fewer than {high} successes out of {rules.n_rollout}"
-        )
         if state.skip:
-            reasons.append(f"{len(state.skip)} tasks are solved")
+            reasons.append(f"{len(state.skip)} tasks are solved and need none")
+        else:
+            reasons.append(
+                f"no success entered yet: an outcome must reach success_threshold = {rules.success_threshold:g}, of a"
+                f" task with more than {low} and fewer than {high} successes out of {rules.n_rollout}"
+            )
         return "the pool has no trajectory; " + "; ".join(reasons)
     held = list(state.entries)
     skipped = sum(task in state.skip for task in held)
@@ -45,6 +46,8 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     barred = len(held) - skipped - unplaced
     limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
     limits += "" if rules.max_uses is None else f", max_uses = {rules.max_uses}"
+    corrected = sum(entry.is_corrected for entry in state.all_entries())
+    limits += f", {corrected} outcomes given late" if corrected else ""
     return (
         f"of {len(held)} tasks with trajectories {barred} have none that may come out ({limits}), {skipped} are skipped"
         f" as solved, {unplaced} have no bucket yet"

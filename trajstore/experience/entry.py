@@ -6,14 +6,13 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
-import orjson
 import torch
 
 from trajstore.checked import Offered, checked
-from trajstore.columns.document import encode_document
+from trajstore.columns.facts import RECORDED
 from trajstore.experience.outcomes import outcome_of
+from trajstore.experience.prompts import UNKNOWN_PROMPT, Prompt, plain_json, prompt_of
 from trajstore.experience.wellformed import as_recorded, field_problem, record_problem
 from trajstore.trajectory import AgentTrajectory
 
@@ -44,7 +43,8 @@ class Refusal(StrEnum):
         MALFORMED: a field has another shape, length, dtype or value than it can have, so that no store could keep the
             rollout: ``entropys`` of another length than ``old_log_probs``, token ids that are no whole numbers,
             metadata that is no JSON. The log names the field.
-        NO_TOKENS: a demonstration without token ids: there is nothing of which the policy could give log-probabilities.
+        NO_TOKENS: no token ids, messages at the most: there is nothing to train on. A tokenizer makes them
+            (``ReplayHook(tokenizer=...)``, ``trajstore pool import --tokenizer``).
         LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding: it is none.
         NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
         OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.
@@ -77,12 +77,14 @@ class Departure(StrEnum):
         TASK_SOLVED: every rollout of a later step succeeded: the task needs no history any more.
         REPLACED: its task had its full number, and a better one took its place; or it was a demonstration of the same
             tokens.
-        UNAVAILABLE: the store evicted it, or it cannot be read.
+        UNAVAILABLE: the store evicted it.
+        UNREADABLE: what the store has of it is damaged, or is there no more.
     """
 
     TASK_SOLVED = "task_solved"
     REPLACED = "replaced"
     UNAVAILABLE = "unavailable"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,14 @@ class PoolEntry:
     policy_version: int | None
     digest: bytes
     """Identifies the tokens."""
+    prompt: Prompt = UNKNOWN_PROMPT
+    """What it answers: made of its tokens and messages whenever it is loaded."""
     reward_fingerprint: str = ""
     """Reward function that gave the outcome; empty = unknown."""
     is_demonstration: bool = False
     """Whether there are no recorded log-probabilities: :data:`DEMONSTRATION`."""
+    is_corrected: bool = False
+    """Whether the outcome was given late, in the place of the recorded one."""
 
     @property
     def known_outcome(self) -> float | None:
@@ -133,8 +139,10 @@ def own_entropy(trajectory: AgentTrajectory) -> float | None:
     The mean of its ``entropys``; else its ``entropy``; else the mean of -``old_log_probs`` where the model wrote, which
     estimates it from the tokens that were sampled. What has a field that cannot be read tells none.
     """
-    if field_problem(trajectory):
-        return None
+    return None if field_problem(trajectory) else _told_entropy(trajectory)
+
+
+def _told_entropy(trajectory: AgentTrajectory) -> float | None:
     mask = llm_mask(trajectory)
     known = trajectory.entropy if trajectory.entropy is not None and math.isfinite(trajectory.entropy) else None
     for values, sign in ((trajectory.entropys, 1.0), (trajectory.old_log_probs, -1.0)):
@@ -157,18 +165,10 @@ def token_digest(trajectory: AgentTrajectory) -> bytes:
         digest.update(b"ids" + trajectory.input_ids.to(torch.int64).cpu().contiguous().numpy().tobytes())
         return digest.digest()
     said = [(message.get("role"), message.get("content")) for message in trajectory.messages]
-    digest.update(b"messages" + _json(said))
+    digest.update(b"messages" + plain_json(said))
     if trajectory.old_log_probs is not None:
         digest.update(trajectory.old_log_probs.to(torch.float32).cpu().contiguous().numpy().tobytes())
     return digest.digest()
-
-
-def _json(said: list[Any]) -> bytes:
-    """Return what messages say as JSON, the same as when they are read back."""
-    try:
-        return orjson.dumps(said)
-    except TypeError:  # numpy's numbers, say, which a store keeps as plain ones
-        return orjson.dumps(orjson.loads(encode_document({"said": said}))["said"])
 
 
 def llm_mask(trajectory: AgentTrajectory) -> torch.Tensor | None:
@@ -202,9 +202,9 @@ def of_earlier_run(trajectory: Offered) -> AgentTrajectory:
 
 def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
     """Return why the trajectory's tokens cannot be replayed; ``None`` if they can."""
-    demonstration = is_demonstration(trajectory)
-    if demonstration and trajectory.input_ids is None:
+    if trajectory.input_ids is None:
         return Refusal.NO_TOKENS
+    demonstration = is_demonstration(trajectory)
     mask = llm_mask(trajectory)
     if mask is None:
         return Refusal.NO_RESPONSE_MASK
@@ -215,10 +215,9 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
         return Refusal.LOG_PROBS_MISMATCH
     if trajectory.response_mask is not None and trajectory.response_mask.shape != mask.shape:
         return Refusal.LOG_PROBS_MISMATCH
-    if trajectory.input_ids is not None:
-        tokens, start = len(trajectory.input_ids), trajectory.response_start
-        if tokens < len(mask) if start is None else tokens - start != len(mask):
-            return Refusal.LOG_PROBS_MISMATCH
+    tokens, start = len(trajectory.input_ids), trajectory.response_start
+    if tokens < len(mask) if start is None else tokens - start != len(mask):
+        return Refusal.LOG_PROBS_MISMATCH
     if log_probs is None:
         return None
     counted = log_probs[mask].double()  # some kinds of float have no comparison
@@ -237,8 +236,18 @@ def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | 
         trajectory: what is to enter.
         entropy: its mean entropy in nats; ``None`` = unknown. Of a demonstration it does not count.
     """
+    return Refusal.MALFORMED if field_problem(trajectory) else _refusal_of_wellformed(trajectory, entropy)
+
+
+def own_refusal_of(trajectory: AgentTrajectory) -> tuple[float | None, Refusal | None]:
+    """Return the entropy that a trajectory tells of itself, and what :func:`refusal_of` says with it."""
     if field_problem(trajectory):
-        return Refusal.MALFORMED
+        return None, Refusal.MALFORMED
+    entropy = _told_entropy(trajectory)
+    return entropy, _refusal_of_wellformed(trajectory, entropy)
+
+
+def _refusal_of_wellformed(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
     refusal = _replay_refusal(trajectory, entropy)
     if refusal is None and record_problem(as_recorded(trajectory, entropy)):
         return Refusal.MALFORMED
@@ -250,14 +259,22 @@ def problem_of(trajectory: AgentTrajectory) -> str:
     return field_problem(trajectory) or record_problem(as_recorded(trajectory, _entropy_of(trajectory)))
 
 
-def new_entry(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a trajectory that is to enter, or why it does not, whatever the pool holds."""
+def new_entry(trajectory: AgentTrajectory, trajectory_id: int, *, is_checked: bool = False) -> PoolEntry | Refusal:
+    """Return the entry of a trajectory that is to enter, or why it does not, whatever the pool holds.
+
+    Args:
+        trajectory: what is to enter.
+        trajectory_id: of the entry.
+        is_checked: whether :func:`own_refusal_of` refused it not.
+    """
+    if is_checked:
+        return _entry(trajectory, trajectory_id, _entropy_of(trajectory))
     if field_problem(trajectory):
         return Refusal.MALFORMED
     outcome, entropy = outcome_of(trajectory), _entropy_of(trajectory)
     if outcome is not None and not math.isfinite(outcome):
         return Refusal.OUTCOME_NOT_FINITE
-    return refusal_of(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
+    return _refusal_of_wellformed(trajectory, entropy) or _entry(trajectory, trajectory_id, entropy)
 
 
 def entry_of(trajectory: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
@@ -288,6 +305,7 @@ def _entropy_of(trajectory: AgentTrajectory) -> float | None:
 
 
 def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | None) -> PoolEntry:
+    recorded = trajectory.metadata.get(RECORDED)
     return PoolEntry(
         trajectory_id=trajectory_id,
         task_id=trajectory.task_id,
@@ -295,8 +313,10 @@ def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | Non
         outcome=outcome_of(trajectory),
         policy_version=trajectory.policy_version,
         digest=token_digest(trajectory),
+        prompt=prompt_of(trajectory),
         reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
         is_demonstration=is_demonstration(trajectory),
+        is_corrected=isinstance(recorded, dict) and "outcome" in recorded,
     )
 
 

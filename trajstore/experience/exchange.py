@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
 from trajstore.experience.entry import EARLIER_RUN, of_earlier_run
 from trajstore.experience.journal import JOURNAL_KEY
+from trajstore.experience.message_rows import MessageTokenizer
 from trajstore.experience.outcomes import count_outcomes, is_known, is_replayed, outcome_of
 from trajstore.experience.persistence import newest_pool
 from trajstore.experience.pool import ExperienceManager
@@ -40,6 +42,8 @@ class Exchanged:
         left: how many left the pool in the course of it, by reason (see ``Departure``).
         left_out: a sentence on each kind of rollout of a store that was never to enter, with their number.
         unreadable: trajectories of the store that was read which are damaged, and left out.
+        tokenized: how many had messages only, and have the tokens that a tokenizer made of them.
+        without_log_probs: how many of these have no recorded log-probs that fit the tokens.
     """
 
     source: str
@@ -52,6 +56,8 @@ class Exchanged:
     left: Counter[str] = field(default_factory=Counter)
     left_out: tuple[str, ...] = ()
     unreadable: int = 0
+    tokenized: int = 0
+    without_log_probs: int = 0
 
 
 @checked
@@ -82,7 +88,14 @@ def export_pool(store: str | Path, folder: str | Path, rules: PoolRules) -> Exch
 
 @checked
 def import_pool(
-    store: str | Path, source: str | Path, rules: PoolRules, *, replace: bool = False, same_run: bool = False
+    store: str | Path,
+    source: str | Path,
+    rules: PoolRules,
+    *,
+    replace: bool = False,
+    same_run: bool = False,
+    tokenizer: MessageTokenizer | None = None,
+    task_prefix: str = "",
 ) -> Exchanged:
     """Fill the pool of a store, which is made if there is none, from files or from rollouts.
 
@@ -97,10 +110,12 @@ def import_pool(
         replace: whether a pool that holds something may be replaced by files. Rollouts are always added.
         same_run: whether policy versions are on the count of steps of the run that will use the pool, since it goes on
             from the checkpoint of theirs. Else an earlier run made them, and their age is unknown (``of_earlier_run``).
+        tokenizer: of the run that will use the pool, for rollouts that have messages only.
+        task_prefix: comes before the name of every task: the run that will use the pool calls tasks so.
 
     Raises:
         ConfigurationError: what lies at ``store`` is no pool; or the pool holds something and is not to be replaced, or
-            is of another tokenizer.
+            is of another tokenizer; or the files have messages only, and there is no tokenizer.
         StoreNotFoundError: there is nothing at ``source``.
         StoreLockedError: a run is using the store.
         CorruptStoreError: what lies there cannot be read.
@@ -115,11 +130,11 @@ def import_pool(
     check_is_pool(store)
     buffer = BufferStore.open(store)
     try:
-        manager = ExperienceManager(rules, store=buffer)
+        manager = ExperienceManager(rules, store=buffer, tokenizer=tokenizer)
         before, entered = len(manager), 0
         if files is None:
             left_out = _Reasons(rules)
-            with_task = [one for one in rollouts if one.task_id]
+            with_task = [dataclasses.replace(one, task_id=task_prefix + one.task_id) for one in rollouts if one.task_id]
             left_out.count("have no task_id", len(rollouts) - len(with_task))
             for step, made in itertools.groupby(with_task, _step_of):
                 several = [one if same_run and step >= 0 else of_earlier_run(one) for one in made]
@@ -135,7 +150,7 @@ def import_pool(
                     f"{store}: the pool holds {len(manager)} trajectories, which an import from files replaces; say so"
                     " (--replace), or give another store"
                 )
-            read = manager.load_experience_pool_from_disk(files, same_run=same_run)
+            read = manager.load_experience_pool_from_disk(files, same_run=same_run, task_prefix=task_prefix)
             said, entered, unreadable, before = (), read - manager.refused.total(), 0, 0
         manager.flush()
         return Exchanged(
@@ -149,6 +164,8 @@ def import_pool(
             left=manager.left,
             left_out=said,
             unreadable=unreadable,
+            tokenized=manager.tokenized.made,
+            without_log_probs=manager.tokenized.without_log_probs,
         )
     finally:
         buffer.close()
@@ -315,6 +332,9 @@ class _Reader(Closing):
 
     def ids(self) -> list[int]:
         return [int(number) for number in self._buffer.trajectory_ids]
+
+    def outcomes_given(self) -> Mapping[int, float]:
+        return {}  # none comes while it is read; what was there before is in what get returns
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         raise StoreError(f"{self._path}: is only read")

@@ -24,7 +24,8 @@ from trajstore.errors import CorruptStoreError, StoreError, TrajectoryUnavailabl
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.compact import with_small_columns, with_usual_columns
 from trajstore.experience.entry import PoolEntry, Refusal, entry_of
-from trajstore.experience.outcomes import REPLAY_MARK
+from trajstore.experience.outcomes import REPLAY_MARK, TaskOutcome
+from trajstore.experience.prompts import RowPrompts
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import eligible
 from trajstore.experience.store import PoolStore
@@ -79,6 +80,8 @@ class PoolState:
     waiting: dict[str, None] = field(default_factory=dict)
     """Tasks that gave way to tasks with history. In no record: a crash that has no checkpoint loses the order of the
     training tasks anyway."""
+    rows: RowPrompts = field(default_factory=RowPrompts)
+    """What the rows of the training data ask; in no record."""
 
     def uses_of(self, entries: Iterable[PoolEntry]) -> list[int]:
         """Return how often each of these entries was drawn."""
@@ -88,6 +91,31 @@ class PoolState:
         """Return the uses of the entries that there are."""
         keys = ((entry.task_id, entry.digest) for entry in self.all_entries())
         return {key: self.uses[key] for key in keys if key in self.uses}
+
+    def placed(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskChange]:
+        """Return what puts tasks into the buckets of their difficulties; a skipped one without a failure has none."""
+        changes = {}
+        for task, outcome in outcomes.items():
+            difficulty = outcome.difficulty(n_rollout)
+            if difficulty is not None:
+                skip = not outcome.failed and task in self.skip
+                changes[task] = TaskChange(None if skip else difficulty, skip)
+        return changes
+
+    def retired(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskChange]:
+        """Return what puts solved tasks into the skip set, and takes those that failed out of it."""
+        changes = {}
+        for task, outcome in outcomes.items():
+            if outcome.solved(n_rollout):
+                changes[task] = TaskChange(None, skip=True, forget=True)
+            elif outcome.failed:
+                changes[task] = TaskChange(self.buckets.difficulty(task), skip=False)
+        return changes
+
+    def open_to(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskOutcome]:
+        """Return the tasks whose rollouts may enter: not if it is solved, or skipped and no failure was seen."""
+        unsolved = {task: one for task, one in outcomes.items() if not one.solved(n_rollout)}
+        return {task: one for task, one in unsolved.items() if one.failed or task not in self.skip}
 
     def differs(self, task: str, change: TaskChange) -> bool:
         """Return whether :meth:`apply` would change anything of a task."""
@@ -122,10 +150,15 @@ class PoolState:
         else:
             self.entries.pop(task, None)
 
-    def adopt(self, store: PoolStore, ids: Mapping[str, Sequence[int]], make_entry: MakeEntry = entry_of) -> str:
-        """Take over stored trajectories by id, and return their tokenizer. Those no longer kept are left out."""
+    def adopt(
+        self, store: PoolStore, ids: Mapping[str, Sequence[int]], make_entry: MakeEntry = entry_of
+    ) -> tuple[str, int]:
+        """Take over stored trajectories by id; return their tokenizer, and how many cannot be read.
+
+        Those, and those that are no longer kept, are left out.
+        """
         fingerprint = ""
-        lost = 0
+        lost = unreadable = 0
         for task, numbers in ids.items():
             entries = []
             for number in numbers:
@@ -136,6 +169,7 @@ class PoolState:
                     continue
                 except StoreError as error:
                     warn_of_unreadable(number, error, task)
+                    unreadable += 1
                     continue
                 entry = make_entry(record, number)
                 if isinstance(entry, PoolEntry):
@@ -145,7 +179,7 @@ class PoolState:
                 self.entries[task] = tuple(entries)
         if lost:
             logger.warning("experience pool: the store no longer keeps %d of its trajectories", lost)
-        return fingerprint
+        return fingerprint, unreadable
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Drop entries that are not among these ids."""
@@ -159,11 +193,16 @@ class PoolState:
 
     def eligible(self, task: str, rules: PoolRules, global_steps: int) -> tuple[PoolEntry, ...]:
         """Return the entries of a task that may come out at this step, oldest first."""
-        found = tuple(entry for entry in self.entries.get(task, ()) if eligible(entry, rules, global_steps))
+        held = self.entries.get(task, ())
+        found = tuple(one for one in held if eligible(one, rules, global_steps) and not self.is_of_other_row(one))
         most = rules.max_uses
         if most is None:
             return found
         return tuple(entry for entry, uses in zip(found, self.uses_of(found), strict=True) if uses < most)
+
+    def is_of_other_row(self, entry: PoolEntry) -> bool:
+        """Return whether an entry answers another prompt than that of its task's row; then it never comes out."""
+        return self.rows.differs(entry.task_id, entry.prompt)
 
     def valid_buckets(self, rules: PoolRules, global_steps: int) -> dict[int, list[str]]:
         """Return, per difficulty that has any, the tasks that are not skipped and have an eligible entry."""

@@ -16,15 +16,25 @@ from typing import Any
 import numpy as np
 
 from trajstore.checked import checked
+from trajstore.errors import ConfigurationError
 from trajstore.experience import journal, persistence
 from trajstore.experience.buckets import DifficultyBuckets
 from trajstore.experience.contract import check_demonstrations, check_same, check_trajectories
 from trajstore.experience.cut import Draws, PoolCut
-from trajstore.experience.entry import REWARD_FINGERPRINT, Refusal, is_demonstration, of_earlier_run
+from trajstore.experience.entry import (
+    REWARD_FINGERPRINT,
+    Departure,
+    PoolEntry,
+    Refusal,
+    is_demonstration,
+    of_earlier_run,
+)
 from trajstore.experience.ledger import PoolLedger
+from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
+from trajstore.experience.prompts import Prompt
 from trajstore.experience.rules import PoolRules
-from trajstore.experience.selection import AdmissionPlan, is_worth_keeping, plan_admissions
+from trajstore.experience.selection import is_worth_keeping, plan_admissions
 from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -41,7 +51,8 @@ class KeptPool:
     Args:
         rules: what enters, what comes out.
         store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
-        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown.
+        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = ``tokenizer``'s, or unknown.
+        tokenizer: makes rows of what has messages only, which is refused without it.
         reward_fingerprint: name and version of the reward function; empty = unknown.
 
     Raises:
@@ -56,9 +67,16 @@ class KeptPool:
         *,
         store: PoolStore | None = None,
         tokenizer_fingerprint: str = "",
+        tokenizer: MessageTokenizer | None = None,
         reward_fingerprint: str = "",
     ) -> None:
         self.rules = rules
+        self.tokenized = Tokenized([])
+        """What was made of trajectories that had messages only, so far."""
+        self._tokenizer = tokenizer
+        if tokenizer is not None:
+            check_same(tokenizer.fingerprint, tokenizer_fingerprint, "tokenizer")
+            tokenizer_fingerprint = tokenizer.fingerprint
         self.reward_fingerprint = reward_fingerprint
         self.refused: Counter[str] = Counter()
         """How many trajectories were refused so far, by reason (see ``Refusal``)."""
@@ -77,13 +95,17 @@ class KeptPool:
 
     @property
     def global_steps(self) -> int:
-        """The training step that is going on; the age of policies is measured against it."""
+        """The training step that is going on; the age of policies is measured against it.
+
+        With a new step the pool goes by the outcomes that its trajectories were given late since (``annotate``).
+        """
         return self._ledger.global_steps
 
     @global_steps.setter
     def global_steps(self, value: int) -> None:
         goes_back = not self._counting or int(value) < self._ledger.global_steps
         self._ledger.global_steps = int(value)
+        self._ledger.correct()
         self._counting = True
         if goes_back:
             self._notices.ages(self._state.all_entries(), self.rules, self.global_steps)
@@ -113,7 +135,7 @@ class KeptPool:
         """How many trajectories that had entered have left since the pool was opened, by reason; a copy.
 
         ``task_solved``: every rollout of a later step of their task succeeded. ``replaced``: a better one took the
-        place in a full task. ``unavailable``: the store evicted it, or it cannot be read.
+        place in a full task. ``unavailable``: the store evicted it. ``unreadable``: it is damaged.
         """
         return self._ledger.left.copy()
 
@@ -128,11 +150,12 @@ class KeptPool:
             "experience_replay/pool_tasks": float(len(self._state.entries)),
             "experience_replay/skipped_tasks": float(len(self._state.skip)),
             "experience_replay/refused": float(sum(self.refused.values())),
+            "experience_replay/unreadable": float(self._ledger.left[Departure.UNREADABLE.value]),
         }
         for difficulty, size in sorted(self._state.buckets.sizes().items()):
             result[f"experience_replay/tasks_at_difficulty/{difficulty}"] = float(size)
-        for reason in Refusal:
-            result[f"experience_replay/refused/{reason.value}"] = float(self.refused[reason.value])
+        for reason, count in (+self.refused).items():
+            result[f"experience_replay/refused/{reason}"] = float(count)
         return result
 
     def get_task_ids(self) -> list[str]:
@@ -146,6 +169,14 @@ class KeptPool:
         The mixing's own; here because it goes with the pool into checkpoints.
         """
         return self._state.waiting
+
+    def tell_prompt(self, task_id: str, prompt: Prompt) -> None:
+        """Say what the row of a task asks, where nothing else told the pool."""
+        self._state.rows.tell(task_id, prompt)
+
+    def of_other_rows(self) -> list[PoolEntry]:
+        """Return what never comes out, since it answers another prompt than that of its task's row."""
+        return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
 
     # ---- keeping it ----
 
@@ -242,6 +273,7 @@ class KeptPool:
         """
         cut = PoolCut.from_dict(state)
         check_same(cut.tokenizer_fingerprint, self._fingerprint, "the saved pool")
+        held = self._with_tokens([one for several in cut.trajectories.values() for one in several], "the saved pool")
         fresh = cut.state()
         if cut.store_id == self._ledger.store_id:
             self._ledger.adopt(fresh, cut.entries)
@@ -249,13 +281,13 @@ class KeptPool:
             logger.warning(
                 "experience pool: the saved pool is of another store (%s); its trajectories are not here", cut.store_id
             )
-        plan = self._plan_all(fresh, cut.trajectories)
+        plan = plan_admissions(fresh.entries, held, self.rules)
         found = fresh.demonstrations() + sum(map(is_demonstration, plan.accepted.values()))
         check_demonstrations(found, self.rules)
         self._ledger.replace(fresh, plan, cut.global_steps, cut.make_generator())
         self.refused = Counter(cut.refused)
-        self._refuse(plan.refused, [one for held in cut.trajectories.values() for one in held])
-        warn_of_refusals("the saved pool", plan.refused, sum(map(len, cut.trajectories.values())))
+        self._refuse(plan.refused, held)
+        warn_of_refusals("the saved pool", plan.refused, len(held))
         self.draws = list(cut.draws)
         warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
         self._fingerprint = self._fingerprint or cut.tokenizer_fingerprint
@@ -273,7 +305,7 @@ class KeptPool:
         persistence.write_pool(Path(directory), contents)
 
     def load_experience_pool_from_disk(
-        self, directory: str | Path, *, same_run: bool = True, global_steps: int | None = None
+        self, directory: str | Path, *, same_run: bool = True, global_steps: int | None = None, task_prefix: str = ""
     ) -> int:
         """Replace the pool by a saved one, ours or AgentEvolver's. Nothing that a pickle names is run.
 
@@ -284,6 +316,7 @@ class KeptPool:
             directory: with the three files.
             same_run: whether policy versions are of the run that goes on; else they are unknown (``of_earlier_run``).
             global_steps: the training step to which the run goes back with the files; ``None`` = it stays at its own.
+            task_prefix: comes before the name of every task.
 
         Returns:
             How many trajectories the files hold.
@@ -292,20 +325,24 @@ class KeptPool:
             StoreNotFoundError: no such directory.
             CorruptStoreError: files are absent or not what their names say, or not one trajectory can be read.
             UnsafeContentError: the pickle names something that a pool does not contain.
-            ConfigurationError: the pool was made with another tokenizer, or has demonstrations that could never come
-                out; nothing was changed.
+            ConfigurationError: the pool was made with another tokenizer, has messages only and there is no tokenizer,
+                or has demonstrations that could never come out; nothing was changed.
         """
-        contents = persistence.read_pool(Path(directory))
-        saved = contents.task2trajectories
+        contents = persistence.read_pool(Path(directory)).renamed(task_prefix)
+        held = self._with_tokens([one for held in contents.task2trajectories.values() for one in held], directory)
+        if held and all(one.input_ids is None for one in held):
+            raise ConfigurationError(
+                f"{directory}: not one of its {len(held)} trajectories has token ids, and their messages cannot become"
+                f" tokens: {self._why_no_tokens()}"
+            )
         if not same_run:
-            saved = {task: [of_earlier_run(one) for one in several] for task, several in saved.items()}
-        held = [one for several in saved.values() for one in several]
+            held = [of_earlier_run(one) for one in held]
         fingerprint = check_trajectories(held, self._fingerprint)
         check_demonstrations(sum(map(is_demonstration, held)), self.rules)
         fresh = journal.PoolState(
             DifficultyBuckets(contents.difficulty2task_dict), dict.fromkeys(contents.skip_uid_set)
         )
-        plan = self._plan_all(fresh, saved)
+        plan = plan_admissions(fresh.entries, held, self.rules)
         self._ledger.replace(fresh, plan, self.global_steps if global_steps is None else global_steps, self._generator)
         if global_steps is not None:  # not before: the pool that the files replace is no longer of interest
             self._counting = True
@@ -333,8 +370,19 @@ class KeptPool:
         held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
         return {task: [journal.trajectory_of_entry(one) for _, one in found] for task, found in held.items() if found}
 
-    def _plan_all(self, fresh: journal.PoolState, trajectories: dict[str, list[AgentTrajectory]]) -> AdmissionPlan:
-        return plan_admissions(fresh.entries, [one for held in trajectories.values() for one in held], self.rules)
+    def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
+        """Return trajectories with tokens where messages can become some; tell what was made of which."""
+        if self._tokenizer is None or all(one.input_ids is not None for one in trajectories):
+            return trajectories
+        done = tokenized(trajectories, self._tokenizer)
+        done.tell(source)
+        self.tokenized += done
+        return done.histories
+
+    def _why_no_tokens(self) -> str:
+        if self._tokenizer is None:
+            return NEEDS_TOKENIZER
+        return "; ".join(problem for problem, _ in self.tokenized.problems.most_common(3)) or "there are none"
 
     @property
     def _state(self) -> journal.PoolState:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
 from trajstore.experience.entry import Departure, PoolEntry
 from trajstore.experience.journal import PoolState, TaskChange
+from trajstore.experience.outcomes import outcome_of
 from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import AdmissionPlan
@@ -56,7 +58,9 @@ class PoolLedger:
         self.fingerprint = found.fingerprint
         """Tokenizer of the recovered trajectories; empty if unknown."""
         self.left: Counter[str] = Counter()
-        """How many trajectories have left the state since it was opened, by reason (see ``Departure``)."""
+        """How many trajectories have left the state since it was opened, by reason (see ``Departure``). Records that
+        could not be read then are among them."""
+        self._count(Departure.UNREADABLE, found.unreadable)
         self._store = store
         self._sequence = found.sequence
         self._records = found.records
@@ -86,11 +90,32 @@ class PoolLedger:
                 found.append((entry, self._store.get(entry.trajectory_id)))
             except TrajectoryUnavailableError:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
-                self._forget(entry)
+                self._forget(entry, Departure.UNAVAILABLE)
             except StoreError as error:  # one damaged record does not hide the others
                 journal.warn_of_unreadable(entry.trajectory_id, error, entry.task_id)
-                self._forget(entry)
+                self._forget(entry, Departure.UNREADABLE)
         return found
+
+    def correct(self) -> None:
+        """Go by the outcomes that trajectories were given late, or no longer by those that were taken back."""
+        given = self._store.outcomes_given()
+        changed = [
+            entry
+            for entry in self.state.all_entries()
+            if (given.get(entry.trajectory_id) != entry.outcome if entry.trajectory_id in given else entry.is_corrected)
+        ]
+        for entry, record in self.read(changed):
+            outcome, corrected = outcome_of(record), entry.trajectory_id in given
+            logger.warning(
+                "experience pool: a trajectory of task %s (record %d) has the outcome %s that %s",
+                entry.task_id,
+                entry.trajectory_id,
+                outcome,
+                "it was given late" if corrected else "was recorded, since a later one was taken back",
+            )
+            fresh = replace(entry, outcome=outcome, is_corrected=corrected)
+            held = self.state.entries[entry.task_id]
+            self.state.set_entries(entry.task_id, tuple(fresh if one is entry else one for one in held))
 
     def change(self, changes: Mapping[str, TaskChange]) -> None:
         """Record changes to buckets and skip set, and carry them out. What changes nothing is not recorded."""
@@ -134,7 +159,7 @@ class PoolLedger:
 
     def adopt(self, fresh: PoolState, ids: Mapping[str, Sequence[int]]) -> None:
         """Put stored trajectories into a state that is to replace this one; those no longer kept are left out."""
-        fresh.adopt(self._store, ids)
+        self._count(Departure.UNREADABLE, fresh.adopt(self._store, ids)[1])
 
     def replace(self, fresh: PoolState, plan: AdmissionPlan, global_steps: int, generator: np.random.Generator) -> None:
         """Make ``fresh``, with the trajectories of ``plan``, the state. In the store this happens at one record.
@@ -153,6 +178,7 @@ class PoolLedger:
             raise
         self._garbage = sorted({*self._garbage, *self._records, *before} - live)
         self._count(Departure.REPLACED, plan.displaced)
+        fresh.rows = self.state.rows
         self.state, self._records, self.global_steps = fresh, snapshot, global_steps
         self._drawn = {}
         journal.set_generator_state(self.generator, journal.generator_state(generator))
@@ -181,9 +207,9 @@ class PoolLedger:
         self._records = snapshot
         self._collect()
 
-    def _forget(self, entry: PoolEntry) -> None:
+    def _forget(self, entry: PoolEntry, reason: Departure) -> None:
         self.state.forget(entry)
-        self._count(Departure.UNAVAILABLE, 1)
+        self._count(reason, 1)
 
     def _count(self, reason: Departure, number: int) -> None:
         if number:

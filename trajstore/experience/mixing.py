@@ -6,18 +6,20 @@ Takes no lock: the one training loop that owns the pool is the one caller.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
-from trajstore.arguments import share
+from trajstore.arguments import is_number, share, whole
 from trajstore.checked import checked
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, listed
 from trajstore.experience.buckets import TaskSampling
-from trajstore.experience.pool import ExperienceManager, task_id_of
+from trajstore.experience.contract import task_id_of
+from trajstore.experience.pool import ExperienceManager
 from trajstore.experience.similarity import SimilarTasks
+from trajstore.settings import refuse
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -77,7 +79,6 @@ class ExperienceMixCollateFn(Generic[Task]):
     Raises:
         ConfigurationError: an argument is out of range, ``text_of`` is absent where it is needed, or the training data
             have none of the pool's tasks.
-        MissingDependencyError: bm25s is not installed, which ``task_sampling: similar`` needs.
     """
 
     def __init__(
@@ -91,15 +92,13 @@ class ExperienceMixCollateFn(Generic[Task]):
         text_of: Callable[[Task], str] | None = None,
     ) -> None:
         n_rollout = exp_manager.rules.n_rollout
-        problems = start_problems(replay_start_ratio) + history_problems(offpolicy_trajectories_per_task, n_rollout)
-        problems += [] if callable(exp_ratio) else ratio_problems(exp_ratio)
+        histories = whole("offpolicy_trajectories_per_task", offpolicy_trajectories_per_task, 1)
+        refuse("", history_problems(histories, n_rollout))
         by_similarity = exp_manager.rules.task_sampling == "similar"
         if by_similarity and text_of is None:
-            problems.append(
+            raise ConfigurationError(
                 "task_sampling: similar, but nothing says what a task asks for: the trainer gives no task_text"
             )
-        if problems:
-            raise ConfigurationError("; ".join(problems))
         self._similar = SimilarTasks(get_task, text_of) if by_similarity and text_of is not None else None
         self._by_similarity = 0
         self.metrics: dict[str, float] = {}
@@ -111,10 +110,11 @@ class ExperienceMixCollateFn(Generic[Task]):
         """Share of the batch's rows that the newest call would have replayed from a pool with enough tasks."""
         self._manager = exp_manager
         self._get_task = get_task
-        self._exp_ratio = exp_ratio
-        self._start = replay_start_ratio
-        self._histories = offpolicy_trajectories_per_task
+        self._exp_ratio = exp_ratio if callable(exp_ratio) else share("exp_ratio", exp_ratio)
+        self._start = share("replay_start_ratio", replay_start_ratio)
+        self._histories = histories
         self._n_rollout = n_rollout
+        self._told_others = False
         self._known: dict[str, bool] = {}
         """Of each task that the pool had so far, whether the training data have it."""
         self._given: dict[str, Task] = {}  # waiting tasks as they were given; after a resume get_task finds them
@@ -130,7 +130,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         if tasks and all(self._get_task(task) is None for task in tasks):
             raise ConfigurationError(
                 f"the experience pool has trajectories of {len(tasks)} tasks ({listed(tasks, 3)}), the training data"
-                " have none of these: another dataset? Give the run a pool of its own, or the data of the pool"
+                " have none of these: another dataset? Give the run a pool of its own, or the data of the pool."
+                " Other names for the same tasks? `trajstore pool import --task-prefix`"
             )
 
     def __call__(
@@ -142,7 +143,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         ``int(batch_size * exp_ratio)`` experience tasks at the most, drawn from the pool; the rest are tasks that gave
         way to experience tasks in earlier calls, in their order, and then training tasks in theirs, none of them an
         experience task, tasks that are skipped as solved only where too few others are left. Those that find no room
-        wait for the next call. No task comes twice unless ``training_tasks`` has it twice and too few others.
+        wait for the next call. No task comes twice unless ``training_tasks`` has it twice and too few others, and none
+        more often than there.
 
         Raises:
             ConfigurationError: the training progress, or the schedule's ratio, is outside [0, 1].
@@ -154,9 +156,8 @@ class ExperienceMixCollateFn(Generic[Task]):
             self.asked_share = 0.0
             self._note(0, len(training_tasks), replaying=False)
             return [], list(training_tasks)
-        ratio = self._exp_ratio(training_progress) if callable(self._exp_ratio) else self._exp_ratio
-        if problems := ratio_problems(ratio):
-            raise ConfigurationError("; ".join(problems))
+        ratio = self._exp_ratio
+        ratio = share("exp_ratio", ratio(training_progress) if callable(ratio) else ratio)
         target = int(len(training_tasks) * ratio)
         experience = self._draw(target, training_tasks)
         self.asked_share = target * self._histories / (len(training_tasks) * self._n_rollout) if target else 0.0
@@ -166,15 +167,18 @@ class ExperienceMixCollateFn(Generic[Task]):
         fresh = self._take_waiting(used | skipped)
         earlier = len(fresh)
         used.update(map(task_id_of, fresh))
+        planned = set(used)
         solved: list[Task] = []
         repeated: list[Task] = []
         for task in training_tasks:
             name = task_id_of(task)
-            if name in used:
+            if name in planned:
+                planned.remove(name)  # it is this one that the plan has already
+            elif name in used:
                 repeated.append(task)
-                continue
-            used.add(name)
-            (solved if name in skipped else fresh).append(task)
+            else:
+                used.add(name)
+                (solved if name in skipped else fresh).append(task)
         wanted = len(training_tasks) - len(experience)
         self._given = {task_id_of(task): task for task in fresh[wanted:]}
         self._manager.waiting_tasks.update(dict.fromkeys(self._given))
@@ -236,6 +240,21 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._known |= dict.fromkeys(fresh, True) | dict.fromkeys(lacking, False)
         return {name for name in tasks if not self._known[name]}
 
+    def _other_prompts(self) -> int:
+        """Return how many histories answer another prompt than their task's row; told once."""
+        others = self._manager.of_other_rows()
+        if others and not self._told_others:
+            self._told_others = True
+            logger.warning(
+                "experience pool: %d histories, of task %s, answer another prompt than the training data's row of their"
+                " task: they are not replayed, and counted as experience_replay/other_prompts. Data that were shuffled"
+                " or filtered anew give other rows the same names: name tasks by what they ask, or give the run a pool"
+                " of its own",
+                len(others),
+                listed(dict.fromkeys(repr(one.task_id) for one in others), 3),
+            )
+        return len(others)
+
     def _take_waiting(self, passed_over: Collection[str]) -> list[Task]:
         """Return the tasks that wait, the first one longest, and forget them. Those passed over need not wait more."""
         waiting = self._manager.waiting_tasks
@@ -253,46 +272,31 @@ class ExperienceMixCollateFn(Generic[Task]):
             "experience_replay/displaced_tasks": float(displaced),
             "experience_replay/waiting_tasks": float(len(self._manager.waiting_tasks)),
             "experience_replay/unknown_tasks": float(len(self._unknown())),
+            "experience_replay/other_prompts": float(self._other_prompts()),
         }
         if self._similar is not None:
             self.metrics["experience_replay/similar_tasks"] = float(self._by_similarity if experience else 0)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def ratio_or_points(name: str, value: Any) -> float | tuple[tuple[float, float], ...]:
+    """Return a ratio in [0, 1], or the points of a :class:`RatioSchedule`.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if not isinstance(value, list | tuple):
+        return share(name, value)
+    for point in value:
+        if not isinstance(point, list | tuple) or len(point) != 2 or not all(map(is_number, point)):
+            raise ConfigurationError(f"{name}: {shown(value)}, must be a number in [0, 1] or [progress, ratio] pairs")
+    return RatioSchedule(tuple((progress, ratio) for progress, ratio in value)).points
 
 
-def start_problems(replay_start_ratio: Any) -> list[str]:
-    """Return what is wrong with a ``replay_start_ratio``, a sentence each."""
-    fine = _is_number(replay_start_ratio) and 0 <= replay_start_ratio <= 1
-    return [] if fine else [f"replay_start_ratio: {replay_start_ratio!r}, must be a number in [0, 1]"]
-
-
-def ratio_problems(exp_ratio: Any) -> list[str]:
-    """Return what is wrong with an ``exp_ratio`` that is no function: a number, or the points of a schedule."""
-    if isinstance(exp_ratio, tuple):
-        pairs = all(isinstance(point, tuple) and len(point) == 2 and all(map(_is_number, point)) for point in exp_ratio)
-        try:
-            if pairs:
-                RatioSchedule(exp_ratio)
-                return []
-        except ConfigurationError as error:
-            return [str(error)]
-    elif _is_number(exp_ratio) and 0 <= exp_ratio <= 1:
+def history_problems(histories: int, n_rollout: int) -> list[str]:
+    """Return why a task cannot have so many histories, a sentence each."""
+    if histories < n_rollout:
         return []
-    return [f"exp_ratio: {exp_ratio!r}, must be a number in [0, 1] or [progress, ratio] pairs"]
-
-
-def history_problems(offpolicy_trajectories_per_task: Any, n_rollout: int | None) -> list[str]:
-    """Return what is wrong with a number of histories per task; ``n_rollout`` None = unknown."""
-    k = offpolicy_trajectories_per_task
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        return [f"offpolicy_trajectories_per_task: {k!r}, must be a whole number of at least 1"]
-    if n_rollout is not None and (isinstance(n_rollout, bool) or not isinstance(n_rollout, int) or n_rollout < 1):
-        return [f"n_rollout: {n_rollout!r}, must be a whole number of at least 1"]
-    if n_rollout is not None and k >= n_rollout:
-        return [
-            f"offpolicy_trajectories_per_task: {k}, must be below n_rollout = {n_rollout}, so that every task makes a"
-            " fresh rollout"
-        ]
-    return []
+    return [
+        f"offpolicy_trajectories_per_task: {histories}, must be below n_rollout = {n_rollout}, so that every task makes"
+        " a fresh rollout"
+    ]

@@ -9,7 +9,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from trajstore.experience.entry import PoolEntry, problem_of
+from trajstore.experience.entry import PoolEntry, Refusal, problem_of
+from trajstore.experience.message_rows import NEEDS_TOKENIZER
 from trajstore.experience.rules import PoolRules, version_needs
 from trajstore.experience.selection import has_known_age
 from trajstore.trajectory import AgentTrajectory
@@ -104,4 +105,7 @@ def warn_of_refusals(source: object, refused: Counter[str], offered: int) -> Non
     """Warn if some of a saved pool's trajectories were not taken, and why."""
     if refused:
         reasons = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
-        logger.warning("%s: %d of %d trajectories were not taken: %s", source, refused.total(), offered, reasons)
+        remedy = f"; of what has no tokens: {NEEDS_TOKENIZER}" if refused[Refusal.NO_TOKENS.value] else ""
+        logger.warning(
+            "%s: %d of %d trajectories were not taken: %s%s", source, refused.total(), offered, reasons, remedy
+        )

@@ -35,7 +35,7 @@ from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
 from trajstore.formats.pickles.safe_pickle import safe_loads
 from trajstore.reading.places import POOL_FILES
-from trajstore.trajectory import AgentTrajectory, Reward
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,7 @@ TRAJECTORIES_FILE, BUCKETS_FILE, SKIP_FILE = POOL_FILES
 _STEP = re.compile(r"step_(\d+)")
 _FIELDS = {field.name for field in dataclasses.fields(AgentTrajectory)}
 _REWARD_FIELDS = {field.name for field in dataclasses.fields(Reward)}
-_TENSORS = (
-    "input_ids",
-    "attention_mask",
-    "loss_mask",
-    "old_log_probs",
-    "entropys",
-    "response_mask",
-    "rollout_log_probs",
-)
+_TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -64,6 +56,15 @@ class PoolContents:
     task2trajectories: dict[str, list[AgentTrajectory]]
     unreadable: list[str] = dataclasses.field(default_factory=list)
     """Of each trajectory that was left out, since it cannot be read, where it stands and why."""
+
+    def renamed(self, prefix: str) -> PoolContents:
+        """Return the pool with ``prefix`` before the name of every task."""
+        buckets = {number: [prefix + task for task in tasks] for number, tasks in self.difficulty2task_dict.items()}
+        held = {
+            prefix + task: [dataclasses.replace(one, task_id=prefix + one.task_id) for one in several]
+            for task, several in self.task2trajectories.items()
+        }
+        return PoolContents(buckets, [prefix + task for task in self.skip_uid_set], held, self.unreadable)
 
 
 @checked

@@ -11,44 +11,28 @@ import torch
 
 from trajstore.arguments import whole, whole_or_none
 from trajstore.checked import Offered, checked
-from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import journal
 from trajstore.experience.buckets import TaskSampling, draw_tasks
-from trajstore.experience.choice import choose_histories
-from trajstore.experience.contract import check_demonstrations, check_trajectories
+from trajstore.experience.choice import choose_histories, undecided
+from trajstore.experience.contract import check_demonstrations, check_trajectories, task_id_of
 from trajstore.experience.diagnosis import why_nothing
 from trajstore.experience.entry import (
     PoolEntry,
     Refusal,
     is_demonstration,
     mean_entropy,
-    own_entropy,
     with_reward_fingerprint,
 )
 from trajstore.experience.keeping import KeptPool
+from trajstore.experience.message_rows import MessageTokenizer
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
+from trajstore.experience.prompts import RowPrompts
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
 from trajstore.experience.selection import is_worth_keeping, outcome_refusal, plan_admissions, rollouts_to_keep, worthy
 from trajstore.experience.store import PoolStore
-from trajstore.sampling import LeastUsedSampler
 from trajstore.trajectory import AgentTrajectory
-
-
-def task_id_of(task: Any) -> str:
-    """Return the id of a task: the string itself, or the object's ``task_id``.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    if isinstance(task, str):
-        return task
-    if not hasattr(task, "task_id"):
-        raise ConfigurationError(
-            f"tasks: {shown(task)} is a {type(task).__name__}, must be a task's id (a text) or have a task_id"
-        )
-    return str(task.task_id)
 
 
 @checked
@@ -62,9 +46,11 @@ class ExperienceManager(KeptPool):
         store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
         tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = unknown, nothing is checked
             until the first trajectory that names its own.
+        tokenizer: makes rows of what has messages only, which is refused without it.
         current_entropy: entropy under the current policy; without it the entropy saved with the trajectory counts.
         reward_fingerprint: name and version of the reward function; empty = unknown. It is kept with each trajectory,
             and where it differs there is a warning.
+        rows: what the rows of the training data ask; histories that answer something else do not come out.
 
     Raises:
         ConfigurationError: the store's pool was made with another tokenizer.
@@ -77,12 +63,19 @@ class ExperienceManager(KeptPool):
         *,
         store: PoolStore | None = None,
         tokenizer_fingerprint: str = "",
+        tokenizer: MessageTokenizer | None = None,
         current_entropy: CurrentEntropy | None = None,
         reward_fingerprint: str = "",
+        rows: RowPrompts | None = None,
     ) -> None:
         super().__init__(
-            rules, store=store, tokenizer_fingerprint=tokenizer_fingerprint, reward_fingerprint=reward_fingerprint
+            rules,
+            store=store,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            tokenizer=tokenizer,
+            reward_fingerprint=reward_fingerprint,
         )
+        self._state.rows = RowPrompts() if rows is None else rows
         self.current_entropy = current_entropy
         self._scorer = EntropyScorer()
 
@@ -104,14 +97,8 @@ class ExperienceManager(KeptPool):
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``.
         """
-        changes = {}
-        for task, outcome in count_outcomes(trajectories, self.rules.success_threshold, asked).items():
-            difficulty = outcome.difficulty(self.rules.n_rollout)
-            if difficulty is None:
-                continue
-            skip = not outcome.failed and task in self._state.skip
-            changes[task] = journal.TaskChange(None if skip else difficulty, skip)
-        self._ledger.change(changes)
+        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
+        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
 
     def update_skip_uid_set_and_filter_trajectories(
         self,
@@ -119,6 +106,8 @@ class ExperienceManager(KeptPool):
         entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
         response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
         asked: Mapping[str, int] | None = None,
+        *,
+        n_rollout: int | None = None,
     ) -> list[AgentTrajectory]:
         """Retire the tasks that this step solved, and return the rollouts that are worth keeping.
 
@@ -130,6 +119,7 @@ class ExperienceManager(KeptPool):
                 trajectories themselves tell (``entry.own_entropy``).
             response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
             asked: as for :meth:`update_difficulty2task_dict`.
+            n_rollout: rollouts that each task was asked for, in the place of ``asked``.
 
         Returns:
             Copies with ``entropy`` set, and ``policy_version`` where it was unknown, of the rollouts that pass
@@ -138,28 +128,22 @@ class ExperienceManager(KeptPool):
 
         Raises:
             InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
+            ConfigurationError: both ``asked`` and ``n_rollout``.
         """
-        if entropys is None or response_mask is None:
-            means = [own_entropy(one) for one in trajectories]
-        else:
+        if n_rollout is not None:
+            whole("n_rollout", n_rollout, 1)
+            if asked is not None:
+                raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
+            asked = {one.task_id: n_rollout for one in trajectories}
+        means: list[float | None] | None = None
+        if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
                 raise InvalidTrajectoryError(
                     f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
                     f" {len(response_mask)}: row i must belong to trajectory i"
                 )
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
-        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
-        kept, refused = rollouts_to_keep(
-            trajectories,
-            means,
-            outcomes=self._open(outcomes),
-            rules=self.rules,
-            global_steps=self.global_steps,
-            generator=self._generator,
-        )
-        self._refuse(refused, trajectories)
-        self._retire(outcomes)
-        return kept
+        return self._keep(trajectories, means, count_outcomes(trajectories, self.rules.success_threshold, asked))
 
     def judge(self, rollouts: Sequence[Offered], asked: Mapping[str, int] | None = None) -> None:
         """Let rollouts that shall not be replayed say what they say of their tasks: both updates, and no more.
@@ -174,8 +158,9 @@ class ExperienceManager(KeptPool):
             InvalidTrajectoryError: a trajectory has no ``task_id``.
             StoreWriteError: the store could not write.
         """
-        self.update_difficulty2task_dict(rollouts, asked)
-        self._retire(count_outcomes(rollouts, self.rules.success_threshold, asked))
+        outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
+        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+        self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
 
     def admit(self, rollouts: Sequence[Offered], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Let the rollouts of one step enter the pool: both updates, and what passes is saved.
@@ -199,12 +184,15 @@ class ExperienceManager(KeptPool):
             StoreWriteError: the store could not write.
         """
         before = self.refused.total()
-        outcomes = self._open(count_outcomes(rollouts, self.rules.success_threshold, asked))
-        check_trajectories(worthy(rollouts, outcomes, self.rules), self._fingerprint)  # before all changes
-        self.update_difficulty2task_dict(rollouts, asked)
-        kept = self.update_skip_uid_set_and_filter_trajectories(rollouts, asked=asked)
+        rollouts = self._with_tokens(rollouts, "experience pool")
+        outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
+        check_trajectories(
+            worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._fingerprint
+        )  # before all changes
+        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+        kept = self._keep(rollouts, None, outcomes)
         offered = len(kept) + self.refused.total() - before
-        self.save_trajectories_to_memory(kept)
+        self._take(kept, are_checked=True)
         return offered, self.refused.total() - before
 
     def save_trajectories_to_memory(self, trajectories: Sequence[Offered]) -> int:
@@ -218,10 +206,13 @@ class ExperienceManager(KeptPool):
                 come out under the rules; nothing was taken.
             InvalidTrajectoryError: a trajectory has no ``task_id``; nothing was taken.
         """
+        return self._take(self._with_tokens(trajectories, "experience pool"))
+
+    def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> int:
         fingerprint = check_trajectories(trajectories, self._fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         marked = [with_reward_fingerprint(one, self.reward_fingerprint) for one in trajectories]
-        plan = plan_admissions(self._state.entries, marked, self.rules)
+        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked)
         self._ledger.add(plan)
         self._refuse(plan.refused, trajectories)
         self._fingerprint = fingerprint
@@ -273,20 +264,20 @@ class ExperienceManager(KeptPool):
 
     def sample_tasks_from_replaypool(
         self,
-        n: int,
+        num_tasks: int,
         difficulty: int | None = None,
         strategy: TaskSampling | None = None,
         exclude: Collection[str] = (),
     ) -> list[str]:
-        """Draw up to ``n`` valid tasks, without replacement.
+        """Draw up to ``num_tasks`` valid tasks, without replacement.
 
         Args:
-            n: how many.
+            num_tasks: how many.
             difficulty: the one bucket to draw from; ``None`` = the rules' ``replay_difficulty``, or all.
             strategy: see ``bucket_probabilities``; ``None`` = the rules' ``task_sampling``.
             exclude: tasks that are not drawn.
         """
-        whole("n", n, 0)
+        whole("num_tasks", num_tasks, 0)
         whole_or_none("difficulty", difficulty, 0)
         buckets = self._state.valid_buckets(self.rules, self.global_steps)
         only = self.rules.replay_difficulty if difficulty is None else difficulty
@@ -295,51 +286,39 @@ class ExperienceManager(KeptPool):
             buckets = {only: buckets.get(only, [])}
             strategy = "by_task"
         return draw_tasks(
-            buckets, n, strategy or self.rules.task_sampling, self.rules.n_rollout, self._generator, exclude
+            buckets, num_tasks, strategy or self.rules.task_sampling, self.rules.n_rollout, self._generator, exclude
         )
 
-    def get_offpolicy_trajectories_from_memory(self, task_id: str, n: int = 1) -> list[AgentTrajectory]:
-        """Return the up to ``n`` best histories of a task; see :meth:`get_offpolicy_batch`."""
-        return self.get_offpolicy_batch([task_id], n)
+    def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
+        """Return the up to ``num_trajectories`` best histories of a task; see :meth:`get_offpolicy_batch`."""
+        return self.get_offpolicy_batch([task_id], num_trajectories)
 
-    def get_offpolicy_batch(self, tasks: Sequence[Any], n: int = 1) -> list[AgentTrajectory]:
-        """Return up to ``n`` histories of each task, task by task, best first, none twice.
+    def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
+        """Return up to ``num_trajectories_per_task`` histories of each task, task by task, best first, none twice.
 
         The rules' ``sampler`` chooses. Without one those that were drawn least often come first, so that a task's
         histories take turns; among equally often drawn ones the best by ``exp_select_mode``, on the entropy under the
-        current policy if the rules want it and :attr:`current_entropy` gives it, else on the saved one. Each call
-        counts as a use of what it returns.
+        current policy if the rules want it and :attr:`current_entropy` gives it, else on the saved one. Only those that
+        nothing else decides about are scored (``choice.undecided``). Each call counts as a use of what it returns.
         Returned are copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
             tasks: task ids, or objects with a ``task_id``.
-            n: histories per task at the most.
+            num_trajectories_per_task: histories per task at the most.
         """
-        whole("n", n, 0)
-        candidates = self._candidates(tasks)
-        by_value = isinstance(self.rules.make_sampler(), LeastUsedSampler) and self.rules.exp_select_mode != "reward"
-        wanted = self.rules.use_current_policy_entropy and by_value
+        whole("num_trajectories_per_task", num_trajectories_per_task, 0)
+        names = list(dict.fromkeys(map(task_id_of, tasks)))
+        function = self.current_entropy if self.rules.use_current_policy_entropy else None
+        scores = self._scorer(function, self._ledger.read, lambda: self._undecided(names, num_trajectories_per_task))
         versions: Counter[int | None] = Counter()
-        records = [record for found in candidates.values() for _, record in found]
-        current = self._scorer(self.current_entropy, records) if wanted else None
         chosen: list[AgentTrajectory] = []
-        start = 0
-        for found in candidates.values():
-            saved = [entry.entropy for entry, _ in found]
-            entropies = saved if current is None else current[start : start + len(found)]
-            start += len(found)
-            order = choose_histories(
-                [entry for entry, _ in found],
-                n,
-                self.rules,
-                uses=self._state.uses_of(entry for entry, _ in found),
-                entropies=entropies,
-                global_steps=self.global_steps,
-                generator=self._generator,
-                versions_drawn=versions,
-            )
-            self._ledger.note_used([found[index][0] for index in order])
-            chosen.extend(journal.replayed_copy(found[index][1]) for index in order)
+        for task in names:
+            wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
+            while len(found := self._ledger.read(wanted)) < len(wanted):  # some have left the pool: others come instead
+                wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
+            self._ledger.note_used(wanted)
+            versions.update(entry.policy_version for entry in wanted)
+            chosen.extend(journal.replayed_copy(record) for _, record in found)
         return chosen
 
     def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
@@ -348,48 +327,74 @@ class ExperienceManager(KeptPool):
         Nothing is drawn, scored or read; a record that turns out to be damaged makes it fewer.
         """
         whole("n", n, 0)
-        counts = {}
-        for task in dict.fromkeys(map(task_id_of, tasks)):
-            entries = self._state.eligible(task, self.rules, self.global_steps)
-            uses = self._state.uses_of(entries)
-            found = choose_histories(
-                entries,
-                n,
-                self.rules,
-                uses=uses,
-                entropies=[None] * len(entries),
-                global_steps=self.global_steps,
-                generator=np.random.default_rng(0),
-            )
-            if found:
-                counts[task] = len(found)
-        return counts
+        names = dict.fromkeys(map(task_id_of, tasks))
+        orders = {task: self._order(task, n, np.random.default_rng(0), {}, Counter()) for task in names}
+        return {task: len(order) for task, order in orders.items() if order}
 
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
         """Return, per task that has any, all histories that may come out now, oldest first, as marked copies."""
-        return {
-            task: [journal.replayed_copy(record) for _, record in found]
-            for task, found in self._candidates(tasks).items()
-        }
+        names = dict.fromkeys(map(task_id_of, tasks))
+        found = {one: self._ledger.read(self._state.eligible(one, self.rules, self.global_steps)) for one in names}
+        return {task: [journal.replayed_copy(record) for _, record in held] for task, held in found.items() if held}
 
     # ---- inside ----
 
-    def _retire(self, outcomes: Mapping[str, TaskOutcome]) -> None:
-        """Put the tasks that are solved into the skip set, and take those that failed out of it."""
-        changes = {}
-        for task, outcome in outcomes.items():
-            if outcome.solved(self.rules.n_rollout):
-                changes[task] = journal.TaskChange(None, skip=True, forget=True)
-            elif outcome.failed:
-                changes[task] = journal.TaskChange(self._state.buckets.difficulty(task), skip=False)
-        self._ledger.change(changes)
+    def _keep(
+        self,
+        trajectories: Sequence[AgentTrajectory],
+        entropies: Sequence[float | None] | None,
+        outcomes: Mapping[str, TaskOutcome],
+    ) -> list[AgentTrajectory]:
+        """Return the rollouts that are worth keeping, with entropy and version; retire the tasks that are solved."""
+        kept, refused = rollouts_to_keep(
+            trajectories,
+            entropies,
+            outcomes=self._state.open_to(outcomes, self.rules.n_rollout),
+            rules=self.rules,
+            global_steps=self.global_steps,
+            generator=self._generator,
+        )
+        self._refuse(refused, trajectories)
+        self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
+        return kept
 
-    def _open(self, outcomes: Mapping[str, TaskOutcome]) -> dict[str, TaskOutcome]:
-        """Return the tasks whose rollouts may enter: not if it is solved, or skipped and no failure was seen."""
-        n, skip = self.rules.n_rollout, self._state.skip
-        return {task: one for task, one in outcomes.items() if not one.solved(n) and (one.failed or task not in skip)}
+    def _undecided(self, tasks: Sequence[str], n: int) -> list[PoolEntry]:
+        """Return the entries of which their entropy alone says whether they are among the ``n`` of their task."""
+        found: list[PoolEntry] = []
+        for task in tasks:
+            entries = self._state.eligible(task, self.rules, self.global_steps)
+            places = undecided(entries, n, self.rules, self._state.uses_of(entries))
+            found += [entries[place] for place in places]
+        return found
 
-    def _candidates(self, tasks: Sequence[Any]) -> dict[str, list[tuple[PoolEntry, AgentTrajectory]]]:
-        names = dict.fromkeys(map(task_id_of, tasks))
-        found = {one: self._ledger.read(self._state.eligible(one, self.rules, self.global_steps)) for one in names}
-        return {task: held for task, held in found.items() if held}
+    def _order(
+        self,
+        task: str,
+        n: int,
+        generator: np.random.Generator,
+        scores: Mapping[int, float],
+        versions: Counter[int | None],
+    ) -> list[PoolEntry]:
+        """Return up to ``n`` entries of a task, best first.
+
+        Args:
+            task: its id.
+            n: how many at the most.
+            generator: of draws.
+            scores: entropies by trajectory id, in the place of the saved ones.
+            versions: see ``choose_histories``.
+        """
+        entries = self._state.eligible(task, self.rules, self.global_steps)
+        if not entries:
+            return []
+        order = choose_histories(
+            entries,
+            n,
+            self.rules,
+            uses=self._state.uses_of(entries),
+            entropies=[scores.get(entry.trajectory_id, entry.entropy) for entry in entries],
+            global_steps=self.global_steps,
+            generator=generator,
+            versions_drawn=versions,
+        )
+        return [entries[place] for place in order]

@@ -47,6 +47,8 @@ class Recovered:
     fingerprint: str
     added: int
     """Entries since the newest snapshot."""
+    unreadable: int = 0
+    """Records that say something of the pool, and are damaged."""
 
 
 def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of) -> Recovered:
@@ -65,6 +67,7 @@ def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of
     """
     tail: list[tuple[int, AgentTrajectory, dict[str, Any]]] = []
     snapshot: tuple[int, dict[str, Any]] | None = None
+    unreadable = 0
     ids = store.ids()
     below: list[int] = []
     for position in range(len(ids) - 1, -1, -1):
@@ -72,6 +75,7 @@ def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of
             record = store.get(ids[position])
         except StoreError as error:
             warn_of_unreadable(ids[position], error)
+            unreadable += 1
             continue
         head = record.metadata.get(JOURNAL_KEY)
         if not isinstance(head, dict):
@@ -89,7 +93,7 @@ def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of
             len(ids),
         )
 
-    result = Recovered(PoolState(), None, 0, 0, [], [], "", 0)
+    result = Recovered(PoolState(), None, 0, 0, [], [], "", 0, unreadable)
     try:
         if snapshot is not None:
             _from_snapshot(store, *snapshot, below, result, make_entry)
@@ -109,7 +113,8 @@ def _from_snapshot(
     result.state.buckets = DifficultyBuckets({int(difficulty): tasks for difficulty, tasks in head["buckets"]})
     result.state.skip = dict.fromkeys(head["skip"])
     result.state.uses = uses_from_json(head.get("uses", ()))  # absent in pools of earlier versions
-    result.fingerprint = result.state.adopt(store, dict(head["entries"]), make_entry)
+    result.fingerprint, unreadable = result.state.adopt(store, dict(head["entries"]), make_entry)
+    result.unreadable += unreadable
     live = {entry.trajectory_id for entry in result.state.all_entries()}
     for other in below:
         try:

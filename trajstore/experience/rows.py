@@ -27,6 +27,27 @@ ROWS = "rows"
 _RESPONSE = ("old_log_probs", "entropys", "rollout_log_probs", "response_mask")
 
 
+def over_rows(column: torch.Tensor, masks: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Return each row's part of a column that was recorded for all rows, one after the other; ``None`` if it fits none.
+
+    It fits with a value for each token of the responses, or with one for each token that the model wrote: then the
+    others get 0.
+
+    Args:
+        column: ``[N]``.
+        masks: ``[R]`` of each row, 1 on what the model wrote.
+    """
+    if len(column) == sum(map(len, masks)):
+        return list(torch.split(column, [len(mask) for mask in masks]))
+    written = [int((mask == 1).sum()) for mask in masks]
+    if len(column) != sum(written):
+        return None
+    parts = [torch.zeros(len(mask), dtype=column.dtype) for mask in masks]
+    for part, mask, values in zip(parts, masks, torch.split(column, written), strict=True):
+        part[mask == 1] = values
+    return parts
+
+
 def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> AgentTrajectory:
     """Return the rows of one rollout as one trajectory; a single row as it is.
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
+from trajstore.arguments import finite, is_number, whole, whole_or_none
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
-from trajstore.experience.buckets import TASK_SAMPLING, TASK_SAMPLING_HELP, TaskSampling
+from trajstore.experience.buckets import TaskSampling
 from trajstore.sampling import Sampler, sampler_of
+from trajstore.settings import Settings
 
 SelectMode = Literal["argmin", "argmax", "random", "reward"]
-SELECT_MODES: tuple[SelectMode, ...] = get_args(SelectMode)
 
 _BY_MODE: Mapping[SelectMode, Mapping[str, Any]] = {
     "argmin": {"name": "least_used", "best": "lowest"},
@@ -21,19 +24,65 @@ _BY_MODE: Mapping[SelectMode, Mapping[str, Any]] = {
     "reward": {"name": "least_used", "best": "highest"},
 }
 
-PolicyVersions = Literal["any", "spread"]
-POLICY_VERSIONS: tuple[PolicyVersions, ...] = get_args(PolicyVersions)
+_BEST = "best"
+"""Name of the ``sampler`` that is the pool's own."""
 
+_SAMPLERS = (_BEST, "least_used", "freshest", "weighted")
+"""The others are of ``trajstore.sampling``."""
+
+PolicyVersions = Literal["any", "spread"]
 SaveFilter = Literal["success", "best", "positive"]
-SAVE_FILTERS: tuple[SaveFilter, ...] = get_args(SaveFilter)
+
+
+def _bound(name: str, value: Any) -> float | None:
+    """Check a bound; infinity is one too.
+
+    Raises:
+        ConfigurationError: it is no number.
+    """
+    if value is not None and (not is_number(value) or math.isnan(value)):
+        raise ConfigurationError(f"{name}: {shown(value)}, must be a number or null")
+    return None if value is None else value
+
+
+def _sampler(name: str, value: Any) -> Mapping[str, Any] | None:
+    """Check options of a sampler that chooses among the trajectories of a task.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{name}: {value!r}, must be a mapping with a name, or null")
+    kind = value.get("name")
+    if kind not in _SAMPLERS:
+        raise ConfigurationError(
+            f"{name}: name {kind!r}, must be one of {', '.join(_SAMPLERS)}: the pool draws tasks by itself, and"
+            " chooses among one task's trajectories anew at every step"
+        )
+    if kind == _BEST:
+        whole_or_none(f"{name}: best: max_uses", value.get("max_uses"), 1)
+        if others := sorted(map(str, set(value) - {"name", "max_uses"})):
+            raise ConfigurationError(
+                f"{name}: best has no option {', '.join(map(repr, others))}; there is max_uses, and exp_select_mode"
+                " says what is best"
+            )
+        return value
+    if sampler_of(value).unit != "trajectory":
+        raise ConfigurationError(f"{name}: {kind}: give it unit: trajectory, since whole trajectories come out")
+    if value.get("uses", {}).get("cooldown"):
+        raise ConfigurationError(
+            f"{name}: uses: cooldown has no meaning here: the pool counts uses, not what lies between them"
+        )
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolRules:
-    """The rules of a pool. ``None`` switches a bound off.
+class PoolOptions(Settings):
+    """The rules of a pool that do not depend on the size of a batch. ``None`` switches a bound off.
 
     Attributes:
-        n_rollout: rows that each task has in a batch.
         success_threshold: outcome from which on a rollout is a success; see
             :func:`~trajstore.experience.outcomes.is_success`.
         experience_lbound: a task's trajectories enter if its difficulty (successes out of ``n_rollout``) is above this.
@@ -50,7 +99,8 @@ class PoolRules:
             one of its own.
         sampler: which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it:
             ``weighted`` (with ``unit: trajectory``), ``freshest`` or ``least_used`` (``best`` as ``exp_select_mode``
-            says, if it is left out). ``None``: least used first, among equally often used ones the best by
+            says, if it is left out); or ``best``: by ``exp_select_mode`` (not ``random``) alone, however often it was
+            used (``max_uses`` may say how often). ``None``: least used first, among equally often used ones the best by
             ``exp_select_mode``; all alike with ``random``. Priorities are outcomes; ages count from this step.
         max_trajectories_per_task: trajectories that are kept of a task; ``exp_select_mode`` says which.
         max_policy_age: training steps after which a trajectory no longer comes out. One whose version is unknown, or
@@ -67,36 +117,68 @@ class PoolRules:
         ConfigurationError: values out of range; the message lists all of them.
     """
 
-    n_rollout: int
-    success_threshold: float = 1.0
-    experience_lbound: int | None = 0
-    experience_rbound: int | None = 8
+    success_threshold: Annotated[float, finite] = 1.0
+    experience_lbound: Annotated[float | None, _bound] = 0
+    experience_rbound: Annotated[float | None, _bound] = 8
     save_filter: SaveFilter = "success"
     exp_select_mode: SelectMode = "argmin"
     policy_versions: PolicyVersions = "any"
-    sampler: Mapping[str, Any] | None = None
-    max_trajectories_per_task: int = 10
-    max_policy_age: int | None = None
-    min_reward: float | None = None
+    sampler: Annotated[Mapping[str, Any] | None, _sampler] = None
+    max_trajectories_per_task: Annotated[int, partial(whole, least=1)] = 10
+    max_policy_age: Annotated[int | None, partial(whole_or_none, least=0)] = None
+    min_reward: Annotated[float | None, _bound] = None
     use_current_policy_entropy: bool = True
-    replay_difficulty: int | None = None
+    replay_difficulty: Annotated[int | None, partial(whole_or_none, least=0)] = None
     task_sampling: TaskSampling = "by_task"
-    seed: int = 1234
+    seed: Annotated[int, partial(whole, least=0)] = 1234
 
-    def __post_init__(self) -> None:
-        problems = rule_problems(vars(self))
-        if not isinstance(self.use_current_policy_entropy, bool):
-            problems.append(f"use_current_policy_entropy: {self.use_current_policy_entropy!r}, must be true or false")
-        if problems:
-            raise ConfigurationError("experience pool: " + "; ".join(problems))
+    def contradictions(self) -> list[str]:
+        problems = []
+        sampler, mode = self.sampler or {}, self.exp_select_mode
+        if mode == "reward" and sampler.get("best") == "lowest":
+            problems.append("sampler: best: lowest, with exp_select_mode: reward: the lowest outcomes would come first")
+        if mode == "random" and sampler.get("name") == _BEST:
+            problems.append(
+                "sampler: best, with exp_select_mode: random, which calls none the best: leave the sampler out, or"
+                " choose argmin, argmax or reward"
+            )
+        if self.policy_versions == "spread" and sampler.get("name") == "freshest":
+            problems.append(
+                "policy_versions: spread, with sampler: freshest: one wants all versions, the other the newest"
+            )
+        low, high = self.experience_lbound, self.experience_rbound
+        if low is not None and high is not None and low >= high:
+            problems.append(f"experience_lbound: {low}, must be below experience_rbound = {high} (both are exclusive)")
+        return problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolRules(PoolOptions):
+    """The rules of a pool: :class:`PoolOptions`, and how large a task's group is.
+
+    Attributes:
+        n_rollout: rows that each task has in a batch.
+
+    Raises:
+        ConfigurationError: values out of range; the message lists all of them.
+    """
+
+    section: ClassVar[str] = "experience pool"
+
+    n_rollout: Annotated[int, partial(whole, least=1)]
 
     def make_sampler(self) -> Sampler:
         """Return a new sampler that chooses among the trajectories of a task."""
-        if self.sampler is None:
+        if self.sampler is None or self.is_best_only:
             return sampler_of(_BY_MODE[self.exp_select_mode])
         best = _BY_MODE[self.exp_select_mode].get("best")
         said = self.sampler.get("name") == "least_used" and best is not None
         return sampler_of({"best": best, **self.sampler} if said else self.sampler)
+
+    @property
+    def is_best_only(self) -> bool:
+        """Whether ``exp_select_mode`` alone says what comes out: how often it was used does not count."""
+        return self.sampler is not None and self.sampler["name"] == _BEST
 
     @property
     def max_uses(self) -> int | None:
@@ -128,71 +210,3 @@ def version_needs(rules: PoolRules) -> list[tuple[str, str]]:
         factor = "staleness" if "staleness" in sampler else "recency by versions"
         found.append((f"sampler: weighted with {factor}", "leave it out"))
     return found
-
-
-def rule_problems(values: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with these values of :class:`PoolRules` fields, one sentence each. Absent keys are fine."""
-    problems = [] if values.get("sampler") is None else _sampler_problems(values["sampler"])
-
-    def whole(key: str, least: int, optional: bool = False) -> None:
-        value = values.get(key)
-        if key not in values or (optional and value is None):
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            null = " or null" if optional else ""
-            problems.append(f"{key}: {value!r}, must be a whole number of at least {least}{null}")
-
-    def choice(key: str, allowed: Sequence[str]) -> None:
-        if key in values and values[key] not in allowed:
-            problems.append(f"{key}: {values[key]!r}, must be one of {', '.join(allowed)}")
-
-    whole("n_rollout", 1)
-    whole("max_trajectories_per_task", 1)
-    whole("seed", 0)
-    whole("max_policy_age", 0, optional=True)
-    whole("replay_difficulty", 0, optional=True)
-    choice("save_filter", SAVE_FILTERS)
-    choice("exp_select_mode", SELECT_MODES)
-    choice("policy_versions", POLICY_VERSIONS)
-    sampler = values.get("sampler")
-    lowest = isinstance(sampler, Mapping) and sampler.get("best") == "lowest"
-    if values.get("exp_select_mode") == "reward" and lowest:
-        problems.append("sampler: best: lowest, with exp_select_mode: reward: the lowest outcomes would come first")
-    if values.get("policy_versions") == "spread" and isinstance(sampler, Mapping) and sampler.get("name") == "freshest":
-        problems.append("policy_versions: spread, with sampler: freshest: one wants all versions, the other the newest")
-    if "task_sampling" in values and values["task_sampling"] not in TASK_SAMPLING:
-        problems.append(f"task_sampling: {values['task_sampling']!r}, {TASK_SAMPLING_HELP}")
-    threshold = values.get("success_threshold", 1.0)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not math.isfinite(threshold):
-        problems.append(f"success_threshold: {threshold!r}, must be a finite number")
-    for key in ("experience_lbound", "experience_rbound", "min_reward"):
-        value = values.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-        if value is not None and not number:
-            problems.append(f"{key}: {value!r}, must be a number or null")
-    low, high = values.get("experience_lbound"), values.get("experience_rbound")
-    if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
-        problems.append(f"experience_lbound: {low!r}, must be below experience_rbound = {high!r} (both are exclusive)")
-    return problems
-
-
-def _sampler_problems(value: Any) -> list[str]:
-    """Return why a sampler cannot choose among the trajectories of a task, one sentence each."""
-    if not isinstance(value, Mapping):
-        return [f"sampler: {value!r}, must be a mapping with a name, or null"]
-    try:
-        sampler = sampler_of(value)
-    except ConfigurationError as error:
-        return [str(error)]
-    name = value["name"]
-    if name in ("epochs", "groups"):
-        return [
-            f"sampler: {name}: the pool draws tasks by itself, and chooses among one task's trajectories anew at every"
-            " step; use weighted, freshest or least_used"
-        ]
-    problems = []
-    if sampler.unit != "trajectory":
-        problems.append(f"sampler: {name}: give it unit: trajectory, since whole trajectories come out")
-    if value.get("uses", {}).get("cooldown"):
-        problems.append("sampler: uses: cooldown has no meaning here: the pool counts uses, not what lies between them")
-    return problems

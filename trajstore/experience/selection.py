@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, refusal_of
+from trajstore.experience.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_refusal_of, refusal_of
 from trajstore.experience.outcomes import TaskOutcome, is_known, is_replayed, is_success, outcome_of
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.wellformed import as_recorded
@@ -27,7 +27,10 @@ def in_bounds(outcome: TaskOutcome, rules: PoolRules) -> bool:
 
 def is_worth_keeping(trajectory: AgentTrajectory, rules: PoolRules) -> bool:
     """Return whether a rollout's outcome lets it enter: a success or, by ``save_filter: positive``, any above 0."""
-    outcome = outcome_of(trajectory)
+    return _deserves_keeping(outcome_of(trajectory), rules)
+
+
+def _deserves_keeping(outcome: float | None, rules: PoolRules) -> bool:
     if rules.save_filter == "positive":
         return is_known(outcome) and outcome is not None and outcome > 0
     return is_success(outcome, rules.success_threshold)
@@ -78,7 +81,7 @@ def worthy(
 
 def rollouts_to_keep(
     trajectories: Sequence[AgentTrajectory],
-    entropies: Sequence[float | None],
+    entropies: Sequence[float | None] | None,
     *,
     outcomes: Mapping[str, TaskOutcome],
     rules: PoolRules,
@@ -89,7 +92,7 @@ def rollouts_to_keep(
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
-        entropies: mean entropy in nats of each of them; ``None`` = unknown.
+        entropies: mean entropy in nats of each of them; ``None`` = unknown. Without them, what each tells of itself.
         outcomes: of each task that may enter; others are left out.
         rules: the pool's rules.
         global_steps: policy version of rollouts that tell none, and are of no earlier run.
@@ -101,7 +104,7 @@ def rollouts_to_keep(
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
     refused: Counter[str] = Counter()
-    for trajectory, entropy in zip(trajectories, entropies, strict=True):
+    for number, trajectory in enumerate(trajectories):
         task = trajectory.task_id
         if is_replayed(trajectory):
             continue
@@ -115,7 +118,13 @@ def rollouts_to_keep(
         if not is_worth_keeping(trajectory, rules):
             continue
         # Refused ones go first: save_filter="best" would choose one of them, and nothing of its task would enter.
-        refusal = _rollout_refusal(trajectory, entropy)
+        if entropies is None:
+            entropy, refusal = own_refusal_of(trajectory)
+        else:
+            entropy = entropies[number]
+            refusal = refusal_of(trajectory, entropy)
+        # A demonstration is no rollout of a step, and enters by itself (``seed``).
+        refusal = refusal or (Refusal.NO_ENTROPY if entropy is None else None)
         if refusal is not None:
             refused[refusal.value] += 1
             continue
@@ -125,11 +134,6 @@ def rollouts_to_keep(
         held.append(replace(trajectory, entropy=entropy, policy_version=version))
     kept = [one for rollouts in candidates.values() for one in choose_to_save(rollouts, rules, generator)]
     return kept, refused
-
-
-def _rollout_refusal(rollout: AgentTrajectory, entropy: float | None) -> Refusal | None:
-    """Return why a rollout of a step cannot be replayed; a demonstration is none, and enters by itself (``seed``)."""
-    return refusal_of(rollout, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
 
 
 def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
@@ -144,8 +148,11 @@ def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
 def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
     """Return whether an entry may come out at this step: young enough and rewarded enough.
 
-    An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``.
+    An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``. One that was given late
+    must be such that the entry could enter with it.
     """
+    if entry.is_corrected and not _deserves_keeping(entry.outcome, rules):
+        return False
     if rules.min_reward is not None and (entry.outcome is None or entry.outcome < rules.min_reward):
         return False
     if rules.max_policy_age is None:
@@ -163,8 +170,9 @@ def admit(
     A full task gives up its highest entropy for a lower one (``argmin``), its lowest for a higher one
     (``argmax``), its lowest outcome for one that is as high or higher (``reward``), or its oldest (``random``); by
     entropy, demonstrations, which have none, go before all others. A rollout with the tokens of a demonstration takes
-    its place, since it has log-probs. Entries stay in order of arrival. Adding the survivors of some additions again,
-    in the same order, gives the same entries: this is what makes recovery exact.
+    its place, since it has log-probs; so does a rollout that of a history with another prompt, which never comes out.
+    Entries stay in order of arrival. Adding the survivors of some additions again, in the same order, gives the same
+    entries: this is what makes recovery exact.
 
     Returns:
         The task's entries afterwards and the one that was replaced, if any; or why the new one is refused.
@@ -176,11 +184,13 @@ def admit(
         return (*(entry for entry in entries if entry is not same), new), same  # its tokens, now with log-probs
     if len(entries) < rules.max_trajectories_per_task:
         return (*entries, new), None
-    worst = max(entries, key=lambda entry: _place(entry, rules))  # the oldest among equals
-    if rules.exp_select_mode in ("argmin", "argmax"):
-        if _place(new, rules) >= _place(worst, rules):
-            return Refusal.NOT_BETTER
-    elif _place(new, rules) > _place(worst, rules):
+    others = [] if new.is_demonstration else [entry for entry in entries if entry.prompt.differs(new.prompt)]
+    worst = max(others or entries, key=lambda entry: _place(entry, rules))  # the oldest among equals
+    by_entropy = rules.exp_select_mode in ("argmin", "argmax")
+    better = _place(new, rules) < _place(worst, rules) or (
+        not by_entropy and _place(new, rules) == _place(worst, rules)
+    )
+    if not others and not better:
         return Refusal.NOT_BETTER
     return (*(entry for entry in entries if entry is not worst), new), worst
 
@@ -223,16 +233,27 @@ class AdmissionPlan:
 
 
 def plan_admissions(
-    held: Mapping[str, tuple[PoolEntry, ...]], trajectories: Sequence[AgentTrajectory], rules: PoolRules
+    held: Mapping[str, tuple[PoolEntry, ...]],
+    trajectories: Sequence[AgentTrajectory],
+    rules: PoolRules,
+    *,
+    are_checked: bool = False,
 ) -> AdmissionPlan:
-    """Return what taking ``trajectories``, in this order, into a pool that holds ``held`` will do."""
+    """Return what taking ``trajectories``, in this order, into a pool that holds ``held`` will do.
+
+    Args:
+        held: what the pool has.
+        trajectories: what is to enter.
+        rules: the pool's.
+        are_checked: whether they are what :func:`rollouts_to_keep` returned, by what they tell of themselves.
+    """
     entries: dict[str, tuple[PoolEntry, ...]] = {}
     accepted: dict[int, AgentTrajectory] = {}
     replaces: dict[int, int] = {}
     refused: Counter[str] = Counter()
     left = 0
     for number, trajectory in enumerate(trajectories):
-        entry = new_entry(trajectory, -1 - number)
+        entry = new_entry(trajectory, -1 - number, is_checked=are_checked)
         if isinstance(entry, Refusal):
             refused[entry.value] += 1
             continue

@@ -22,16 +22,12 @@ class SimilarTasks(Generic[Task]):
     Args:
         get_task: returns the task of an id; ``None`` if the training data have no such task, which is then left out.
         text_of: returns what a task asks for.
-
-    Raises:
-        MissingDependencyError: bm25s is not installed.
     """
 
     def __init__(self, get_task: Callable[[str], Task | None], text_of: Callable[[Task], str]) -> None:
         self._get_task = get_task
         self._text_of = text_of
         self._index = RetrievalIndex()
-        self._texts: dict[str, str] = {}
         self._keys: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._next = 0
@@ -82,10 +78,9 @@ class SimilarTasks(Generic[Task]):
             task = self._get_task(name)
             if task is None:
                 continue
-            self._texts[name] = self._text_of(task)
             self._keys[name], self._names[self._next] = self._next, name
             keys.append(self._next)
-            texts.append(self._texts[name])
+            texts.append(self._text_of(task))
             self._next += 1
         self._index.add(keys, texts)
 
@@ -93,4 +88,4 @@ class SimilarTasks(Generic[Task]):
         keys = [self._keys.pop(name) for name in names]
         for key in keys:
             del self._names[key]
-        self._index.remove(keys, [self._texts.pop(name) for name in names])
+        self._index.remove(keys)

@@ -6,12 +6,17 @@ Takes no lock: the one training loop that owns the pool is the one caller.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
+import torch
+
+from trajstore.arguments import path_or_url, text, whole_or_none
 from trajstore.checked import checked
+from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
+from trajstore.settings import unknown
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
@@ -50,6 +55,9 @@ class PoolStore(Protocol):
     def ids(self) -> list[int]:
         """Return the ids that are kept, ascending."""
 
+    def outcomes_given(self) -> Mapping[int, float]:
+        """Return the outcomes that records were given after they were added, by id; :meth:`get` has them too."""
+
     def flush(self) -> None:
         """Return when every addition is as durable as the store can make it."""
 
@@ -71,7 +79,9 @@ class MemoryStore:
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """As :meth:`PoolStore.add_trajectories`."""
         for trajectory in trajectories:
-            self._kept[self._next] = copy.deepcopy(trajectory)
+            columns = [value for value in vars(trajectory).values() if isinstance(value, torch.Tensor)]
+            # What is copied already is not copied by deepcopy, which would take the whole storage of a slice.
+            self._kept[self._next] = copy.deepcopy(trajectory, {id(one): one.detach().clone() for one in columns})
             self._next += 1
         return list(range(self._next - len(trajectories), self._next))
 
@@ -85,6 +95,10 @@ class MemoryStore:
     def ids(self) -> list[int]:
         """As :meth:`PoolStore.ids`."""
         return list(self._kept)
+
+    def outcomes_given(self) -> Mapping[int, float]:
+        """As :meth:`PoolStore.outcomes_given`: nobody can give them to what is in memory."""
+        return {}
 
     def flush(self) -> None:
         """Do nothing: memory has nothing to wait for."""
@@ -112,12 +126,15 @@ class BufferStore:
     durable = True
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+        from trajstore.buffer.internals import internals_of  # a pool in memory needs none of it
+
         if not hasattr(buffer, "auto_save"):
             raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
         if not buffer.auto_save:
             raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
-        _check_capacity(buffer.retention.max_trajectories)
+        _check_capacity(internals_of(buffer).retention.max_trajectories)
         self._buffer = buffer
+        self._store_id = str(internals_of(buffer).store_id)
 
     @classmethod
     def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
@@ -133,7 +150,7 @@ class BufferStore:
             CorruptStoreError: what lies there cannot be continued.
             ConfigurationError: an argument is out of range.
         """
-        from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer  # a pool in memory needs none of it
+        from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
         from trajstore.buffer.retention import Retention
 
         _check_capacity(capacity)  # before a directory is made and locked
@@ -151,7 +168,7 @@ class BufferStore:
     @property
     def store_id(self) -> str:
         """As :meth:`PoolStore.store_id`."""
-        return str(self._buffer.store_id)
+        return self._store_id
 
     def close(self) -> None:
         """Flush and close the buffer.
@@ -178,6 +195,12 @@ class BufferStore:
         """As :meth:`PoolStore.ids`."""
         return [int(trajectory_id) for trajectory_id in self._buffer.trajectory_ids]
 
+    def outcomes_given(self) -> Mapping[int, float]:
+        """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
+        from trajstore.buffer.internals import internals_of
+
+        return internals_of(self._buffer).outcomes_given()
+
     def flush(self) -> None:
         """As :meth:`PoolStore.flush`."""
         self._buffer.flush()
@@ -193,3 +216,21 @@ class BufferStore:
 def _check_capacity(capacity: int | None) -> None:
     if capacity is not None and capacity < LEAST_CAPACITY:
         raise ConfigurationError(f"capacity: {capacity}, must be at least {LEAST_CAPACITY} for an experience pool")
+
+
+def store_options(name: str, value: Any) -> Mapping[str, Any] | None:
+    """Return options of :meth:`BufferStore.open`; None for a store in memory.
+
+    Raises:
+        ConfigurationError: they are none; the message names the first that is wrong.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{name}: {shown(value)}, must be a mapping with a path, or null for memory")
+    for problem in unknown(value, ("path", "format", "capacity")):
+        raise ConfigurationError(f"{name}.{problem}")
+    path_or_url(f"{name}.path", value.get("path"))
+    text(f"{name}.format", value.get("format", "pt"))
+    capacity = whole_or_none(f"{name}.capacity", value.get("capacity"), LEAST_CAPACITY)
+    return value if capacity is None else {**value, "capacity": capacity}

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.experience.conversation import ChatTemplate, is_of_model
+from trajstore.experience.conversation import ChatTemplate, is_trained
 
 TOKEN_IDS, LOSS_MASK = "token_ids", "loss_mask"
 """Keys of a message that brings its tokens."""
@@ -35,13 +35,22 @@ def _message(value: Any, number: int) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise InvalidTrajectoryError(f"messages[{number}]: must be an object with a role")
     message = dict(value)
+    if message.get("weight") not in (None, 0, 1):
+        raise InvalidTrajectoryError(f"messages[{number}].weight: {message['weight']!r}, must be 0 or 1")
+    if (call := message.pop("function_call", None)) is not None:  # what OpenAI had before tool_calls
+        message["tool_calls"] = [{"type": "function", "function": call}]
+    if message["role"] == "function":
+        message["role"] = "tool"
     content = message.get("content")
     calls = message.get("tool_calls")
+    if content is None and isinstance(message.get("refusal"), str):
+        content = message.pop("refusal")  # what the model said in the place of an answer
     if content is None and calls:
         content = ""
     elif isinstance(content, list):
         parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+            part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+            for part in content
         ]
         if any(not isinstance(part, str) for part in parts):
             raise InvalidTrajectoryError(
@@ -95,10 +104,12 @@ def mask_of(
             raise InvalidTrajectoryError(
                 f"messages[{number}].{LOSS_MASK}: must be 0 or 1 for each of {len(tokens)} {TOKEN_IDS}"
             )
-        if any(given) and not is_of_model(message):
-            raise InvalidTrajectoryError(f"messages[{number}].{LOSS_MASK}: 1 on a message that is not the model's")
+        if any(given) and not is_trained(message):
+            raise InvalidTrajectoryError(
+                f"messages[{number}].{LOSS_MASK}: 1 on a message that is not the model's, or has weight 0"
+            )
         return [int(one) for one in given]
-    if not is_of_model(message):
+    if not is_trained(message):
         return [0] * len(tokens)
     asked = list(template.header(messages[:number]))
     first = len(asked) if asked and list(tokens[: len(asked)]) == asked else 0

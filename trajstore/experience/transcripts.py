@@ -8,13 +8,17 @@ A line in OpenAI's chat format, and what of it the pool needs::
 ``tools`` goes to the chat template. ``rollout_id`` and ``query`` are kept by these names, all other keys in
 ``metadata["transcript"]``. A message may have ``token_ids``, the tokens that it added to the conversation, header
 included, and ``loss_mask``, 1 on those that the model wrote: if all messages up to the model's last one have ids, they
-count, and nothing is tokenized.
+count, and nothing is tokenized. OpenAI's ``weight`` 0 keeps a message of the model out of the training,
+``function_call`` is a tool call, and ``refusal`` what the model said.
+
+Texts that are tokenized are rid of control tokens first (:mod:`trajstore.experience.control_tokens`).
 
 A demonstration has no log-probs. It is replayed with those that the current policy gives.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +39,8 @@ from trajstore.errors import (
     StoreNotFoundError,
 )
 from trajstore.experience.contract import fingerprint_of
-from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_of_model, with_tokens
+from trajstore.experience.control_tokens import ControlTokens
+from trajstore.experience.conversation import ChatTemplate, Context, has_thoughts, is_trained, with_tokens
 from trajstore.experience.entry import DEMONSTRATION, token_refusal
 from trajstore.experience.exchange import Exchanged, check_is_pool
 from trajstore.experience.outcomes import is_success, outcome_of
@@ -61,6 +66,9 @@ AT_ONCE = 64
 
 TRANSCRIPT = "transcript"
 """Key of ``metadata``: file and line from which a demonstration came, and what else the line said."""
+
+CONTROL_TOKENS = "control_tokens"
+"""Key beside these: names of control tokens in the line's texts, which have a space in them now; absent = none."""
 
 _OWN = ("messages", "task_id", "reward", "success", "rollout_id", "query")
 
@@ -131,19 +139,24 @@ class TranscriptReader:
             OSError: the file cannot be read.
         """
         fingerprint, name = self.fingerprint, Path(path).name
+        control = ControlTokens.of(self.tokenizer, in_messages=True)
         total, done = Path(path).stat().st_size, 0
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, 1):
                 done += len(line)
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     try:
-                        yield self._demonstration(line, fingerprint, {"file": name, "line": number})
+                        yield self._demonstration(line, fingerprint, control, {"file": name, "line": number})
                     except InvalidTrajectoryError as error:
                         yield BadLine(number, str(error))
                 if progress is not None:
                     progress(done, total)
 
-    def _demonstration(self, line: bytes, fingerprint: str, place: Mapping[str, Any]) -> AgentTrajectory:
+    def _demonstration(
+        self, line: bytes, fingerprint: str, control: ControlTokens, place: dict[str, Any]
+    ) -> AgentTrajectory:
         """Return the demonstration of a line.
 
         Raises:
@@ -156,6 +169,12 @@ class TranscriptReader:
         if not isinstance(said, dict):
             raise InvalidTrajectoryError(f"a {type(said).__name__}, must be an object with messages and task_id")
         messages = messages_of(said.get("messages"))
+        if all(message.get(TOKEN_IDS) is None for message in messages):
+            texts = {"messages": messages} | {name: said[name] for name in ("tools",) if name in said}
+            changed, apart = control.taken_out_of(texts)
+            said |= changed
+            messages = changed["messages"]
+            place |= {CONTROL_TOKENS: apart} if apart else {}
         outcome = self._outcome(said)
         one = AgentTrajectory(
             messages=[
@@ -204,7 +223,7 @@ class TranscriptReader:
         self, one: AgentTrajectory, messages: Sequence[Mapping[str, Any]], template: ChatTemplate
     ) -> AgentTrajectory | None:
         """Return the demonstration with the ids that its messages bring; ``None`` if they bring none."""
-        turns = [number for number, message in enumerate(messages) if is_of_model(message)]
+        turns = [number for number, message in enumerate(messages) if is_trained(message)]
         used = messages[: turns[-1] + 1] if turns else []
         given = [number for number, message in enumerate(used) if message.get(TOKEN_IDS) is not None]
         if not given:
@@ -222,7 +241,7 @@ class TranscriptReader:
         start = None
         for number, message in enumerate(used):
             tokens = ids_of(message[TOKEN_IDS], number, len(self.tokenizer))
-            if is_of_model(message) and start is None:
+            if is_trained(message) and start is None:
                 start = len(ids)
             ids += tokens
             mask += mask_of(messages, number, tokens, template)
@@ -243,10 +262,12 @@ class Imported(Exchanged):
 
     Attributes:
         bad: lines that are no conversation for the pool: read, and neither ``entered`` nor ``refused``.
+        control_tokens: names of control tokens in texts of lines; each has a space behind its first character now.
         highest_failure: highest outcome among those refused as ``not_worth_keeping``; ``None`` = there are none.
     """
 
     bad: list[BadLine] = field(default_factory=list)
+    control_tokens: int = 0
     highest_failure: float | None = None
 
 
@@ -281,6 +302,7 @@ def import_transcripts(
         before = len(manager)
         refused: Counter[str] = Counter()
         bad: list[BadLine] = []
+        apart = 0
         outcomes: list[float] = []
         found = reader.read(source, progress)
         lines = 0
@@ -288,6 +310,7 @@ def import_transcripts(
             lines += len(several)
             bad += [one for one in several if isinstance(one, BadLine)]
             demonstrations = [one for one in several if isinstance(one, AgentTrajectory)]
+            apart += sum(one.metadata[TRANSCRIPT].get(CONTROL_TOKENS, 0) for one in demonstrations)
             outcomes += [outcome_of(one) or 0.0 for one in demonstrations if not is_worth_keeping(one, rules)]
             refused += manager.seed(demonstrations)
         manager.flush()
@@ -301,6 +324,7 @@ def import_transcripts(
             entered=lines - len(bad) - refused.total(),
             left=manager.left,
             bad=bad,
+            control_tokens=apart,
             highest_failure=max(outcomes, default=None),
         )
     finally:

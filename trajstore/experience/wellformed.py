@@ -17,7 +17,6 @@ from trajstore.columns.limits import shown
 from trajstore.columns.schema import dtypes
 from trajstore.columns.values import as_tensor
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.experience.compact import with_small_columns
 from trajstore.experience.rows import row_count, rows_of
 from trajstore.trajectory import AgentTrajectory
 
@@ -55,7 +54,7 @@ def record_problem(trajectory: AgentTrajectory) -> str:
         trajectory: without a :func:`field_problem`.
     """
     try:
-        flatten(with_small_columns(trajectory))  # as the pool's records are
+        flatten(trajectory)
         row_count(trajectory)
         rows_of(trajectory)
     except InvalidTrajectoryError as error:

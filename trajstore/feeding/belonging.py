@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.buffer.internals import internals_of
 from trajstore.errors import ConfigurationError, listed
 from trajstore.feeding.options import Replay
 from trajstore.sampling.base import Drawn, IntArray
@@ -28,10 +29,10 @@ def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
     ids = buffer.trajectory_ids
     some = ids[np.linspace(0, len(ids) - 1, min(len(ids), _WITNESSES)).astype(np.int64)] if len(ids) else ids
     return {
-        "stores": buffer.store_ids,
+        "stores": internals_of(buffer).store_ids,
         "trajectories": len(ids),
         "ids": tensor_of(some),
-        "names": tensor_of(buffer.names_of(some)),
+        "names": tensor_of(internals_of(buffer).names_of(some)),
     }
 
 
@@ -49,12 +50,13 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     check_state(then, ("stores", "trajectories", "ids", "names"))
     ids, here = np.asarray(then["ids"], np.int64), len(buffer)
     names = names_in(then, len(ids))
-    check_names(what, ids, names, buffer.names_of(ids))
+    check_names(what, ids, names, internals_of(buffer).names_of(ids))
     left = int(np.count_nonzero(np.isin(ids, buffer.trajectory_ids)))
-    if names.any() and here and not left and not set(then["stores"]) & set(buffer.store_ids):
+    shown_now = internals_of(buffer).store_ids
+    if names.any() and here and not left and not set(then["stores"]) & set(shown_now):
         raise ConfigurationError(
             f"state: {what} is of other trajectories: none of the {len(ids)} that it names is here, and it was taken "
-            f"of store {listed(then['stores'])}, here is {listed(buffer.store_ids) or 'a buffer in memory'}; load what "
+            f"of store {listed(then['stores'])}, here is {listed(shown_now) or 'a buffer in memory'}; load what "
             "it was taken of, or begin without it"
         )
     gone = len(ids) - left
@@ -96,10 +98,12 @@ def tell(sentences: Sequence[str]) -> None:
         logger.warning("state of a loader: %s", sentence)
 
 
-def rows_state(drawn: Drawn, buffer: Replay) -> dict[str, Any]:
-    """Return drawn rows as tensors, with the names of their trajectories."""
+def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | None:
+    """Return drawn rows as tensors, with the names of their trajectories; None if there are none."""
+    if drawn is None or buffer is None:
+        return None
     named: dict[str, Any] = {"ids": tensor_of(drawn.ids), "samples": tensor_of(drawn.samples)}
-    named["names"] = tensor_of(buffer.names_of(drawn.ids))
+    named["names"] = tensor_of(internals_of(buffer).names_of(drawn.ids) if drawn.names is None else drawn.names)
     if drawn.weights is not None:
         named["weights"] = tensor_of(drawn.weights)
     return named
@@ -107,8 +111,8 @@ def rows_state(drawn: Drawn, buffer: Replay) -> dict[str, Any]:
 
 def rows_of(state: Mapping[str, Any]) -> Drawn:
     """Return the rows that :func:`rows_state` described."""
-    weights = state.get("weights")
-    return Drawn(state["ids"].numpy(), state["samples"].numpy(), None if weights is None else weights.numpy())
+    weights, names = (None if state.get(name) is None else state[name].numpy() for name in ("weights", "names"))
+    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=names)
 
 
 def check_rows(state: Any, buffer: Replay) -> None:
@@ -119,4 +123,4 @@ def check_rows(state: Any, buffer: Replay) -> None:
     """
     check_state(state, ("ids", "samples"))
     ids: IntArray = np.asarray(state["ids"], np.int64)
-    check_names("a batch under way", ids, names_in(state, len(ids)), buffer.names_of(ids))
+    check_names("a batch under way", ids, names_in(state, len(ids)), internals_of(buffer).names_of(ids))

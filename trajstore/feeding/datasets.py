@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,10 +18,16 @@ from trajstore.feeding.source import BatchSource
 
 _LOOK_AGAIN = 0.01
 """Seconds between two looks at buffers that are not ready."""
+_LOOK_UP = 0.5
+"""Seconds of waiting for a batch after which the attributes are looked at again."""
 
 
+@dataclass(eq=False, repr=False)
 class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
     """Endless batches, drawn when asked for: half replay and half demonstrations, where there are any.
+
+    Of both, the columns that they have in common. Attributes may be set at any time, as RLinf's workers do: the next
+    batch goes by them.
 
     Args:
         replay_buffer: buffer of rollouts.
@@ -29,38 +36,46 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         min_replay_buffer_size: trajectories that ``replay_buffer`` must hold before the first batch.
         min_demo_buffer_size: the same for ``demo_buffer``.
         prefetch_size: of no effect here; RLinf's workers give it to whichever dataset they make.
+        columns: names of the columns to read; None = all.
 
     Raises:
         ConfigurationError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        replay_buffer: TrajectoryReplayBuffer,
-        demo_buffer: TrajectoryReplayBuffer | None,
-        batch_size: int,
-        min_replay_buffer_size: int,
-        min_demo_buffer_size: int,
-        prefetch_size: int = 5,
-    ) -> None:
-        batch_size = whole("batch_size", batch_size, 1)
-        min_replay_buffer_size = whole("min_replay_buffer_size", min_replay_buffer_size, 0)
-        if demo_buffer is not None:
-            min_demo_buffer_size = whole("min_demo_buffer_size", min_demo_buffer_size, 0)
-        prefetch_size = whole("prefetch_size", prefetch_size, 0)
-        self.replay_buffer = replay_buffer
-        self.demo_buffer = demo_buffer
-        self.batch_size = batch_size
-        self.min_replay_buffer_size = min_replay_buffer_size
-        self.min_demo_buffer_size = min_demo_buffer_size
-        self.prefetch_size = prefetch_size
-        # RLinf draws the same number from both, so of an odd size one transition less.
-        drawn = batch_size if demo_buffer is None else 2 * (batch_size // 2)
-        options: BatchOptions = {"min_size": min_replay_buffer_size}
-        if demo_buffer is not None:
-            options |= {"demos": demo_buffer, "min_demo_size": min_demo_buffer_size}
+    replay_buffer: TrajectoryReplayBuffer
+    demo_buffer: TrajectoryReplayBuffer | None
+    batch_size: int
+    min_replay_buffer_size: int
+    min_demo_buffer_size: int
+    prefetch_size: int = 5
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
         self._closed = False
-        self._begin(drawn, options)
+        self._made_of: tuple[Any, ...] = ()
+        self._up_to_date()
+
+    def _up_to_date(self) -> bool:
+        """Make what draws anew if an attribute was set since; return whether none was.
+
+        Raises:
+            ConfigurationError: one is out of range.
+        """
+        sizes = (self.batch_size, self.min_replay_buffer_size, self.min_demo_buffer_size, self.prefetch_size)
+        told = (self.replay_buffer, self.demo_buffer, *sizes, self.columns)
+        if told == self._made_of:
+            return True
+        size = whole("batch_size", self.batch_size, 1)
+        options: BatchOptions = {"columns": self.columns}
+        options["min_size"] = whole("min_replay_buffer_size", self.min_replay_buffer_size, 0)
+        whole("prefetch_size", self.prefetch_size, 0)
+        if self.demo_buffer is not None:
+            least = whole("min_demo_buffer_size", self.min_demo_buffer_size, 0)
+            options |= {"demos": self.demo_buffer, "min_demo_size": least, "common_columns": True}
+            size = 2 * (size // 2)  # RLinf draws the same number from both
+        self._begin(size, options)
+        self._made_of = told
+        return False
 
     def _begin(self, batch_size: int, options: BatchOptions) -> None:
         self._source = BatchSource(self.replay_buffer, batch_size, **options)
@@ -72,6 +87,7 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
             StoreClosedError: a buffer was closed.
         """
         while not self._closed:
+            self._up_to_date()
             if self._source.closed:
                 raise StoreClosedError("the buffer of this dataset was closed")
             if self._source.ready():
@@ -81,10 +97,12 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffers' generators."""
+        self._up_to_date()
         return self._source.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the buffers' generators."""
+        self._up_to_date()
         self._source.load_state_dict(state)
 
     def close(self) -> None:
@@ -93,22 +111,39 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
 
 
 class PreloadReplayBufferDataset(ReplayBufferDataset):
-    """The same, but ``prefetch_size`` batches are made ahead by a thread."""
+    """The same, but ``prefetch_size`` batches are made ahead by a thread.
+
+    Batches that were made ahead when an attribute is set are given first, unless it is one of the buffers.
+    """
+
+    _loader: ReplayLoader
 
     def _begin(self, batch_size: int, options: BatchOptions) -> None:
-        options["prefetch"] = self.prefetch_size
-        self._loader = ReplayLoader(self.replay_buffer, batch_size, **options)
+        options |= {"prefetch": self.prefetch_size, "timeout": _LOOK_UP}
+        loader = ReplayLoader(self.replay_buffer, batch_size, **options)
+        if self._made_of:
+            if self._made_of[:2] == (self.replay_buffer, self.demo_buffer):
+                loader.load_state_dict(self._loader.state_dict(), changed=True)
+            self._loader.close()
+        self._loader = loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return the iterator."""
-        return iter(self._loader)
+        """Yield batches, as the other dataset does."""
+        while not self._closed:
+            self._up_to_date()
+            try:
+                yield next(self._loader)
+            except TimeoutError:  # an attribute may have been set meanwhile
+                continue
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state: generators, and the rows of batches made ahead."""
+        self._up_to_date()
         return self._loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the loader's state."""
+        self._up_to_date()
         self._loader.load_state_dict(state)
 
     def close(self) -> None:

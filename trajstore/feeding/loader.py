@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, Self, TypeVar, Unpack
@@ -55,6 +56,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._timeout = options.get("timeout")
         self._memory()  # refuses now what could not work later
         self._running: Prefetcher[D, Ready | None] | None = None
+        self._dropped: weakref.finalize[..., Any] | None = None
+        """Ends the thread where nobody holds this loader any more."""
         self._pid = 0
         self._state: Mapping[str, Any] | None = None
         self._closed = False
@@ -75,7 +78,9 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
         Raises:
             StopIteration: all epochs of the sampler have been drawn.
-            TimeoutError: none was ready in time.
+            TimeoutError: none was ready in time; says what is waited for.
+            EmptyBufferError: the sampler has nothing left to draw, and no trajectories can come: of a saved point that
+                was opened to read, and in a worker of a DataLoader. Elsewhere they are waited for.
             StoreClosedError: the loader, or a buffer, was closed; batches that were ready are not given any more.
             StoreError: reading failed; every further call raises the same.
         """
@@ -91,27 +96,51 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     def _start(self) -> Prefetcher[D, Ready | None]:
         if self._closed:
             raise StoreClosedError("the loader was closed")
-        if self._running is None or self._pid != os.getpid():  # a forked worker has no thread of its parent's
+        running = self._mine()
+        if running is None:
             running = self._prefetcher()
             if self._state is not None:
                 running.load_state_dict(self._state)
                 self._state = None
             self._pid = os.getpid()
             self._running = running
-            self._running.start()
-        return self._running
+            self._dropped = weakref.finalize(self, running.stop)
+            self._dropped.atexit = False
+            running.start()
+        return running
+
+    def _mine(self) -> Prefetcher[D, Ready | None] | None:
+        """Return what makes batches in this process; None before that.
+
+        Raises:
+            ConfigurationError: the process that forked this one makes them, and no state has been loaded since.
+        """
+        if self._running is None or self._pid == os.getpid():
+            return self._running
+        if self._state is None:
+            raise ConfigurationError(
+                "this loader has begun in the process that forked this one, which has the batches that were made "
+                "ahead; call loader.load_state_dict(loader.state_dict()) before the workers are made, or spawn them"
+            )
+        return None
+
+    def _end(self) -> None:
+        if self._running is not None and self._dropped is not None and self._pid == os.getpid():
+            self._running.close()
+            self._dropped.detach()  # else it would keep the batches that were ready until this loader goes
 
     def _prefetcher(self) -> Prefetcher[D, Ready | None]:
-        memory = self._memory()
+        memory, source = self._memory(), self._source  # not this loader: the thread must not keep it
         worker = get_worker_info()
 
         def make(drawn: D, number: int) -> tuple[Ready | None, int]:
             if worker is not None and number % worker.num_workers != worker.id:
                 return None, 0
-            ready = memory.read(lambda out: self._source.read(drawn, out), self._source.rows(drawn))
+            ready = memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
             return ready, nbytes_of(ready.values)
 
-        return Prefetcher(self._source, make, self._prefetch, self._prefetch_bytes)
+        waits = source.grows and worker is None  # nobody adds or refreshes in a worker
+        return Prefetcher(source, make, self._prefetch, self._prefetch_bytes, waits=waits)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -119,9 +148,15 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         """Return the state after the batch that ``next`` gave last: generators, samplers, rows of batches under way.
 
         Plain containers, numbers and tensors: ``torch.load`` reads it with ``weights_only=True``.
+
+        Raises:
+            ConfigurationError: it has begun in the process that forked this one.
         """
-        if self._running is not None and self._pid == os.getpid():
-            return {**self._running.state_dict(), "ranks": self._ranks}
+        running = self._mine()
+        if running is not None:
+            state = {**running.state_dict(), "ranks": self._ranks}
+            # Workers alone count, each from where all began: the first worker has the first batch.
+            return state if get_worker_info() is not None else {**state, "handed_out": 0}
         if self._state is not None:
             return dict(self._state)
         begun = {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "redrawn": 0}
@@ -157,9 +192,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         for rows in state["under_way"]:
             self._source.check_rows(rows)
         tell(told)
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        self._end()
+        self._running = None
         self._state = state
 
     def figures(self) -> dict[str, float]:
@@ -180,13 +214,12 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     def close(self) -> None:
         """End the thread; the buffers stay open. Closing again does nothing."""
         self._closed = True
-        if self._running is not None and self._pid == os.getpid():
-            self._running.close()
+        self._end()
 
     def __getstate__(self) -> dict[str, Any]:
         # As bytes: torch would send a tensor as an open file, of which there are few.
         state = pickle.dumps(self.state_dict())
-        return {**self.__dict__, "_running": None, "_pid": 0, "_state": state}
+        return {**self.__dict__, "_running": None, "_dropped": None, "_pid": 0, "_state": state}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         self.__dict__.update({**values, "_state": pickle.loads(values["_state"])})

@@ -20,6 +20,7 @@ from trajstore.arguments import (
     truth,
     whole,
 )
+from trajstore.buffer.internals import internals_of
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Drawn, Sampler, Unit
@@ -32,6 +33,21 @@ Stores = Literal["shared", "per_rank"]
 """What W ranks draw from: one store, or each from its own."""
 
 
+class Asked(Protocol):
+    """What loaders ask of buffers besides what users do, see :mod:`trajstore.buffer.internals`."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def grows(self) -> bool: ...
+    @property
+    def share(self) -> tuple[int, int] | None: ...
+    @property
+    def store_ids(self) -> list[str]: ...
+    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+    def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]: ...
+
+
 class Replay(Protocol):
     """What batches of transitions are drawn from.
 
@@ -39,21 +55,19 @@ class Replay(Protocol):
     """
 
     @property
-    def closed(self) -> bool: ...
+    def _internals(self) -> Asked: ...
     @property
-    def share(self) -> tuple[int, int] | None: ...
+    def seed(self) -> int | None: ...
     @property
-    def store_ids(self) -> list[str]: ...
+    def sample_window_size(self) -> int: ...
     @property
     def trajectory_ids(self) -> npt.NDArray[np.int64]: ...
     def __len__(self) -> int: ...
-    def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
     def is_ready(self, min_size: int) -> bool: ...
     def draw(self, num_chunks: int, *, sampler: Sampler | None = None) -> Drawn: ...
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Any]: ...
-    def readable(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]: ...
     def follow(self, sampler: Sampler) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -95,6 +109,8 @@ class BatchOptions(LoaderOptions, total=False):
         demo_share: which part of a batch they are, rounded down to whole transitions (0.5).
         min_demo_size: trajectories that ``demos`` must hold before the first batch (1).
         demo_sampler: chooses from ``demos`` instead of its uniform draws.
+        common_columns: batches have the columns that rollouts and demonstrations both have, in the wider dtype, and a
+            warning names the others; else both must have the same (False).
         reuse: batches on the CPU take turns in the same memory; each is valid until the next one is asked for (False).
     """
 
@@ -102,6 +118,7 @@ class BatchOptions(LoaderOptions, total=False):
     demo_share: float
     min_demo_size: int
     demo_sampler: Sampler | None
+    common_columns: bool
     reuse: bool
 
 
@@ -149,7 +166,7 @@ def check_replay(name: str, value: Any) -> None:
     Raises:
         ConfigurationError: it is no buffer, and no handle of stores.
     """
-    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "names_of")):
+    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "_internals")):
         raise ConfigurationError(
             f"{name}: {shown(value)} is a {type(value).__name__}, must be a TrajectoryReplayBuffer or a handle"
         )
@@ -172,7 +189,7 @@ def check_values(options: Mapping[str, Any]) -> None:
             columns_or_none(value)
         elif name == "timeout":
             seconds_or_none(name, value)
-        elif name == "reuse":
+        elif name in ("reuse", "common_columns"):
             truth(name, value)
         elif name == "demo_share" and value is not None:
             finite(name, value, 0.0, 1.0)
@@ -232,17 +249,23 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
 
     Raises:
         ConfigurationError: rank or stores are none, or the buffer shows one rank's share of a store that ranks are to
-            read as a whole.
+            read as a whole, or has no seed.
     """
     rank, stores = options.get("rank", (0, 1)), options.get("stores", "shared")
     check_rank(rank, batch_size)
     if stores == "per_rank":
         low, high = (batch_size * number // rank[1] for number in (rank[0], rank[0] + 1))
         return (0, 1), high - low
-    if rank[1] > 1 and buffer.share is not None:
+    share = internals_of(buffer).share
+    if rank[1] > 1 and share is not None:
         raise ConfigurationError(
-            f"rank: {rank} of a shared store, but the buffer shows the share {buffer.share} alone, so ranks would draw "
+            f"rank: {rank} of a shared store, but the buffer shows the share {share} alone, so ranks would draw "
             "different batches; load it whole, or say stores='per_rank'"
+        )
+    if rank[1] > 1 and buffer.seed is None:
+        raise ConfigurationError(
+            f"rank: {rank} of a shared store, but the buffer has no seed, so ranks would draw different batches; give "
+            "all ranks the same seed and sample_window_size, or say stores='per_rank'"
         )
     return rank, batch_size
 

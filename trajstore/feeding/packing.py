@@ -67,7 +67,8 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
     ``mask``                   absent, bool [n, K]          token, not filled up
     ``lengths``                int64 [n]                    tokens of each
     ``trajectory_ids``         int64 [n]                    id of each in the store
-    ``outcomes``               float64 [n]                  ``Reward.outcome``; NaN = unknown
+    ``outcomes``               float64 [n]                  ``Reward.outcome``, or the one given late; NaN = unknown
+    ``notes``                  dict of float64 [n]          values given late, of ``notes.NAME`` among the columns
     ``policy_versions``        int64 [n]                    -1 = unknown
     ``weights``                float32 [n], or absent       of the sampler, relative to one draw
     ``task_ids``               list of n strings            task of each
@@ -103,14 +104,17 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
         pack["sequence_ids"] = torch.from_numpy(np.repeat(np.arange(count), lengths))
         pack["max_seqlen"] = longest
     rewards = [document.get("reward") or {} for document in documents]
-    outcomes = [reward.get("outcome") if isinstance(reward, dict) else reward for reward in rewards]
+    said = [reward.get("outcome") if isinstance(reward, dict) else reward for reward in rewards]
+    outcomes = np.array([np.nan if one is None else float(one) for one in said], np.float64)
     pack |= {
         "lengths": torch.from_numpy(lengths.copy()),
         "trajectory_ids": torch.from_numpy(rows.ids.copy()),
-        "outcomes": torch.tensor([np.nan if one is None else float(one) for one in outcomes], dtype=torch.float64),
+        "outcomes": torch.from_numpy(np.where(np.isnan(rows.corrected), outcomes, rows.corrected)),
         "policy_versions": torch.from_numpy(np.where(rows.versions == UNKNOWN_VERSION, -1, rows.versions)),
         "task_ids": [str(document.get("task_id") or "") for document in documents],
     }
+    if rows.late:
+        pack["notes"] = {name: torch.from_numpy(values) for name, values in rows.late.items()}
     if weights is not None:
         pack["weights"] = torch.from_numpy(weights.copy())
     return pack

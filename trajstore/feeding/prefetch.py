@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from trajstore import locks
 from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
 from trajstore.feeding.source import Source
+from trajstore.interrupts import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +25,16 @@ _LOOK_AGAIN = 0.01
 
 _BUFFER_CLOSED = "the buffer of this loader was closed, and its files may go; open it again, and make a loader of that"
 
+_NOT_FILLED = "are the buffers filled as far as they must be?"
+
 _SAYS_AFTER = 10.0
 """Seconds of waiting without a timeout, after which it is said that a batch is waited for."""
 
 _HAND_OVER = 0.001
 """Seconds that the thread leaves to its consumer after a batch was taken, if another one is finished."""
+
+_LONGEST = 1.0
+"""Seconds after which the thread looks at the latest whether it is still wanted, and whether there is more to draw."""
 
 _REDRAWS = 100
 """Batches drawn anew in a row, because trajectories were evicted between draw and read, before that is an error."""
@@ -52,6 +58,7 @@ class Prefetcher(Generic[D, T]):
         make: reads a drawn batch, given its number in the sequence, and returns it with its number of bytes.
         depth: most batches under way.
         max_bytes: most bytes of finished ones; None = no bound. One batch is always allowed.
+        waits: where a sampler has nothing left to draw, wait for more trajectories; else that is an error.
     """
 
     def __init__(
@@ -60,11 +67,15 @@ class Prefetcher(Generic[D, T]):
         make: Callable[[D, int], tuple[T, int]],
         depth: int,
         max_bytes: int | None,
+        *,
+        waits: bool = True,
     ) -> None:
         self._source = source
         self._make = make
         self._depth = depth
         self._max_bytes = max_bytes
+        self._waits = waits
+        self._waits_for = _NOT_FILLED
         self._changed = locks.condition("Prefetcher._changed")
         self._resumed: deque[D] = deque()
         self._making: D | None = None
@@ -81,7 +92,7 @@ class Prefetcher(Generic[D, T]):
         """Begin to make batches. Starting again does nothing."""
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="trajstore-prefetch", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
 
     def next(self, timeout: float | None = None) -> tuple[D, T]:
         """Return the rows of the next batch and the batch, waiting for it.
@@ -95,9 +106,9 @@ class Prefetcher(Generic[D, T]):
             there = self._wait(_SAYS_AFTER if timeout is None else timeout)
             if not there and timeout is None:
                 logger.warning(
-                    "no batch for %g s; are the buffers filled as far as they must be? next() waits for as long as it "
-                    "takes; with timeout=... it raises",
+                    "no batch for %g s; %s next() waits for as long as it takes; with timeout=... it raises",
                     _SAYS_AFTER,
+                    self._waits_for,
                 )
                 there = self._wait(None)
             if self._source.closed and not self._stopping and (self._made or self._error is None):
@@ -113,7 +124,7 @@ class Prefetcher(Generic[D, T]):
             if self._stopping:
                 raise StoreClosedError("the loader was closed")
             if not there:
-                raise TimeoutError(f"no batch within {timeout} s; are the buffers filled as far as they must be?")
+                raise TimeoutError(f"no batch within {timeout} s; {self._waits_for}")
         raise AssertionError("unreachable")
 
     def _wait(self, timeout: float | None) -> bool:
@@ -127,6 +138,10 @@ class Prefetcher(Generic[D, T]):
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def stop(self) -> None:
+        """Let the thread end within a second or so. Takes no lock: a loader that nobody holds calls this."""
+        self._stopping = True
 
     @property
     def ready(self) -> int:
@@ -204,13 +219,15 @@ class Prefetcher(Generic[D, T]):
         with self._changed:
             if self._stopping or self._has_room():
                 return
-            self._changed.wait_for(lambda: self._stopping or self._has_room())
+            while not self._changed.wait_for(lambda: self._stopping or self._has_room(), _LONGEST):
+                pass
             in_time = bool(self._made) and not self._stopping
         if in_time:
             time.sleep(_HAND_OVER)
 
     def _next_drawn(self) -> D | None:
         """Wait until there is room and something to draw; None at the end."""
+        pause = _LOOK_AGAIN
         while True:
             self._await_room()
             with self._changed:
@@ -224,13 +241,17 @@ class Prefetcher(Generic[D, T]):
                 if self._source.ready():
                     try:
                         self._making = self._source.draw()
+                        self._waits_for = _NOT_FILLED
                         return self._making
                     except EpochsEndedError:
                         raise
-                    except EmptyBufferError:
-                        if self._source.ready():  # else emptied between look and draw: wait for more
-                            raise
-                self._changed.wait(_LOOK_AGAIN)
+                    except EmptyBufferError as error:
+                        if self._source.ready():  # else emptied between look and draw
+                            if not self._waits:
+                                raise
+                            self._waits_for = f"{error}; more can be drawn once trajectories are added."
+                            pause = min(2 * pause, _LONGEST)  # a sampler may look at all trajectories in vain
+                self._changed.wait(pause)
 
     def _has_room(self) -> bool:
         if not self._made:

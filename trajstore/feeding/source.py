@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Generic, TypeVar, Unpack
 import numpy as np
 import torch
 
+from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import join_name, nest, walk
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 from trajstore.feeding.belonging import (
@@ -25,6 +27,8 @@ from trajstore.feeding.options import BatchOptions, Replay, check_options, check
 from trajstore.sampling.base import Drawn, Sampler
 from trajstore.sampling.states import check_state
 
+logger = logging.getLogger(__name__)
+
 D = TypeVar("D")
 
 
@@ -35,6 +39,11 @@ class Source(ABC, Generic[D]):
     @abstractmethod
     def closed(self) -> bool:
         """Whether a buffer was closed."""
+
+    @property
+    @abstractmethod
+    def grows(self) -> bool:
+        """Whether a buffer may come to show more trajectories."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -143,9 +152,12 @@ class BatchSource(Source[DrawnBatch]):
         share = 0.5 if options.get("demo_share") is None else options["demo_share"]
         if demos is not None and not 0 < share < 1:
             raise ConfigurationError(f"demo_share: {share}, must be between 0 and 1")
-        for name in ("demo_sampler", "demo_share", "min_demo_size"):
-            if demos is None and options.get(name) is not None:
+        for name in ("demo_sampler", "demo_share", "min_demo_size", "common_columns"):
+            value = options.get(name)
+            if demos is None and value is not None and value is not False:
                 raise ConfigurationError(f"{name}: has no effect without demos")
+        if demos is not None:
+            share_of_batch(options, batch_size, demos)  # refuses what ranks would not draw alike from
         self._rank, batch_size = share_of_batch(options, batch_size, replay)
         self.replay, self.demos = replay, demos
         self.batch_size = batch_size
@@ -160,21 +172,46 @@ class BatchSource(Source[DrawnBatch]):
         for name, sampler in zip(("sampler", "demo_sampler"), self._samplers, strict=True):
             check_sampler(name, sampler, "sample")
         self._columns = options.get("columns")
-        self._told = {"batch_size": batch_size, "demonstrations": self._demo_count}
+        self._common = options.get("common_columns", False)
+        self._told_differing: list[str] = []
+        self._told_few = False
+        self._drawn_demos: Drawn | None = None
+
+    @property
+    def _told(self) -> dict[str, Any]:
         """What the sequence of batches depends on besides the draws."""
+        windows = [None if one is None else one.sample_window_size for one in (self.replay, self.demos)]
+        return {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
 
     @property
     def closed(self) -> bool:
-        return self.replay.closed or (self.demos is not None and self.demos.closed)
+        return internals_of(self.replay).closed or (self.demos is not None and internals_of(self.demos).closed)
+
+    @property
+    def grows(self) -> bool:
+        return internals_of(self.replay).grows or (self.demos is not None and internals_of(self.demos).grows)
 
     def ready(self) -> bool:
         return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))
 
     def draw(self) -> DrawnBatch:
-        replay = self.replay.draw(self.batch_size - self._demo_count, sampler=self._samplers[0])
         if self.demos is None:
-            return DrawnBatch(replay)
-        return DrawnBatch(replay, self.demos.draw(self._demo_count, sampler=self._samplers[1]))
+            return DrawnBatch(self.replay.draw(self.batch_size, sampler=self._samplers[0]))
+        demos = self._drawn_demos
+        if demos is None:
+            demos = self.demos.draw(self._demo_count, sampler=self._samplers[1])
+        if len(demos) < self._demo_count and not self._told_few:
+            self._told_few = True
+            logger.warning(
+                "demonstrations gave %d of the %d transitions that are their share of a batch; the replay buffer fills "
+                "it up",
+                len(demos),
+                self._demo_count,
+            )
+        self._drawn_demos = demos  # until there are rows of the replay buffer: the next draw begins with them
+        batch = DrawnBatch(self.replay.draw(self.batch_size - len(demos), sampler=self._samplers[0]), demos)
+        self._drawn_demos = None
+        return batch
 
     def mend(self, drawn: DrawnBatch) -> DrawnBatch | None:
         replay = self._mended(self.replay, drawn.replay, self._samplers[0])
@@ -195,12 +232,17 @@ class BatchSource(Source[DrawnBatch]):
         return len(self.part(drawn))
 
     def part(self, drawn: DrawnBatch) -> DrawnBatch:
-        """Return this rank's part of a global batch, the same share of both buffers' rows."""
+        """Return this rank's part of a global batch: as many rows as any other's, and of both buffers its share."""
         if self._rank[1] == 1:
             return drawn
-        return DrawnBatch(
-            _part(drawn.replay, *self._rank), None if drawn.demos is None else _part(drawn.demos, *self._rank)
-        )
+        low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
+        if drawn.demos is None:
+            return DrawnBatch(drawn.replay.at(slice(low, high)))
+        # Rows of both in one order, the rows of each evenly spread over it.
+        places = [(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in (drawn.replay, drawn.demos)]
+        order = np.argsort(np.concatenate(places), kind="stable")
+        first, last = (int(np.count_nonzero(order[:end] < len(drawn.replay))) for end in (low, high))
+        return DrawnBatch(drawn.replay.at(slice(first, last)), drawn.demos.at(slice(low - first, high - last)))
 
     def read(self, drawn: DrawnBatch, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
         """Return this rank's part of a batch as a nested dict of tensors ``[n, ...]``.
@@ -214,40 +256,50 @@ class BatchSource(Source[DrawnBatch]):
             SchemaMismatchError: both buffers differ in their columns.
         """
         part = self.part(drawn)
-        if not len(part):  # the end of the last epoch, with fewer rows than ranks
-            one = _flat(self._read(DrawnBatch(_part(drawn.replay, 0, len(drawn.replay))), None))
-            return nest({name: tensor[:0] for name, tensor in one.items()})
-        return self._read(part, out)
-
-    def _read(self, part: DrawnBatch, out: Mapping[str, torch.Tensor] | None) -> dict[str, Any]:
-        if self.demos is None or part.demos is None:
-            return self.replay.read(part.replay, columns=self._columns, out=out)
+        if self.demos is None or drawn.demos is None or part.demos is None:
+            return nest(self._rows(self.replay, part.replay, drawn.replay, out))
         count = len(part.replay)
-        first = _flat(self.replay.read(part.replay, columns=self._columns, out=out))
+        if self._common or not count or not len(part.demos):
+            out = None  # which columns there are is known only when both were read
+        rest = None if out is None else {name: tensor[count:] for name, tensor in out.items()}
+        first = self._rows(self.replay, part.replay, drawn.replay, out)
+        second = self._rows(self.demos, part.demos, drawn.demos, rest)
+        names = self._agreed(first, second)
         if out is not None:
-            rest = {name: tensor[count:] for name, tensor in out.items()}
-            self.demos.read(part.demos, columns=self._columns, out=rest)
-            return nest({name: out[name][: len(part)] for name in first})
-        second = _flat(self.demos.read(part.demos, columns=self._columns))
-        differing = sorted(
-            name
-            for name in first.keys() | second.keys()
-            if name not in first
-            or name not in second
-            or (first[name].dtype, first[name].shape[1:]) != (second[name].dtype, second[name].shape[1:])
-        )
-        if differing:
-            raise SchemaMismatchError(
-                f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape); "
-                "name the columns to read"
-            )
-        return nest({name: torch.cat([first[name], second[name]]) for name in first})
+            return nest({name: out[name][: len(part)] for name in names})
+        return nest({name: torch.cat([first[name], second[name]]) for name in names})
+
+    def _rows(
+        self, buffer: Replay, mine: Drawn, whole: Drawn, out: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
+        """Return rows of one buffer by dotted name; where this rank has none of them, no rows of the same columns."""
+        if len(mine):
+            return _flat(buffer.read(mine, columns=self._columns, out=out))
+        one = buffer.read(whole.at(slice(1)), columns=self._columns)
+        return {name: tensor[:0] for name, tensor in _flat(one).items()}
+
+    def _agreed(self, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the columns of a batch with rows of both buffers.
+
+        Raises:
+            SchemaMismatchError: they differ in their columns, and those in common were not asked for.
+        """
+        both = [name for name in first if name in second and first[name].shape[1:] == second[name].shape[1:]]
+        names = both if self._common else [name for name in both if first[name].dtype == second[name].dtype]
+        differing = sorted((first.keys() | second.keys()) - set(names))
+        if not differing or (self._common and self._told_differing == differing):
+            return names
+        what = f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape)"
+        if not self._common:
+            raise SchemaMismatchError(f"{what}; name the columns to read, or say common_columns=True")
+        self._told_differing = differing
+        logger.warning("%s; batches are without", what)
+        return names
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_of(self, drawn: DrawnBatch) -> Any:
-        demos = None if drawn.demos is None or self.demos is None else rows_state(drawn.demos, self.demos)
-        return [rows_state(drawn.replay, self.replay), demos]
+        return [rows_state(drawn.replay, self.replay), rows_state(drawn.demos, self.demos)]
 
     def drawn_of(self, state: Any) -> DrawnBatch:
         return DrawnBatch(rows_of(state[0]), None if state[1] is None else rows_of(state[1]))
@@ -263,6 +315,7 @@ class BatchSource(Source[DrawnBatch]):
             "of": [belonging_of(self.replay), belonging_of(self.demos)],
             "replay": self.replay.state_dict(),
             "demos": None if self.demos is None else self.demos.state_dict(),
+            "drawn_demos": rows_state(self._drawn_demos, self.demos),
             "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._samplers],
         }
 
@@ -276,6 +329,8 @@ class BatchSource(Source[DrawnBatch]):
             raise ConfigurationError(
                 f"the state is of a loader with other parts (demos, sampler, demo_sampler: {given}, here {here})"
             )
+        if state.get("drawn_demos") is not None and self.demos is not None:
+            check_rows(state["drawn_demos"], self.demos)
         if "of" not in state:
             return tell_unnamed()
         check_batches(state["batches"], self._told)
@@ -287,6 +342,8 @@ class BatchSource(Source[DrawnBatch]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)  # once more: it is taken up later, in another process maybe
+        drawn = state.get("drawn_demos")
+        self._drawn_demos = None if drawn is None else rows_of(drawn)
         buffers = (self.replay, self.demos)
         for buffer, sampler, of_buffer, chosen in zip(
             buffers, self._samplers, (state["replay"], state["demos"]), state["samplers"], strict=True
@@ -300,25 +357,17 @@ class BatchSource(Source[DrawnBatch]):
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
     """Return the rows whose trajectories can still be read."""
-    there = buffer.readable(drawn.ids)
-    if there.all():
-        return drawn
-    return Drawn(drawn.ids[there], drawn.samples[there], None if drawn.weights is None else drawn.weights[there])
+    there = internals_of(buffer).readable(drawn)
+    return drawn if there.all() else drawn.at(there)
 
 
 def joined(first: Drawn, second: Drawn) -> Drawn:
-    """Return the rows of both; importance weights where both have them."""
+    """Return the rows of both; what only one of them says is not said of all."""
     ids, samples = np.concatenate([first.ids, second.ids]), np.concatenate([first.samples, second.samples])
-    if first.weights is None or second.weights is None:
-        return Drawn(ids, samples)
-    return Drawn(ids, samples, np.concatenate([first.weights, second.weights]))
+    weights = None if first.weights is None or second.weights is None else np.append(first.weights, second.weights)
+    names = None if first.names is None or second.names is None else np.append(first.names, second.names)
+    return Drawn(ids, samples, weights, second.buffer, names)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {join_name(path): value for path, value in walk(values)}
-
-
-def _part(drawn: Drawn, rank: int, world: int) -> Drawn:
-    low, high = (len(drawn) * number // world for number in (rank, rank + 1))
-    weights = None if drawn.weights is None else drawn.weights[low:high]
-    return Drawn(drawn.ids[low:high], drawn.samples[low:high], weights)

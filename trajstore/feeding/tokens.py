@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajstore.arguments import check_instance, whole
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError
 from trajstore.feeding.belonging import (
     belonging_of,
     check_batches,
@@ -34,7 +35,7 @@ from trajstore.feeding.options import (
 from trajstore.feeding.packing import Room, lay_out
 from trajstore.feeding.source import Source, still_there
 from trajstore.sampling.base import Drawn
-from trajstore.sampling.states import check_names, check_state, tensor_of
+from trajstore.sampling.states import check_names, check_state, names_in, tensor_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class _Waiting:
     number: int
     tokens: int
     weight: float | None
+    name: int
+    buffer: str | None
 
 
 class TokenSource(Source[tuple[Drawn, ...]]):
@@ -85,20 +88,28 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._sampler = options.get("sampler")
         check_sampler("sampler", self._sampler, "trajectory")
         self._columns = options.get("columns")
-        self._told = {
-            "tokens": tokens,
-            "layout": self._layout,
-            "batch_size": self._batch_size,
-            "lookahead": self._lookahead,
-            "long": self._long,
-        }
-        """What the sequence of batches depends on besides the draws."""
         self._waiting: list[_Waiting] = []
         self._skipped = 0
 
     @property
+    def _told(self) -> dict[str, Any]:
+        """What the sequence of batches depends on besides the draws."""
+        return {
+            "tokens": self._tokens,
+            "layout": self._layout,
+            "batch_size": self._batch_size,
+            "lookahead": self._lookahead,
+            "long": self._long,
+            "sample_window_size": [self._buffer.sample_window_size],
+        }
+
+    @property
     def closed(self) -> bool:
-        return self._buffer.closed
+        return internals_of(self._buffer).closed
+
+    @property
+    def grows(self) -> bool:
+        return internals_of(self._buffer).grows
 
     def ready(self) -> bool:
         return self._buffer.is_ready(self._min_size)
@@ -145,11 +156,16 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         while (still_wanted := self._lookahead - len(self._waiting)) > 0:
             drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
             drawn = still_there(self._buffer, drawn)
-            lengths = self._buffer.extents(drawn.ids)[0].tolist()
+            try:
+                lengths = internals_of(self._buffer).extents(drawn.ids)[0].tolist()
+            except TrajectoryUnavailableError:  # evicted in this very moment: others are drawn
+                continue
             weights = [None] * len(drawn) if drawn.weights is None else drawn.weights.tolist()
             good = [self._is_fit(number, length) for number, length in zip(drawn.ids.tolist(), lengths, strict=True)]
-            rows = zip(drawn.ids.tolist(), lengths, weights, good, strict=True)
-            self._waiting += [_Waiting(number, length, weight) for number, length, weight, fit in rows if fit]
+            names = np.zeros(len(drawn), np.int64) if drawn.names is None else drawn.names
+            rows = zip(drawn.ids.tolist(), lengths, weights, names.tolist(), strict=True)
+            drawn_now = (_Waiting(*row, drawn.buffer) for row in rows)
+            self._waiting += itertools.compress(drawn_now, good)
             in_vain = 0 if any(good) else in_vain + len(good)
             if in_vain >= _IN_VAIN:
                 raise ConfigurationError(
@@ -192,8 +208,10 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """Return this rank's packs, see :func:`~trajstore.feeding.packing.lay_out`; ``out`` is of no account."""
         packs = []
         for pack in self._part(drawn):
-            rows = self._buffer.token_rows(pack.ids, self._columns)
+            rows = internals_of(self._buffer).token_rows(pack.ids, self._columns)
             try:
+                if not internals_of(self._buffer).readable(pack).all():
+                    raise TrajectoryUnavailableError("other trajectories have the ids of drawn ones since a load")
                 packs.append(lay_out(rows, self._layout, self._pad_id, pack.weights))
             finally:
                 rows.end()
@@ -214,17 +232,13 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def state_dict(self) -> dict[str, Any]:
         return {
             "of": belonging_of(self._buffer),
-            "waiting_names": tensor_of(self._buffer.names_of(self._waiting_ids)),
+            "waiting_names": tensor_of(np.array([one.name for one in self._waiting], np.int64)),
             "buffer": self._buffer.state_dict(),
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
             "waiting": [[one.number, one.tokens, one.weight] for one in self._waiting],
             "skipped": self._skipped,
             "batches": self._told,
         }
-
-    @property
-    def _waiting_ids(self) -> npt.NDArray[np.int64]:
-        return np.array([one.number for one in self._waiting], np.int64)
 
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "samplers" in state:
@@ -240,7 +254,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             return tell_unnamed()
         waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
         then = np.asarray(state["waiting_names"], np.int64)
-        check_names("what waits for a pack", waiting, then, self._buffer.names_of(waiting))
+        check_names("what waits for a pack", waiting, then, internals_of(self._buffer).names_of(waiting))
         return check_belonging("buffer", self._buffer, state["of"])
 
     def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +267,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             self._sampler.load_state_dict(state["sampler"])
         self._buffer.load_state_dict(state["buffer"])
         self._skipped = int(state["skipped"])
-        waiting = [_Waiting(int(number), int(tokens), weight) for number, tokens, weight in state["waiting"]]
+        names = names_in({"names": state.get("waiting_names")}, len(state["waiting"])).tolist()
+        rows = zip(state["waiting"], names, strict=True)
+        waiting = [_Waiting(int(number), int(tokens), weight, name, None) for (number, tokens, weight), name in rows]
         self._waiting = [one for one in waiting if self._is_fit(one.number, one.tokens)]
 
     def figures(self) -> dict[str, float]:
@@ -268,4 +284,6 @@ def _rows(pack: list[_Waiting]) -> Drawn:
     ids = np.array([one.number for one in pack], np.int64)
     known = [one.weight for one in pack if one.weight is not None]
     weights = np.array(known, np.float32) if len(known) == len(pack) else None
-    return Drawn(ids, np.zeros(len(ids), np.int64), weights)
+    names = np.array([one.name for one in pack], np.int64)
+    # Of several buffers the one that was shown first: whoever is not of it has a name.
+    return Drawn(ids, np.zeros(len(ids), np.int64), weights, pack[0].buffer if pack else None, names)

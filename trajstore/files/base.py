@@ -11,7 +11,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import ClassVar, Self
 
 from trajstore.errors import UnsafeContentError
@@ -20,8 +19,8 @@ from trajstore.files.filemap import FileMap
 READ_LIMIT = 16 << 30
 """Bytes of the largest file that :meth:`Directory.read` reads: index and log of some hundred million trajectories."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors that say that there is no space."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that say that there is no space, or none for a file of this size (``ulimit -f``)."""
 
 SEE_VERIFY = "; `trajstore verify` says what else is"
 """How the error ends that tells readers of a file that is missing."""
@@ -74,9 +73,7 @@ class WriterLock(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -200,6 +197,11 @@ class Directory(ABC):
             CorruptStoreError: it is absent, has another size, or is no file.
         """
 
+    @property
+    def copies_files(self) -> bool:
+        """Whether files that are mapped are local copies of what lies elsewhere."""
+        return False
+
     def map_rows(self, name: str, size: int) -> FileMap:
         """Return a file mapped, of which some rows will be read.
 
@@ -210,6 +212,10 @@ class Directory(ABC):
             CorruptStoreError: it is absent, has another size, or is no file (of a partial one, once it is read).
         """
         return self.map(name, size)
+
+    def drop_copies(self, names: Iterable[str]) -> bool:
+        """Throw away local copies of files that were mapped, so that they are fetched anew; False: there are none."""
+        return False
 
     def check(self) -> None:  # noqa: B027  # most cannot be taken away
         """Return if what this writer writes to is still there and still its own.

@@ -119,6 +119,6 @@ class FileMap:
         return np.asarray(self).data if self.nbytes else memoryview(b"")
 
     def __del__(self, munmap: Any = _munmap) -> None:
-        if self.address:
+        if getattr(self, "address", 0):  # 0 or absent: nothing was mapped
             munmap(self.address, self.nbytes)
             self.address = 0

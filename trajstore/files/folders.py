@@ -82,7 +82,7 @@ def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         aside = f".{name}.{uuid.uuid4().hex}.old"
-        parent.rename(name, aside)
+        _step_aside(parent, name, aside)
         try:
             parent.rename(temporary, name)
         except OSError:
@@ -91,6 +91,20 @@ def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
     parent.sync()
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True, dir_fd=parent.number)
+
+
+def _step_aside(parent: HeldFolder, name: str, aside: str) -> None:
+    try:
+        parent.rename(name, aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise OSError(
+            errno.EXDEV,
+            "this folder of a lower layer cannot be replaced by its overlay file system; choose another path, "
+            "or delete the folder first",
+            name,
+        ) from error
 
 
 def exchange(parent: HeldFolder, one: str, other: str) -> bool:

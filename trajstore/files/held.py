@@ -82,7 +82,8 @@ class HeldFolder:
         try:
             return self._open().number
         except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+            number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno  # links in a circle are no folder
+            raise OSError(number, error.strerror, str(self.path)) from None
 
     def is_there(self) -> bool:
         """Return whether the folder is there, and was not removed since it was opened."""

@@ -115,7 +115,7 @@ class ObjectStore:
         """Write an object if it is absent; return whether it was.
 
         Decided by the store itself on S3 (``If-None-Match``) and other backends that know fsspec's mode ``create``;
-        elsewhere by looking first, which two simultaneous callers can both pass.
+        elsewhere by looking first. That check is racy: two callers at once can both pass it.
         """
         fs, root = self._filesystem()
         with self._naming(name):

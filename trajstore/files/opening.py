@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -59,7 +60,7 @@ def directories_above(directory: Directory, **options: Any) -> Iterator[Director
         options: passed on to the fsspec file system.
     """
     if isinstance(directory, LocalDirectory):
-        yield from map(LocalDirectory, directory.path.resolve().parents)
+        yield from map(LocalDirectory, Path(os.path.realpath(directory.path)).parents)
         return
     scheme, _, path = directory.url.rstrip("/").partition("://")
     parts = path.strip("/").split("/")
@@ -69,7 +70,5 @@ def directories_above(directory: Directory, **options: Any) -> Iterator[Director
 
 def nested(one: Directory, other: Directory) -> bool:
     """Return whether two directories are the same, or one lies in the other."""
-    mine, its = (
-        url.rstrip("/") if "://" in url else str(Path(url).resolve()).rstrip("/") for url in (one.url, other.url)
-    )
+    mine, its = (url.rstrip("/") if "://" in url else os.path.realpath(url).rstrip("/") for url in (one.url, other.url))
     return f"{mine}/".startswith(f"{its}/") or f"{its}/".startswith(f"{mine}/")

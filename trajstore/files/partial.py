@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from trajstore import locks
 from trajstore.files.filemap import FileMap, madvise, make_writable, remap
+from trajstore.files.read_cache import usable
 from trajstore.machine_code import kernels
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class PartialMap(FileMap):
     __slots__ = ("_pid", "home", "is_whole", "marks", "name", "there", "users")
 
     def __init__(self, home: PartialMaps, name: str, nbytes: int, folder: Path) -> None:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with usable(folder), tempfile.TemporaryFile(dir=folder) as file:
             file.truncate(nbytes)
             super().__init__(file.fileno(), nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE)
         self.home = home
@@ -150,6 +151,8 @@ class PartialMaps:
         """Bytes that were fetched."""
         self.requests = 0
         """Ranges that were fetched."""
+        self.batches = 0
+        """Batches and trajectories for which something had to be fetched."""
 
     def map(self, name: str, nbytes: int) -> PartialMap:
         """Return a file of which nothing is there yet."""
@@ -225,6 +228,7 @@ class PartialMaps:
                     ) from error
                 self.fetched += len(data)
             self.requests += len(wanted)
+            self.batches += 1
             for one in ordered:
                 self._used[id(one)] = weakref.ref(one)
 

@@ -11,10 +11,11 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trajstore import locks
+from trajstore.errors import ConfigurationError
 from trajstore.files.filemap import FileMap
 
 _PARTIAL = ".part"
@@ -33,7 +34,8 @@ class ReadCache:
     def __init__(self, folder: Path | None, limit: int) -> None:
         self._folder = folder
         self._limit = limit
-        self._temporary: tuple[int, Path] | None = None
+        self._temporary: dict[int, Path] = {}
+        """The folder of each process that has made one: this one's, and of a forked child its parent's."""
         self._mutex = locks.lock("ReadCache._mutex")
         self._downloads: weakref.WeakValueDictionary[str, _Download] = weakref.WeakValueDictionary()
 
@@ -53,8 +55,8 @@ class ReadCache:
             OSError: the download failed, or there is no room for it.
         """
         name = hashlib.sha256(key.encode()).hexdigest()
+        folder = self.open_folder()
         with self._mutex:
-            folder = self.open_folder()
             one = self._downloads.setdefault(name, _Download())
         path = folder / name
         with one.lock:
@@ -67,6 +69,8 @@ class ReadCache:
     def _fetch(self, path: Path, size: int, download: Callable[[Path], None], sequential: bool) -> FileMap:
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
         try:
+            with usable(path.parent):
+                partial.touch()
             download(partial)
             mapped = _map_copy(partial, size, sequential)  # under this name nobody else removes it
             if mapped is None:
@@ -96,16 +100,42 @@ class ReadCache:
                 os.unlink(path)
             total -= size
 
+    def drop(self, key: str) -> None:
+        """Remove a copy; nothing to do if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.open_folder() / hashlib.sha256(key.encode()).hexdigest())
+
     def open_folder(self) -> Path:
-        """Return the folder, made if it is absent."""
+        """Return the folder, made if it is absent.
+
+        Raises:
+            ConfigurationError: it cannot be made.
+        """
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            with usable(self._folder):
+                self._folder.mkdir(parents=True, exist_ok=True)
             return self._folder
-        if self._temporary is None or self._temporary[0] != os.getpid():
-            path = Path(tempfile.mkdtemp(prefix="trajstore-cache-"))
-            self._temporary = (os.getpid(), path)
-            weakref.finalize(self, _remove_folder, path, os.getpid())
-        return self._temporary[1]
+        owner = os.getpid()
+        if owner not in self._temporary:  # without a lock, which a forked child could find taken for ever
+            made = Path(tempfile.mkdtemp(prefix="trajstore-cache-"))
+            weakref.finalize(self, _remove_folder, made, owner)
+            self._temporary.setdefault(owner, made)
+        return self._temporary[owner]
+
+
+@contextlib.contextmanager
+def usable(folder: Path) -> Iterator[None]:
+    """Say of an error that it is the cache's folder that takes no files.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"cache_dir {folder}: takes no copies of what is fetched ({error.strerror}); choose another one"
+        ) from error
 
 
 class _Download:

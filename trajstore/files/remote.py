@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.files.answers import ConflictError
+from trajstore.files.answers import ConflictError, ObjectInfo
 from trajstore.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
 from trajstore.files.filemap import FileMap
 from trajstore.files.holder import LOCK_NAME
@@ -150,10 +150,22 @@ class RemoteDirectory(Directory):
                 raise CorruptStoreError(
                     f"{url}: has {info.size:,} bytes, the index says {size:,}; restore it from a copy"
                 )
-            key = f"{url}\n{info.size}\n{info.version}"
+            key = self._key(name, info)
             return self._cache.map(key, info.size, partial(self._objects.download, name, info.size), sequential)
         except FileNotFoundError as error:
             raise self._gone(name) from error
+
+    def _key(self, name: str, info: ObjectInfo) -> str:
+        return f"{self._objects.url_of(name)}\n{info.size}\n{info.version}"
+
+    @property
+    def copies_files(self) -> bool:
+        return True
+
+    def drop_copies(self, names: Iterable[str]) -> bool:
+        for name in names:
+            self._cache.drop(self._key(name, self._objects.info(check_name(name))))
+        return True
 
     def _gone(self, name: str) -> CorruptStoreError:
         return CorruptStoreError(

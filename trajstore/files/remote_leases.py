@@ -17,6 +17,7 @@ from trajstore.files.holder import LOCK_NAME, holder_document
 from trajstore.files.leases import LEASE_DIGITS, READERS_FOLDER, lease_head, reader_of
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.remote_lock import parse_holder
+from trajstore.interrupts import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class RemoteReaderLease(ReaderLease):
             target=_keep, args=(weakref.ref(self), self._ended, ttl / 3), name="trajstore-reader-lease", daemon=True
         )
         weakref.finalize(self, self._ended.set)
-        thread.start()
+        start_thread(thread)
 
     def look(self) -> None:
         with self._mutex:

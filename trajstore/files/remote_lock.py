@@ -18,6 +18,7 @@ from trajstore.files.answers import ConflictError, Stamped
 from trajstore.files.base import WriterLock
 from trajstore.files.holder import LOCK_NAME, describe_holder, holder_document
 from trajstore.files.object_store import ObjectStore
+from trajstore.interrupts import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class RemoteWriterLock(WriterLock):
     """An object that says who writes, with a heartbeat every third of its time to live; released, it says so.
 
     Each change of it is a conditional PUT, so that of several who find it free one has it, and a holder that wakes up
-    after others took it over cannot take it back by its heartbeat. It is over when its last heartbeat is older
+    after others took it over cannot take it back by its heartbeat. The lock expires when its last heartbeat is older
     than its time to live, by the store's clock (by the clocks of both machines where the store tells no times), or when
     its holder was a process of this machine that is gone.
 
@@ -64,10 +65,10 @@ class RemoteWriterLock(WriterLock):
             time.sleep(min(1.0, ttl / 4))  # others may have found it over, too: the last one to write has it
             self.confirm()
         self._thread = threading.Thread(target=self._keep, name="trajstore-writer-lock", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def check(self) -> None:
-        """Return if the lock is held still as far as this process knows, or was released; one that is late is renewed.
+        """Return if the lock is held still as far as this process knows, or was released. Renews an overdue heartbeat.
 
         Raises:
             WriterFencedError: somebody else has it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -15,10 +15,7 @@ TrainMode = Literal["keep", "discard"]
 """Whether training keeps the experience in the prompt, or discards it."""
 
 RolloutExpMode = Literal["woexp", "all", "mixed"]
-ROLLOUT_EXP_MODES: tuple[RolloutExpMode, ...] = get_args(RolloutExpMode)
-
 SampleExpMode = Literal["allkeep", "alldiscard", "hybrid"]
-SAMPLE_EXP_MODES: tuple[SampleExpMode, ...] = get_args(SampleExpMode)
 
 
 @checked

@@ -17,9 +17,9 @@ from trajstore import locks
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
-from trajstore.guidance.json_http import post_json
+from trajstore.guidance.json_client import JsonClient
 from trajstore.guidance.maker import NOTHING, MakerError, Retrieved
-from trajstore.guidance.summary import text_of
+from trajstore.guidance.summary import text_of, unicode_of
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class EMClient:
         self._rest_until = 0.0
         self._lock = locks.lock("EMClient._lock")
         self._closed = threading.Event()
+        self._http = JsonClient()
 
     def retrieve(self, query: str, k: int, without: Collection[str] = ()) -> Retrieved:
         """Return the up to ``k`` experiences that the service finds; see ``ExperienceMaker``."""
@@ -125,8 +126,9 @@ class EMClient:
         return len(rated)
 
     def close(self) -> None:
-        """Begin nothing more; a call that waits to try again ends at once, one under way at its time-out."""
+        """Begin nothing more, and end what is under way."""
         self._closed.set()
+        self._http.close()
 
     # ---- inside ----
 
@@ -164,7 +166,7 @@ class EMClient:
         for attempt in range(self._retries + 1):
             self._check_open()
             try:
-                answer = post_json(self._url + path, body, timeout)
+                answer = self._http.post(self._url + path, body, timeout)
             except MakerError as error:
                 again = error.kind in _RETRIED and attempt < self._retries
                 if again and not self._closed.wait(self._backoff * 2**attempt):
@@ -199,11 +201,12 @@ def _memories(answer: Mapping[str, Any], k: int, without: Collection[str]) -> Re
     names: list[str] = []
     for memory in memories:
         content = memory.get("content") if isinstance(memory, Mapping) else None
-        name = str(memory.get("memory_id") or "") if isinstance(memory, Mapping) else ""
+        name = unicode_of(str(memory.get("memory_id") or "")) if isinstance(memory, Mapping) else ""
         if not isinstance(content, str) or not content.strip() or (name and name in without) or len(parts) == k:
             continue
         when = memory.get("when_to_use")
-        parts.append(f"Memory {len(parts) + 1} :\n When to use: {when}\n Content: {content}")
+        said = f" When to use: {when}\n" if isinstance(when, str) and when.strip() else ""
+        parts.append(f"Memory {len(parts) + 1} :\n{said} Content: {content}")
         names.append(name)
     return Retrieved("\n\n".join(parts), tuple(names)) if parts else NOTHING
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
+from trajstore.closing import Closing
 from trajstore.errors import ConfigurationError
 from trajstore.guidance.experience import Experience
-from trajstore.guidance.json_http import post_json
+from trajstore.guidance.json_client import JsonClient
 from trajstore.guidance.maker import MakerError
 from trajstore.guidance.summary import query_of, text_of
 from trajstore.trajectory import AgentTrajectory
@@ -26,7 +27,7 @@ _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 
 @checked
-class EndpointSummarizer:
+class EndpointSummarizer(Closing):
     """One experience for each task, written by a language model.
 
     Args:
@@ -57,6 +58,7 @@ class EndpointSummarizer:
             raise ConfigurationError(f"base_url: {base_url!r}, must begin with http:// or https://")
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._model = model
+        self._http = JsonClient()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._prompt = prompt
         self._timeout = seconds("timeout", timeout)
@@ -81,7 +83,7 @@ class EndpointSummarizer:
             "messages": [{"role": "user", "content": f"{self._prompt}\n\n{tries}"}],
             "stream": False,
         }
-        said = self._answer(post_json(self._url, asked, self._timeout, self._headers))
+        said = self._answer(self._http.post(self._url, asked, self._timeout, self._headers))
         best = rated[0][1]
         return [
             Experience(
@@ -93,6 +95,10 @@ class EndpointSummarizer:
                 sources=tuple(one.rollout_id for _, one in shown),
             )
         ]
+
+    def close(self) -> None:
+        """End a call that is under way, and refuse others."""
+        self._http.close()
 
     def _text(self, rollout: AgentTrajectory) -> str:
         text = "\n".join(f"{message.get('role')}: {text_of(message)}" for message in rollout.messages)
@@ -106,6 +112,7 @@ class EndpointSummarizer:
             result = {key: said[key] for key in ("when_to_use", "experience")}
             if not all(isinstance(value, str) and value.strip() for value in result.values()):
                 raise ValueError("when_to_use and experience must be texts")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            "".join(result.values()).encode()  # halves of surrogate pairs are no text
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
             raise MakerError("garbage", f"{self._url}: the answer holds no experience: {error!r}") from error
         return result

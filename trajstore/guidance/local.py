@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from trajstore import locks
 from trajstore.arguments import whole
 from trajstore.checked import checked
+from trajstore.closing import Closing
 from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
 from trajstore.experience import MemoryStore, PoolStore
 from trajstore.guidance.experience import Experience
@@ -37,9 +38,6 @@ class LocalMaker:
         store: where experiences are kept; in memory if ``None``. It may hold other trajectories, which are left alone.
         summarizer: makes experiences of the rollouts of one task.
         present: makes the text for the template of the experiences found.
-
-    Raises:
-        MissingDependencyError: bm25s is not installed.
     """
 
     def __init__(
@@ -136,7 +134,9 @@ class LocalMaker:
         return len(kept)
 
     def close(self) -> None:
-        """Take nothing more. The store belongs to whoever opened it."""
+        """Take nothing more, and close the summarizer if it can be. The store belongs to whoever opened it."""
+        if isinstance(self._summarizer, Closing):
+            self._summarizer.close()
         with self._adding:
             self._closed = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -20,14 +20,14 @@ from trajstore.guidance.allocation import (
     allocate_train_mode,
 )
 from trajstore.guidance.updates import UpdateQueue
+from trajstore.settings import Settings
 from trajstore.trajectory import AgentTrajectory
 
 RolloutMode = Literal["sample", "validate"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
-class AllocationRules:
+class AllocationRules(Settings):
     """What is guided and what is kept; see :mod:`trajstore.guidance.allocation`.
 
     Attributes:
@@ -45,13 +45,9 @@ class AllocationRules:
 
     train_rollout_expmode: RolloutExpMode = "mixed"
     val_rollout_expmode: RolloutExpMode = "woexp"
-    rollout_expratio: float = 0.0
+    rollout_expratio: Annotated[float, share] = 0.0
     train_sample_expmode: SampleExpMode = "alldiscard"
-    train_sample_keepratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("rollout_expratio", "train_sample_keepratio"):
-            share(name, getattr(self, name))
+    train_sample_keepratio: Annotated[float, share] = 1.0
 
 
 @checked

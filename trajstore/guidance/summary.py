@@ -79,6 +79,11 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def unicode_of(text: str) -> str:
+    """Return a text that UTF-8 can hold: halves of surrogate pairs, which JSON lets through, are U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 @checked
 class ExtractiveSummarizer:
     """One experience for each task: the replies of its shortest success, and those of a failure to avoid.

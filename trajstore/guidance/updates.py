@@ -1,21 +1,20 @@
-"""Rollouts on their way to the maker of experience: a bounded queue and one thread. Training never waits for it."""
+"""Rollouts on their way to the maker of experience: a bounded queue and some threads. Training never waits for it."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
 
 from trajstore import locks
 from trajstore.arguments import seconds, whole
 from trajstore.checked import checked
-from trajstore.errors import InvalidTrajectoryError
 from trajstore.guidance.context import ExperienceTemplate
 from trajstore.guidance.maker import ExperienceMaker, MakerError
 from trajstore.guidance.summary import by_task, unguided
 from trajstore.guidance.trouble import Trouble
+from trajstore.interrupts import start_thread
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -29,6 +28,7 @@ class UpdateQueue:
         maker: makes experiences of them.
         capacity: steps that may wait; what comes when they do is dropped, counted and logged.
         batch_size: rollouts in a call of the maker, roughly: a task's rollouts stay together.
+        workers: calls at the same time. With 1 experiences come in the order of the rollouts.
         template: taken out of messages of which it is not recorded what was put in.
     """
 
@@ -38,19 +38,23 @@ class UpdateQueue:
         *,
         capacity: int = 4,
         batch_size: int = 8,
+        workers: int = 1,
         template: ExperienceTemplate | None = None,
     ) -> None:
         self._maker = maker
+        self._capacity = whole("capacity", capacity, 1)
         self._batch_size = whole("batch_size", batch_size, 1)
+        self._workers = whole("workers", workers, 1)
         self._template = template
-        self._waiting: queue.Queue[list[AgentTrajectory] | None] = queue.Queue(whole("capacity", capacity, 1))
+        self._steps: deque[list[AgentTrajectory]] = deque()
+        self._batches: deque[list[AgentTrajectory]] = deque()
         self._trouble = Trouble("summarizing rollouts")
         self._figures = {"submitted": 0, "dropped": 0, "summarized": 0, "made": 0}
         self._busy = 0
         self._idle = locks.condition("UpdateQueue._idle")
         self._dropping = False
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def submit(self, rollouts: Sequence[AgentTrajectory]) -> bool:
         """Take rollouts, to be summarized soon; return False if they were dropped because too much waits.
@@ -60,59 +64,53 @@ class UpdateQueue:
         with self._idle:
             if self._closing:
                 return False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="guidance-updates", daemon=True)
-                self._thread.start()
-            try:
-                self._waiting.put_nowait(list(rollouts))
-            except queue.Full:
+            if len(self._steps) == self._capacity:
                 self._figures["dropped"] += len(rollouts)
                 if not self._dropping:
                     logger.warning(
                         "guidance: summaries take longer than steps: the %d rollouts of this one give no experience,"
-                        " and so it goes on until there is room again (guidance/update/dropped counts)",
+                        " and so it goes on until there is room again (guidance/update/dropped counts); more"
+                        " experience_maker.summary_workers may keep up",
                         len(rollouts),
                     )
                 self._dropping = True
                 return False
+            if not self._threads:
+                for number in range(self._workers):
+                    thread = threading.Thread(target=self._run, name=f"guidance-updates-{number}", daemon=True)
+                    self._threads.append(thread)
+                    start_thread(thread)
             self._dropping = False
             self._figures["submitted"] += len(rollouts)
-            self._busy += 1
+            self._steps.append(list(rollouts))
+            self._idle.notify_all()
             return True
 
     def wait(self, timeout: float) -> bool:
         """Return whether everything submitted was summarized, or failed, within ``timeout`` seconds."""
         seconds("timeout", timeout)
         with self._idle:
-            return self._idle.wait_for(lambda: self._busy == 0, timeout)
+            return self._idle.wait_for(lambda: not (self._busy or self._batches or self._steps), timeout)
 
     def close(self, timeout: float = 10.0) -> None:
         """Take nothing more, and wait up to ``timeout`` seconds for what is under way; log what was not summarized."""
         seconds("timeout", timeout)
         with self._idle:
             already, self._closing = self._closing, True
-            thread = self._thread
-        if already or thread is None:
-            return
-        end = time.monotonic() + timeout
-        self.wait(timeout)
-        left = 0
-        while True:
-            try:
-                held = self._waiting.get_nowait()
-            except queue.Empty:
-                break
-            left += len(held or ())
-        self._waiting.put(None)
-        thread.join(max(end - time.monotonic(), 0.0))
-        with self._idle:
+            self._idle.wait_for(lambda: not (self._busy or self._batches or self._steps), timeout)
+            left = sum(map(len, [*self._steps, *self._batches]))
+            self._steps.clear()
+            self._batches.clear()
             self._figures["dropped"] += left
-        if left or thread.is_alive():
+            running = self._busy
+            self._idle.notify_all()
+        if not already and (left or running):
             logger.warning(
-                "guidance: closed after %.0f s with %d rollouts not summarized%s",
+                "guidance: closed after %.0f s with %d rollouts not summarized, and %d summaries under way, which are"
+                " left to themselves",
                 timeout,
                 left,
-                ", and one summary under way, which is left to itself" if thread.is_alive() else "",
+                running,
             )
 
     def metrics(self) -> dict[str, float]:
@@ -124,22 +122,33 @@ class UpdateQueue:
         return figures
 
     def _run(self) -> None:
-        while (held := self._waiting.get()) is not None:
+        while True:
+            with self._idle:
+                self._idle.wait_for(lambda: self._closing or self._batches or self._steps)
+                if not self._batches and not self._steps:
+                    return
+                is_step = not self._batches
+                held = self._steps.popleft() if is_step else self._batches.popleft()
+                self._busy += 1
+            batches: list[list[AgentTrajectory]] = []
             try:
-                for batch in self._batches(held):
-                    self._summarize(batch)
+                if is_step:
+                    batches = self._in_batches(held)
+                else:
+                    self._summarize(held)
             finally:
                 with self._idle:
+                    self._batches += batches
                     self._busy -= 1
                     self._idle.notify_all()
 
-    def _batches(self, rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
+    def _in_batches(self, rollouts: Sequence[AgentTrajectory]) -> list[list[AgentTrajectory]]:
         plain = []
         for one in rollouts:
             try:
                 plain.append(unguided(one, self._template))
-            except InvalidTrajectoryError as error:
-                self._trouble.failed(MakerError("garbage", f"rollout {one.rollout_id!r}: {error}"))
+            except Exception as error:  # messages are anybody's; one rollout does not cost the others their summary
+                self._trouble.failed(MakerError("garbage", f"rollout {one.rollout_id!r}: {error!r}"))
         batches: list[list[AgentTrajectory]] = []
         for held in by_task(plain):
             if batches and len(batches[-1]) + len(held) <= self._batch_size:
@@ -154,7 +163,7 @@ class UpdateQueue:
         except MakerError as error:
             self._trouble.failed(error)
             return
-        except Exception as error:  # a maker is anybody's code; the thread must live on, and the cause be told
+        except Exception as error:  # a maker is anybody's code; a thread must live on, and the cause be told
             logger.exception("guidance: a summary failed")
             self._trouble.failed(MakerError("failed", repr(error)))
             return

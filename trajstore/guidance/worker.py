@@ -13,11 +13,12 @@ from trajstore import locks
 from trajstore.arguments import whole
 from trajstore.checked import checked
 from trajstore.errors import InvalidTrajectoryError
+from trajstore.experience.control_tokens import ControlTokens
 from trajstore.guidance.allocation import TrainMode
 from trajstore.guidance.context import ExperienceTemplate, Insertion, put_in, take_out
 from trajstore.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved
 from trajstore.guidance.metadata import Guidance
-from trajstore.guidance.summary import text_of
+from trajstore.guidance.summary import text_of, unicode_of
 from trajstore.guidance.trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class ExperienceWorker:
         template: the text around it.
         retrieve_top_k: experiences asked for.
         retired: names of experiences that are not asked for.
+        control: tokens that must not stand in an experience; ``None`` = not known, and nothing is changed.
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class ExperienceWorker:
         template: ExperienceTemplate,
         retrieve_top_k: int = 3,
         retired: Collection[str] = (),
+        control: ControlTokens | None = None,
     ) -> None:
         self._maker = maker
         self._template = template
         self._k = whole("retrieve_top_k", retrieve_top_k, 1)
         self.retired: Collection[str] = retired
         """Names of experiences that are not asked for; may be set anew at any time."""
+        self._control = control
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
         self._no_place: Counter[str] = Counter()
@@ -85,7 +89,8 @@ class ExperienceWorker:
     ) -> list[dict[str, Any]]:
         """Return the messages to send to the model: with experience in front of the last one if there is some for it.
 
-        Where nothing is found, or the maker fails, they are as they were; that is counted and logged.
+        What is put in is Unicode without control tokens, whatever was found. Where nothing is found, the maker fails,
+        or what was found cannot be put in, they are as they were; that is counted and logged.
 
         Args:
             messages: of the conversation so far; not changed.
@@ -98,6 +103,7 @@ class ExperienceWorker:
         if not found.text:
             return unchanged
         try:
+            found = self._harmless(found)
             changed, insertion = put_in(messages, self._template.fill(found.text))
         except InvalidTrajectoryError as error:
             self._count("no_place")
@@ -147,12 +153,33 @@ class ExperienceWorker:
             self._count("nothing_found")
         return found
 
+    def _harmless(self, found: Retrieved) -> Retrieved:
+        """Return what was found without halves of characters and control tokens; both are counted.
+
+        Raises:
+            InvalidTrajectoryError: control tokens cannot be taken out of it.
+        """
+        text, apart = unicode_of(found.text), 0
+        self._count("cleaned", int(text != found.text))
+        if self._control is not None:
+            text, apart = self._control.taken_out(text)
+        if apart and self._count("control_tokens", apart) == apart:
+            logger.warning(
+                "guidance: an experience holds names of control tokens; in these a space is put behind the first"
+                " character (guidance/retrieve/control_tokens counts them): %r",
+                found.text[:200],
+            )
+        return Retrieved(text, tuple(map(unicode_of, found.names)))
+
     def metrics(self) -> dict[str, float]:
-        """Return figures since the beginning: rollouts guided, queries that found nothing, failures by kind."""
+        """Return figures since the beginning: rollouts guided, queries that found nothing, failures by kind.
+
+        ``cleaned`` are experiences with halves of characters, ``control_tokens`` names of control tokens in them.
+        """
         with self._lock:
             figures = {
                 f"guidance/retrieve/{name}": float(self._counts[name])
-                for name in ("guided", "nothing_found", "no_place")
+                for name in ("guided", "nothing_found", "no_place", "cleaned", "control_tokens")
             }
         for kind, count in self._trouble.counts().items():
             figures[f"guidance/retrieve/failed/{kind}"] = float(count)
@@ -173,6 +200,7 @@ class ExperienceWorker:
                 count,
             )
 
-    def _count(self, name: str) -> None:
+    def _count(self, name: str, more: int = 1) -> int:
         with self._lock:
-            self._counts[name] += 1
+            self._counts[name] += more
+            return self._counts[name]

@@ -131,7 +131,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         )
         unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
         copied = _copy(place.url, to, lost, progress, strict=False, unwritten=unwritten)
-        copied.problems = [_told(problem, place.url) for problem in found.problems]
+        copied.problems = [told(problem, place.url) for problem in found.problems]
         copied.uncounted = any(problem.uncounted for problem in found.problems)
         copied.notes = found.notes
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
@@ -196,7 +196,7 @@ def _put_empty(rank: str, why: str, result: Copied) -> None:
     result.problems.append(f"{why}; an empty store takes its place")
 
 
-def _told(problem: Problem, url: str) -> str:
+def told(problem: Problem, url: str) -> str:
     """Return a sentence on damage that names its file once; the store's own path is written before it."""
     text = without_advice(problem.message).removeprefix(f"{url}/").removeprefix(f"{url}: ")
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
@@ -213,10 +213,8 @@ def _copy(
 ) -> Copied:
     """Copy one store; ``unwritten`` are left out of it without a loss: RLinf lists them, but draws none either."""
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False, verify_shards=True) as reader:
-        # Not ranks beside it: they are copied one by one.
-        before = reader._load(
-            LoadRequest(open_directory(source), None, strict, None, alone=True, quiet=strict is False)
-        )
+        directory = open_directory(source)  # without ranks beside it: they are copied one by one
+        before = reader._load(LoadRequest(directory, None, strict, None, united={0: directory}, quiet=strict is False))
         shown = set(reader.trajectory_ids.tolist())
         reader.evict([number for number in lost if number in shown])
         reader.save_checkpoint(target)

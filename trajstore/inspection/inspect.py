@@ -19,6 +19,7 @@ from trajstore.errors import CorruptStoreError, StoreError
 from trajstore.files.base import Directory, Reader
 from trajstore.files.leases import READERS_FOLDER
 from trajstore.formats.base import SHARDS_FOLDER
+from trajstore.inspection.late_values import waiting_values
 from trajstore.inspection.live import announced, needed_now
 from trajstore.inspection.measure import measure as measure_trajectories
 from trajstore.inspection.mirrors import mirror_report
@@ -59,14 +60,15 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         progress: told how many of these have been read.
 
     Returns:
-        ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they
-        are known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or
-        not), ``mirror`` (what its mirror has, None if it has none), ``readers`` (who shows which generation now),
-        ``saved_points``, ``aside`` (what rollbacks set aside), ``pins`` (names), ``stores`` (``"shared"``: one store,
-        from which all ranks draw; ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``,
-        ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R)
-        of agent trajectories, ``response_tokens_known`` (of how many R is known), ``pool`` (of an experience pool's
-        store; then the figures are of its trajectories), ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``,
+        ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they are
+        known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or not),
+        ``mirror`` (what its mirror has, None if it has none), ``readers`` (who shows which generation now), ``waiting``
+        (values that came late and are not taken in yet: ``files``, ``values``, ``refused``, and whether the store is
+        ``written`` now; None for none), ``saved_points``, ``aside`` (what rollbacks set aside), ``pins`` (names),
+        ``stores`` (``"shared"``: one store, from which all ranks draw; ``"per_rank"``: one of the ``rank_*`` stores of
+        a run), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
+        agent trajectories, ``response_tokens_known`` (of how many R is known), ``pool`` (of an experience pool's store;
+        then the figures are of its trajectories), ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``,
         ``integrity``. What is not known is None or absent, never 0. A folder has ``parts``, a report each, what they
         add up to, and ``run_points`` (saved points by step, with the ranks that lack each). One with ``rank_*`` has
         ``ranks`` (how many), ``opened`` (trajectories that opening it shows) and ``beside`` (folders with stores that
@@ -126,10 +128,20 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "episodes": merge_episodes([part.get("episodes") for part in parts]),
         "agents": merge_agents([part.get("agents") for part in parts]),
         "policy": merge_policies([part.get("policy") for part in parts]),
+        "waiting": _waiting(parts),
         "run_points": run_points_report(parts),
         "integrity": {"problems": problems},
         "parts": parts,
     }
+
+
+def _waiting(parts: Sequence[Report]) -> Report | None:
+    """Return the values that wait in the inboxes of all parts; a part is written if each that has some is."""
+    found = [part["waiting"] for part in parts if part.get("waiting")]
+    if not found:
+        return None
+    counts: Report = {name: sum(one[name] for one in found) for name in ("files", "values", "refused")}
+    return counts | {"written": all(one["written"] for one in found)}
 
 
 def _shown(place: Place, parts: Sequence[Report]) -> Report:
@@ -222,6 +234,8 @@ def _report(
     responses = np.concatenate([index["extra"][with_response], response_lengths])
     integrity = _integrity(catalog, sizes)
     integrity["problems"][:0] = [str(one).removeprefix(f"{directory.url}/") for one in damage]
+    late = waiting_values(catalog)
+    integrity["problems"] += [f"{name}: {text}" for name, text in late.problems()]
     return {
         "kind": "store",
         "path": directory.url,
@@ -242,6 +256,7 @@ def _report(
         "shards": int(catalog.needed_shards().sum()),
         "pinned": len(catalog.pinned),
         **points_report(catalog),
+        "waiting": late.to_json() if late.files else None,
         "next_id": catalog.next_id,
         "columns": _columns(catalog),
         "steps": range_of(index["steps"][of_steps]),
@@ -301,7 +316,7 @@ def _ids(ids: npt.NDArray[np.int64]) -> Report | None:
 def _policy(index: TrajectoryIndex, counted: npt.NDArray[np.bool_]) -> Report:
     known = counted & (index["version_low"] != UNKNOWN_VERSION)
     lows, highs = index["version_low"][known], index["version_high"][known]
-    weights = [index.weights[number] for number in np.unique(index["weights"]).tolist()]
+    weights = [index.texts[number] for number in np.unique(index["weights"]).tolist()]
     return policy_report(lows, highs, weights, unknown=int((counted & ~known).sum()))
 
 

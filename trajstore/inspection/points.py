@@ -70,7 +70,7 @@ def roll_back(path: str | Path, step: int, *, aside: bool = True, dry_run: bool 
         StoreWriteError: it could not be written.
     """
     place = find_place(path)
-    stores = _stores(place)
+    stores = stores_of(place)
     plans = [_planned(one, step, aside, len(stores)) for one in stores]  # first: a run goes back whole or not at all
     if not dry_run:
         for one in stores:
@@ -110,7 +110,12 @@ def take_back(path: str | Path, name: str, *, dry_run: bool = False) -> int:
         return points.take_back(name)
 
 
-def _stores(place: Place) -> list[Place]:
+def stores_of(place: Place) -> list[Place]:
+    """Return the stores at a place that is changed whole or not at all: it, or those of a run, none of which lacks.
+
+    Raises:
+        ConfigurationError: it is no store of trajstore, or a run of which a rank lacks or is none.
+    """
     if place.kind == "store":
         return [place]
     stores = [part for part in place.parts if part.kind == "store"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,9 @@ class _Documents:
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         return self._read(self._index.position_of(trajectory_id))
+
+    def outcomes_given(self) -> Mapping[int, float]:
+        return {}  # outcomes are not looked at
 
     def ids(self) -> list[int]:
         return [int(number) for number in self._index["trajectory_id"]]

@@ -14,12 +14,14 @@ from trajstore.buffer.checkpoint import CheckpointState
 from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError
 from trajstore.files.base import SEE_VERIFY, Directory
+from trajstore.files.holder import LOCK_NAME
 from trajstore.formats.base import SHARDS_FOLDER
+from trajstore.inspection.late_values import waiting_in_words, waiting_values
 from trajstore.inspection.live import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.inspection.shard_damage import damage_in
 from trajstore.inspection.verification import Problem, Verification, problem_of
 from trajstore.reading.shard_access import ShardAccess
-from trajstore.store.catalog import Catalog
+from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import decode_lines, ranges_of
 from trajstore.store.lost_records import Damage
@@ -59,6 +61,17 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
         _check_shards(catalog, result, progress)
         _check_unnamed(catalog, result)
         _check_torn_tail(catalog, result)
+        _check_fences(catalog, result)
+        _check_inbox(catalog, result)
+        _check_lock(directory, result)
+
+
+def _check_inbox(catalog: Catalog, result: Verification) -> None:
+    """Tell of values that no writer has taken in yet, and of files that none can take in."""
+    found = waiting_values(catalog)
+    result.problems += [Problem(name, text) for name, text in found.problems()]
+    if said := waiting_in_words(found.to_json()):
+        result.notes.append(f"values that came late wait: {said}")
 
 
 def _open(directory: Directory, result: Verification) -> Catalog:
@@ -121,12 +134,37 @@ def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
         result.notes.append(f"{catalog.segment}: {catalog.segment_torn:,} bytes of an interrupted commit at its end")
 
 
+def _check_fences(catalog: Catalog, result: Verification) -> None:
+    """Check the segments that stay in an object store though the index has what they say."""
+    for first, name in log_segments(catalog.directory):
+        if first in catalog.fences and first <= catalog.snapshot_generation:
+            try:
+                tail = decode_lines(catalog.directory.read(name), f"{catalog.directory.url}/{name}")
+                whole = not tail.torn and [record.get("generation") for record in tail.records] == [first]
+            except FileNotFoundError:  # a live writer has let go of the oldest
+                continue
+            except CorruptStoreError:
+                whole = False
+            if not whole:
+                result.problems.append(Problem(name, "the record is damaged; nothing is lost, for the index has it"))
+
+
 def _is_cut_short(data: bytes, offset: int) -> bool:
     """Return whether these are the first bytes of a record, or sectors that never reached the disk (zeros)."""
     zeros = len(data) - len(data.lstrip(b"\0"))
     if zeros:
         return zeros == len(data) or (offset + zeros) % _SECTOR == 0
     return _BEGINNING.match(data) is not None
+
+
+def _check_lock(directory: Directory, result: Verification) -> None:
+    """Tell what stands in the place of the lock's file: no writer could open the store."""
+    try:
+        directory.size(LOCK_NAME)
+    except FileNotFoundError:
+        return
+    except CorruptStoreError as error:
+        result.problems.append(Problem(LOCK_NAME, f"{error}; no writer can open the store until it is removed"))
 
 
 def check_state(file: str, values: Mapping[str, Any], result: Verification) -> None:
@@ -154,7 +192,9 @@ def _check_named(catalog: Catalog, name: str, result: Verification) -> None:
         if name in {head.name for head in catalog.unfinished_asides()}:
             result.notes.append(f"the pin {name!r} is of a rollback that did not happen; the next writer removes it")
         else:
-            result.problems.append(Problem(pin_name(name), text))
+            # Ids that the store has not given yet, as far as it knows: the commits that did are lost, perhaps more.
+            uncounted = int(catalog.pins.heads[name].ids[:, 1].max()) >= catalog.next_id
+            result.problems.append(Problem(pin_name(name), text, uncounted=uncounted))
 
 
 def _check_saved_states(catalog: Catalog, result: Verification) -> None:

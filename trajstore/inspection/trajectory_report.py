@@ -11,18 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.columns.schema import DOCUMENT
-from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, listed
+from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.experience.tokenizers import tokenizer_at
-from trajstore.files.base import Directory
-from trajstore.inspection.live import announced, needed_now
 from trajstore.inspection.measure import turns_of
+from trajstore.inspection.single import read_single
 from trajstore.inspection.statistics import sampled_rows, tensor_report
-from trajstore.reading.places import find_place
-from trajstore.reading.shard_access import ShardAccess
-from trajstore.store.catalog import Catalog
-from trajstore.store.salvage import open_leniently
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.store.notes import Note
+from trajstore.store.run_ids import shown_id
+from trajstore.trajectory import AgentTrajectory
 
 Report = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -34,16 +30,22 @@ _WORDS = ("task_id", "data_id", "rollout_id", "query", "policy_version", "is_ter
 
 
 def inspect_trajectory(
-    path: str | Path, trajectory_id: int, sample: int | None = None, tokenizer: str | Path | None = None
+    path: str | Path,
+    trajectory_id: int | str,
+    sample: int | None = None,
+    tokenizer: str | Path | None = None,
+    *,
+    tokens: bool = False,
 ) -> Report:
-    """Return a report on one trajectory of a store, or on one of its samples.
+    """Return a report on one trajectory of a store or a run directory, or on one of its samples.
 
     Args:
-        path: local path or URL of a store.
-        trajectory_id: its id.
+        path: local path or URL.
+        trajectory_id: its id; of a run directory as a number, or as it is shown (``"3/17"``: 17 of rank 3).
         sample: number of a transition, ``t * B + b`` (step), or of a token (agent).
         tokenizer: folder or name of the tokenizer with which tokens of an agent trajectory are told as text. None: the
             folder that ``metadata["tokenizer"]`` names, if it is on this machine.
+        tokens: also return every token of a rollout with what belongs to it, by column: ``{"tokens_by_column": ...}``.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id.
@@ -51,30 +53,27 @@ def inspect_trajectory(
         MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
         CorruptStoreError: the trajectory, or the index, is damaged.
     """
-    place = find_place(path)
-    if place.kind != "store":
-        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
-        folder = "a run directory" if place.rank_names else "a folder"
-        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
-        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
-    catalog, position, trajectory, columns = _read(place.directory, trajectory_id)
-    entry = catalog.index.entry(position)
-    shard = catalog.index.at("shard", position)
-    tensors = {name: tensor for name, tensor in columns.items() if name != DOCUMENT}
+    found = read_single(path, trajectory_id)
+    number, entry, trajectory, tensors = found.trajectory_id, found.entry, found.trajectory, found.tensors
     report: Report = {
-        "path": place.url,
-        "trajectory_id": trajectory_id,
+        "path": found.url,
+        "trajectory_id": number,
         "uuid": entry.uuid,
-        "kind": catalog.shards.schema(int(shard)).kind,
-        "shard": catalog.shards.manifest(shard).files[0].name,
+        "kind": found.kind,
+        "shard": found.shard,
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
+        "notes": [note_report(note) for note in found.notes],
     }
     if isinstance(trajectory, AgentTrajectory):
-        decode = _decoder(trajectory, tokenizer)
+        decode = decoder(trajectory, tokenizer)
         if sample is not None:
-            return report | _token(trajectory, trajectory_id, tensors, sample, decode)
+            return report | _token(trajectory, number, tensors, sample, decode)
         report |= _agent_report(trajectory, decode)
+        if tokens:
+            report["tokens_by_column"] = _tokens_by_column(trajectory, tensors, decode)
+    elif tokens:
+        raise ConfigurationError(f"{path}: trajectory {shown_id(number)} is no rollout and has no tokens")
     else:
         steps, batch = entry.extent.steps, entry.extent.batch
         report |= {
@@ -84,39 +83,14 @@ def inspect_trajectory(
             "max_episode_length": entry.max_episode_length or None,
         }
         if sample is not None:
-            return report | _sample(trajectory_id, tensors, steps, batch, sample)
+            return report | _sample(number, tensors, steps, batch, sample)
     return report | {"columns": [tensor_report(*item) for item in tensors.items()]}
-
-
-def _read(directory: Directory, trajectory_id: int) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
-    """Return a trajectory of a store that may be written, its columns, and where in which catalog it was found.
-
-    Raises:
-        TrajectoryUnavailableError: no trajectory has this id, or none any more.
-        CorruptStoreError: it is damaged.
-    """
-    with announced(directory) as lease:
-        while True:
-            catalog, _ = open_leniently(directory)
-            lease.settle(catalog.generation)
-            position = catalog.index.position_of(trajectory_id)
-            access = ShardAccess(catalog)
-            try:
-                trajectory = access.trajectory(catalog.index, position)
-                return catalog, position, trajectory, access.columns(catalog.index, position)
-            except CorruptStoreError:  # evicted or moved since, if no file that is needed now is missing
-                files = {file.name for file in catalog.shards.manifest(catalog.index.at("shard", position)).files}
-                _, needed = needed_now(directory)
-                if files & needed:
-                    raise
-            finally:
-                access.close()
 
 
 def _sample(trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, batch: int, sample: int) -> Report:
     if not 0 <= sample < steps * batch:
         last = steps * batch - 1
-        raise ConfigurationError(f"sample {sample}: trajectory {trajectory_id} has the samples 0 to {last}")
+        raise ConfigurationError(f"sample {sample}: trajectory {shown_id(trajectory_id)} has the samples 0 to {last}")
     step, environment = divmod(sample, batch)
     values = {name: _value(sampled_rows(tensor, steps, name)[step, environment]) for name, tensor in tensors.items()}
     return {"sample": sample, "step": step, "environment": environment, "values": values}
@@ -180,9 +154,8 @@ def _token(
 ) -> Report:
     count = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
     if not 0 <= token < count:
-        raise ConfigurationError(
-            f"sample {token}: trajectory {number} has {f'the tokens 0 to {count - 1}' if count else 'no tokens'}"
-        )
+        there = f"the tokens 0 to {count - 1}" if count else "no tokens"
+        raise ConfigurationError(f"sample {token}: trajectory {shown_id(number)} has {there}")
     start = trajectory.response_start
     values = {}
     for name, tensor in tensors.items():
@@ -194,17 +167,57 @@ def _token(
     return {"token": token, "tokens": count, "part": part["part"], "text": text, "values": values}
 
 
+def _tokens_by_column(
+    trajectory: AgentTrajectory, tensors: dict[str, torch.Tensor], decode: Decode | None
+) -> dict[str, list[Any]]:
+    """Return the part, the text and every value of each token; None where a token has none."""
+    count = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
+    start = count if trajectory.response_start is None else trajectory.response_start
+    found: dict[str, list[Any]] = {"part": []}
+    for part in token_parts(trajectory):
+        found["part"] += [part["part"]] * part["tokens"]
+    if decode is not None:
+        found["text"] = [decode(_ids(trajectory, at, at + 1)) for at in range(count)]
+    for name, tensor in tensors.items():
+        before = 0 if len(tensor) == count else start
+        if tensor.ndim == 1 and before + len(tensor) <= count:
+            found[name] = [None] * before + _value(tensor) + [None] * (count - before - len(tensor))
+    return found
+
+
+def note_report(note: Note) -> Report:
+    """Return a value that came late as JSON values."""
+    return {"name": note.name, "value": note.value, "who": note.who, "time": note.time, "in_force": note.in_force}
+
+
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:
     ids: list[int] = [] if trajectory.input_ids is None else trajectory.input_ids[first:end].tolist()
     return ids
 
 
-def _decoder(trajectory: AgentTrajectory, tokenizer: str | Path | None) -> Decode | None:
-    """Return what makes text of tokens; None if no tokenizer is known."""
+def tokenizer_of(trajectory: AgentTrajectory) -> str | None:
+    """Return the folder of the tokenizer that a trajectory names, if it is on this machine.
+
+    What a store names is looked up here alone, never fetched.
+    """
     recorded = trajectory.metadata.get(TOKENIZER_KEY)
-    name = str(tokenizer) if tokenizer is not None else recorded
-    if not isinstance(name, str) or (tokenizer is None and not Path(name).is_dir()):
-        return None  # what a store names is looked up on this machine alone, never fetched
+    return recorded if isinstance(recorded, str) and Path(recorded).is_dir() else None
+
+
+def decoder(trajectory: AgentTrajectory, tokenizer: str | Path | None) -> Decode | None:
+    """Return what makes text of the tokens of a trajectory; None if no tokenizer is known.
+
+    Args:
+        trajectory: may name a tokenizer.
+        tokenizer: folder or name of another one.
+
+    Raises:
+        ConfigurationError: the one that was given cannot be loaded.
+        MissingDependencyError: it was given, and ``transformers`` is not installed.
+    """
+    name = str(tokenizer) if tokenizer is not None else tokenizer_of(trajectory)
+    if name is None:
+        return None
     try:
         loaded = tokenizer_at(name)
     except (ConfigurationError, MissingDependencyError):

@@ -20,7 +20,7 @@ from trajstore import locks
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError
 from trajstore.files.base import Directory, EncodedFile, ReaderLease
 from trajstore.files.opening import nested, open_directory
-from trajstore.interrupts import Parking
+from trajstore.interrupts import Parking, start_thread
 from trajstore.mirroring.options import MIRRORED_NAME, Mirror, MirrorState
 from trajstore.mirroring.replica import Replica
 from trajstore.mirroring.source import Line, Picture, Tail
@@ -66,7 +66,7 @@ class StoreMirror:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        start_thread(self._thread)
 
     # -- what is known ----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError, listed
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed
 from trajstore.files.base import Buffer, Directory, EncodedFile
 from trajstore.files.opening import nested, open_directory
 from trajstore.formats.base import SHARDS_FOLDER, ShardManifest
@@ -163,9 +163,13 @@ def _restore(source: Directory, target: Directory, progress: Progress | None) ->
             if _begin(catalog, target):
                 return _Copy(catalog, target, progress).run()
             return _ended(source, target)
-        except FileNotFoundError:
-            if attempt + 1 == _ATTEMPTS or not Catalog.open(source).generation > catalog.generation:
+        except FileNotFoundError as error:
+            if isinstance(error, StoreNotFoundError):
                 raise
+            if attempt + 1 == _ATTEMPTS or not Catalog.open(source).generation > catalog.generation:
+                raise CorruptStoreError(
+                    f"{error}: the mirror lacks it; `trajstore repair` makes a store of what is whole"
+                ) from error
         except OSError as error:
             if isinstance(error, StoreWriteError):
                 raise
@@ -261,7 +265,7 @@ class _Copy:
         )
 
     def _heads(self) -> dict[str, PinHead]:
-        """Return the pins that the new store gets: not those of rollbacks that never reached the mirror."""
+        """Return the pins that the new store gets: no unfinished rollbacks, none that lacks trajectories."""
         unfinished = {head.name: head.back_to for head in self._catalog.unfinished_asides()}
         for name, step in unfinished.items():
             logger.warning(
@@ -271,7 +275,17 @@ class _Copy:
                 step,
                 name,
             )
-        return {name: head for name, head in self._catalog.pins.heads.items() if name not in unfinished}
+        heads = {name: head for name, head in self._catalog.pins.heads.items() if name not in unfinished}
+        lacking = {name: count for name in heads if (count := self._catalog.lacking(name)) > 0}
+        for name, count in lacking.items():
+            logger.warning(
+                "%s: the pin %r is left out: %d of its trajectories are not in the mirror. The store had let go of the "
+                "pin, which the mirror, coming after, had not yet deleted",
+                self._source.url,
+                name,
+                count,
+            )
+        return {name: head for name, head in heads.items() if name not in lacking}
 
     def _bring_shard_file(self, manifest: ShardManifest, number: int, total: int) -> None:
         file = manifest.files[number]

@@ -97,7 +97,7 @@ def _line(record: Mapping[str, Any], generation: int, data: bytes, segment: str,
         newest = max(int(parse_ranges(one["entries"]["ids"]).max()) for one in added)
     elif operation == "rewrite":
         shards = (int(record["number"]),)
-    elif operation != "evict":
+    elif operation not in ("evict", "annotate"):
         raise CorruptStoreError(f"{segment}: unknown operation {operation!r}")
     return Line(generation, data, shards, operation == "evict", newest, segment, end)
 

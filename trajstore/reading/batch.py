@@ -13,12 +13,12 @@ import torch
 
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import SchemaMismatchError, listed
-from trajstore.files.partial import PartialMap, fetched
+from trajstore.files.partial import fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.agreement import Agreement, agree
 from trajstore.reading.gather import Located, allocate, gather
-from trajstore.reading.residency import Residency
-from trajstore.reading.running_copies import Copy, RunningCopies
+from trajstore.reading.late import Late
+from trajstore.reading.residency import HeldRows, Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
@@ -41,14 +41,11 @@ class Prepared:
     located: Located
     numbers: npt.NDArray[np.int64]
     specs: list[ColumnSpec]
-    addresses: npt.NDArray[np.int64]
-    axes: npt.NDArray[np.int8]
+    held: HeldRows
     parts: list[tuple[Part, list[ColumnSpec]]]
     """Where dtypes differ: rows of one kind each, with their converted columns in the order of ``specs``."""
-    copies: RunningCopies
-    copy: Copy
-    partial: list[PartialMap]
-    """Files whose rows must be fetched before they are copied."""
+    late: list[Late]
+    """Columns of values that came late, which lie in no shard."""
 
     def read(self, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """Return the rows, by dotted column name; once, and without ``Contents.lock``.
@@ -57,21 +54,23 @@ class Prepared:
             ConfigurationError: a tensor of ``out`` does not fit.
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        try:
-            targets = allocate(self.specs, len(self.located.slot), out)
-            with fetched(self.partial, self._pieces) if self.partial else nullcontext():
-                self._copy(targets)
-        finally:
-            self.copies.end(self.copy)
-        return {spec.name: target for spec, target in zip(self.specs, targets, strict=True)}
+        every = [*self.specs, *(spec for spec, _ in self.late)]
+        targets = allocate(every, len(self.located.slot), out)
+        stored = targets[: len(self.specs)]
+        with fetched(self.held.partial, self._pieces) if self.held.partial else nullcontext():
+            self._copy(stored)
+        self.held.let_go()  # after an error or interrupt it is dropped instead: threads may still be copying
+        for target, (_, values) in zip(targets[len(stored) :], self.late, strict=True):
+            target.copy_(torch.from_numpy(values))
+        return {spec.name: target for spec, target in zip(every, targets, strict=True)}
 
     def _copy(self, targets: list[torch.Tensor]) -> None:
         if not self.parts:
-            gather(self.located, self.addresses, self.axes, self.numbers, self.specs, targets)
+            gather(self.located, self.held, self.numbers, self.specs, targets)
         for part, specs in self.parts:
             converted = allocate(specs, len(part.rows), None)
             numbers = np.array(part.numbers, np.int64)
-            gather(self.located.of(part.rows), self.addresses, self.axes, numbers, specs, converted)
+            gather(self.located.of(part.rows), self.held, numbers, specs, converted)
             for target, tensor in zip(targets, converted, strict=True):
                 target[torch.from_numpy(part.rows)] = tensor.to(target.dtype)
 
@@ -83,7 +82,9 @@ class Prepared:
         for located, numbers, specs in parts or everything:
             columns, widths = np.array(numbers, np.int64), np.array([spec.row_nbytes for spec in specs], np.int64)
             sources = np.empty((len(columns), len(located.slot)), np.int64)
-            kernels().row_addresses(located.slot, located.rows, self.addresses, self.axes, columns, widths, sources)
+            kernels().row_addresses(
+                located.slot, located.rows, self.held.first, self.held.axes, columns, widths, sources
+            )
             addresses.append(sources.reshape(-1))
             sizes.append(np.repeat(widths, len(located.slot)))
         return np.concatenate(addresses), np.concatenate(sizes)

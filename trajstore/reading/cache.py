@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.errors import ConfigurationError
-from trajstore.store.index import Home
+from trajstore.store.home import Home
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ Changes happen under ``lock``; copies run outside it, on addresses that stay val
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from trajstore import locks
 from trajstore.columns.conversion import parse_document, trajectory_of
+from trajstore.columns.facts import facts_of
 from trajstore.columns.fields import Axis
 from trajstore.columns.owned import OwnedTrajectory
 from trajstore.columns.schema import Extent, Schema
@@ -26,17 +28,21 @@ from trajstore.reading.batch import BatchColumns, Prepared
 from trajstore.reading.cache import Held, TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
+from trajstore.reading.late import late_columns, with_notes, without_notes
 from trajstore.reading.picture import Picture, picture_of
-from trajstore.reading.residency import MappedShard, Residency
+from trajstore.reading.residency import HeldRows, MappedShard, Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at
 from trajstore.store.committed import Change, Evicted
-from trajstore.store.index import STARTS, Home, TrajectoryIndex
+from trajstore.store.facts import TOLD
+from trajstore.store.home import STARTS, Home
+from trajstore.store.index import TrajectoryIndex
 from trajstore.store.moves import Moved
 from trajstore.store.new_entries import columns_of
-from trajstore.store.packing import StringTable
-from trajstore.trajectory import AnyTrajectory
+from trajstore.store.notes import Noted
+from trajstore.store.run_ids import shown_id
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 
 class Contents:
@@ -84,17 +90,15 @@ class Contents:
         else:
             columns = part.take(np.arange(part.first, part.end))
             columns["slot"] = slots[columns.pop("shard")]
-            columns["weights"] = self.index.weights.extend(part.weights, columns["weights"].tolist())
-            self._append(columns)
+            self._append(self.index.translated(columns, part.texts))
         self._note_listed()
 
-    def follow(self, number: int, change: Change, weights: StringTable) -> None:
+    def follow(self, number: int, change: Change) -> None:
         """Show what a commit to a source has changed; with ``lock`` held.
 
         Args:
             number: of the source.
             change: what the commit did.
-            weights: the table that the change's ``weights`` refer to.
         """
         if isinstance(change, Evicted):
             self.drop(self.index.positions_in(change.ranges))
@@ -102,13 +106,15 @@ class Contents:
         if isinstance(change, Moved):
             self.moved(number, change, 0)
             return
+        if isinstance(change, Noted):
+            self.noted(change, 0)
+            return
         columns = dict(change.columns)
         rows, which, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
         pairs = zip(rows.tolist(), counts.tolist(), strict=True)
         slots = np.array([self.residency.add_shard(number, row, count) for row, count in pairs], np.int32)
         columns["slot"] = slots[which]
-        columns["weights"] = self.index.weights.extend(weights, columns["weights"].tolist())
-        self._append(columns)
+        self._append(self.index.translated(columns, change.texts))
 
     def moved(self, source: int, moved: Moved, first_id: int) -> None:
         """Let trajectories of a source be read from another of its shards; ids below ``first_id`` are of others."""
@@ -130,6 +136,12 @@ class Contents:
             self.index.point(positions[on_disk], homes[on_disk])
             self.residency.leave(before)
 
+    def noted(self, noted: Noted, first_id: int) -> None:
+        """Show values that came late, of trajectories with ids from ``first_id`` on; with ``lock`` held."""
+        mine = noted.ids >= first_id
+        columns = {name: column[mine] for name, column in noted.columns.items()}
+        self.index.note(noted.ids[mine], columns, noted.texts)
+
     def _append(self, columns: Mapping[str, Any]) -> None:
         """Append entries; positions that are kept here move along if those of all entries do."""
         first = self.index.first
@@ -150,7 +162,7 @@ class Contents:
         """
         flats = [item.flat for item in owned]
         with self.lock:
-            columns = columns_of(flats, ids, uuids, self.index.weights)
+            columns = columns_of(flats, ids, uuids, self.index.texts, time.time_ns() // 1000)
             columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
             for at in range(len(flats)):
                 item = owned[at]
@@ -181,6 +193,9 @@ class Contents:
             held_here = [number for number in ids if number in self._held]
             if not held_here:
                 return
+            positions = self.index.find_many(ids)
+            there = positions >= 0
+            self.index.note_committed(positions[there], columns["committed"][there])
             slot = self.residency.add_shard(source, row, len(held_here))
             starts = zip(*(columns[name].tolist() for name in STARTS), strict=True)
             going = []
@@ -269,19 +284,16 @@ class Contents:
             CorruptStoreError: a file is missing or damaged.
         """
         located = self._locate(samples, first, end)
-        numbers, parts = self._columns.choose(self.index, located, first, columns)
-        specs, table = self.residency.columns.specs, self.residency.table
-        copy = self.residency.copies.begin()
+        stored, late = without_notes(columns)
+        numbers, parts = self._columns.choose(self.index, located, first, stored)
+        specs = self.residency.columns.specs
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
             [specs[number] for number in numbers],
-            table.first,
-            table.axes,
+            HeldRows(self.residency, located.slot),
             [(part, [specs[number] for number in part.numbers]) for part in parts],
-            self.residency.copies,
-            copy,
-            self.residency.partial_maps(located.slot),
+            late_columns(self.index, located.position, late),
         )
         self.forget_decoded()
         return prepared
@@ -309,7 +321,8 @@ class Contents:
             if located.slot.min() < 0:
                 number = int(self.index.at("trajectory_id", located.position[located.slot.argmin()]))
                 raise TrajectoryUnavailableError(
-                    f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
+                    f"trajectory {shown_id(number)} was kept in memory only and has left it; "
+                    "use auto_save=True to keep all"
                 )
             if self.residency.table.signature[located.slot].min() >= 0:
                 break
@@ -338,7 +351,7 @@ class Contents:
             self._decoded.append(number)
 
     def get(self, position: int) -> AnyTrajectory:
-        """Return the trajectory at a position, its tensors copied.
+        """Return the trajectory at a position, its tensors copied; a rollout's reward with what was said of it late.
 
         Raises:
             TrajectoryUnavailableError: it is no longer in memory and was never on disk.
@@ -347,24 +360,42 @@ class Contents:
         with self.lock:
             schema, tensors = self._rows_of(position)
             entry = self.index.entry(position)
-            return trajectory_of(
+            found = trajectory_of(
                 schema,
                 entry.extent,
                 [tensor.clone() for tensor in tensors],
                 max_episode_length=entry.max_episode_length,
                 model_weights_id=entry.model_weights_id,
             )
+            return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
 
-    def task_of(self, position: int) -> str:
-        """Return the task of the trajectory at a position; an empty text for one that names none."""
+    def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
+        """Return the task of the trajectory at each position; an empty text for one that names none.
+
+        Raises:
+            TrajectoryUnavailableError, CorruptStoreError: the index does not know it, and the rollout cannot be read.
+        """
         with self.lock:
-            schema, tensors = self._rows_of(position)
-            if schema.kind == "step":
-                return ""
-            for column, tensor in zip(schema.columns, tensors, strict=True):
-                if column.axis is Axis.DOCUMENT:
-                    return str(parse_document(tensor).get("task_id") or "")
-            return ""
+            index, at = self.index, positions - self.index.first
+            untold = positions[index.fact(TOLD)[at] == 0]
+            for position in untold[index.at("document", untold) > 0].tolist():
+                schema, tensors = self._rows_of(position)
+                if schema.kind == "agent":
+                    document = tensors[[column.axis for column in schema.columns].index(Axis.DOCUMENT)]
+                    one = np.array([position])
+                    facts = facts_of(parse_document(document))
+                    index.tell(index.at("trajectory_id", one), index.at("uuid", one), [facts])
+            numbers, which = np.unique(index.fact("task")[at], return_inverse=True)
+            texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
+            return [texts[one] for one in which.tolist()]
+
+    def schema_of(self, slot: int) -> Schema:
+        """Return the schema of a slot's trajectories, without reading them; with ``lock`` held."""
+        known = self.residency.known_schema(slot)
+        if known is not None:
+            return known
+        source, row = self.residency.shard_of(slot)
+        return self.sources[source].manifest(row).schema
 
     def _rows_of(self, position: int) -> tuple[Schema, list[torch.Tensor]]:
         slot = int(self.index.at("slot", position))
@@ -372,7 +403,7 @@ class Contents:
             number = int(self.index.at("trajectory_id", position))
             if position < self.start:
                 raise TrajectoryUnavailableError(
-                    f"trajectory {number} is listed and counted, but its file is not there"
+                    f"trajectory {shown_id(number)} is listed and counted, but its file is not there"
                 )
-            raise TrajectoryUnavailableError(f"trajectory {number} was kept in memory only and has left it")
+            raise TrajectoryUnavailableError(f"trajectory {shown_id(number)} was kept in memory only and has left it")
         return rows_at(self.index, self.residency, self.sources, position)

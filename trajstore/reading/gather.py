@@ -19,6 +19,7 @@ from trajstore.columns.limits import shown
 from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import ConfigurationError
 from trajstore.machine_code import kernels
+from trajstore.reading.residency import HeldRows
 from trajstore.store.index import TrajectoryIndex
 
 _SPLIT_BYTES = 4 << 20
@@ -104,21 +105,20 @@ def allocate(specs: Sequence[ColumnSpec], count: int, out: Mapping[str, torch.Te
 
 def gather(
     located: Located,
-    addresses: npt.NDArray[np.int64],
-    axes: npt.NDArray[np.int8],
+    held: HeldRows,
     columns: npt.NDArray[np.int64],
     specs: Sequence[ColumnSpec],
     targets: Sequence[torch.Tensor],
 ) -> None:
-    """Fill ``targets[j]`` with the rows of column ``columns[j]`` for all located samples.
+    """Fill ``targets[j]`` with the rows of column ``columns[j]`` for all located samples, which are held.
 
-    Everything that ``addresses`` points to must stay where it is until this returns.
+    An interrupt ends this before the threads that help: they hold the rows and the targets as long as they copy.
     """
     copy_rows = kernels().copy_rows
     count = len(located.slot)
     widths = np.array([spec.row_nbytes for spec in specs], np.int64)
     bases = np.array([target.data_ptr() for target in targets], np.int64)
-    arguments: tuple[Any, ...] = (located.slot, located.rows, addresses, axes, columns, widths, bases)
+    arguments: tuple[Any, ...] = (located.slot, located.rows, held.first, held.axes, columns, widths, bases)
     nbytes = count * int(widths.sum())
     if nbytes < _SPLIT_BYTES or count < 2:
         copy_rows(*arguments, 0, count)
@@ -127,7 +127,7 @@ def gather(
     edges = [count * piece // pieces for piece in range(pieces + 1)]
     waiting = deque(pairwise(edges))
 
-    def copy_pieces() -> None:
+    def copy_pieces(_kept: object = (held, targets)) -> None:
         while True:
             try:
                 begin, end = waiting.popleft()

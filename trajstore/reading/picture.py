@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.reading.cache import Held
 from trajstore.reading.residency import Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
-from trajstore.store.index import STARTS, TrajectoryIndex
+from trajstore.store.home import STARTS
+from trajstore.store.index import TrajectoryIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,15 @@ class Picture:
     shards: list[tuple[int, int] | None]
     flats: dict[int, FlatTrajectory]
     sources: list[Source]
+
+    def only(self, entries: npt.NDArray[np.intp]) -> Picture:
+        """Return a picture of some of the entries, in their order."""
+        index = TrajectoryIndex()
+        index.texts = self.index.texts.copy()
+        index.append(self.index.take(self.index.first + entries))
+        kept = entries.tolist()
+        flats = {at: self.flats[entry] for at, entry in enumerate(kept) if entry in self.flats}
+        return Picture(index, [self.shards[entry] for entry in kept], flats, self.sources)
 
 
 def picture_of(
@@ -65,7 +76,7 @@ def picture_of(
             continue
         shards.append(residency.shard_of(slot))
     picture = TrajectoryIndex()
-    picture.weights = index.weights.copy()
+    picture.texts = index.texts.copy()
     rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
     picture.append({name: array[kept] for name, array in columns.items()} | {"shard": rows})
     return Picture(picture, shards, flats, list(sources))

@@ -17,6 +17,7 @@ from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.rlinf_layout import INDEX_NAMES
+from trajstore.store.run_ids import RANK_LIMIT
 from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
@@ -87,7 +88,7 @@ class Ranks:
     @property
     def names(self) -> list[str]:
         """Names of the folders that hold something."""
-        return [directory.url.rstrip("/").rsplit("/", 1)[-1] for directory in self.directories]
+        return [name_of(directory) for directory in self.directories]
 
 
 def find_place(path: str | Path) -> Place:
@@ -159,9 +160,12 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     lacking = [
         f"rank_{rank} is absent" for rank in range(max(numbers.values(), default=0)) if rank not in numbers.values()
     ]
+    seen: dict[int, str] = {}
     for name in sorted(numbers, key=by_number):
         directory = run.inner(name)
-        if kind_of(directory) in ("store", "rlinf"):
+        if seen.setdefault(numbers[name], name) != name:
+            lacking.append(f"{name} has the number of {seen[numbers[name]]} and is left out")
+        elif kind_of(directory) in ("store", "rlinf"):
             found.append(directory)
         else:
             lacking.append(f"{name} holds no store")
@@ -192,6 +196,17 @@ def ranks_above(names: Iterable[str], ranks: Iterable[int | None]) -> range:
 def rank_of(directory: Directory) -> int:
     """Return the number of the rank whose store lies in a folder ``rank_<r>``."""
     return int(directory.url.rstrip("/").rpartition("rank_")[2])
+
+
+def rank_number(directory: Directory, run: Directory) -> int:
+    """Return the rank that ids of a run name for a store: that of its folder, of one in the run itself the last."""
+    match = _RANK.fullmatch(name_of(directory))
+    return RANK_LIMIT - 1 if directory is run or match is None else int(match[1])
+
+
+def name_of(directory: Directory) -> str:
+    """Return the last part of a directory's path."""
+    return directory.url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def is_of_rank(place_name: str) -> bool:

@@ -1,8 +1,9 @@
 """Where the rows of every shard can be read now: in maps of files, or in memory.
 
 A *slot* is a table of rows: a shard on disk, or a trajectory in memory. It is *resident* while the address of the
-first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``, so a map is closed,
-and memory given back, only when no copy is running that began before.
+first row of each of its columns is known. Copies run on such addresses without ``Contents.lock``: whoever is given
+addresses is given :class:`HeldRows`, which holds what they lie in. A map is closed, and memory given back, only when
+nobody holds rows that were given out before.
 """
 
 from __future__ import annotations
@@ -53,6 +54,38 @@ class MappedShard:
 
     partial: Sequence[PartialMap] = ()
     """Files of which only what is asked for is there."""
+
+
+class HeldRows:
+    """Rows of resident slots, and the memory in which they lie: it stays as long as this object, whoever lets go of it.
+
+    Args:
+        residency: has the memory.
+        slots: whose rows are wanted.
+
+    Attributes:
+        first: address of the first row of a column, ``[slots, columns]``; of slots that were resident then.
+        axes: axis of the column in that slot, ``[slots, columns]``.
+        partial: files whose rows must be fetched before they are read.
+    """
+
+    __slots__ = ("__weakref__", "_residency", "axes", "first", "partial")
+
+    def __init__(self, residency: Residency, slots: npt.NDArray[np.int64]) -> None:
+        self._residency = residency
+        self.first = residency.table.first
+        self.axes = residency.table.axes
+        self.partial = residency.partial_maps(slots)
+        residency.copies.begin(self)
+
+    def addresses_of(self, slot: int) -> list[int]:
+        """Return the address of the first row of each column of a slot's schema; with ``Contents.lock`` held."""
+        numbers, _ = self._residency.columns.of(self._residency.schema(slot))
+        return [int(address) for address in self.first[slot, numbers]]
+
+    def let_go(self) -> None:
+        """Read no more: what nobody needs may go. Dropping this object does it too, a little later."""
+        self._residency.copies.end(self)
 
 
 class ShardOpener(Protocol):
@@ -140,10 +173,10 @@ class Residency:
         """Return the schema of a resident slot."""
         return self._rows[slot].schema
 
-    def addresses_of(self, slot: int) -> list[int]:
-        """Return the address of the first row of each column of a resident slot's schema."""
-        numbers, _ = self.columns.of(self.schema(slot))
-        return [int(address) for address in self.table.first[slot, numbers]]
+    def known_schema(self, slot: int) -> Schema | None:
+        """Return the schema of a slot in memory or resident; None of a shard that is not resident."""
+        rows = self._rows.get(slot)
+        return None if rows is None else rows.schema
 
     def partial_maps(self, slots: npt.NDArray[np.int64]) -> list[PartialMap]:
         """Return the files of resident slots whose rows must be fetched before they are read."""
@@ -157,10 +190,10 @@ class Residency:
         return len(self._maps)
 
     @property
-    def fetched(self) -> tuple[int, int]:
-        """Bytes of rows that were fetched from object stores (``range_reads``), and requests that it took."""
+    def fetched(self) -> tuple[int, int, int]:
+        """Bytes of rows that were fetched from object stores (``range_reads``), in how many requests and batches."""
         homes = self._homes.values()
-        return sum(one.fetched for one in homes), sum(one.requests for one in homes)
+        return sum(one.fetched for one in homes), sum(one.requests for one in homes), sum(one.batches for one in homes)
 
     def ensure(self, slots: npt.NDArray[np.int64], on_extent: Callable[[int, Extent], None]) -> list[int]:
         """Make slots resident; return those that cannot be read in place.

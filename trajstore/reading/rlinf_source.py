@@ -9,12 +9,13 @@ import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.columns.schema import Extent
 from trajstore.columns.steps import acting_rows, version_range
 from trajstore.errors import (
@@ -47,6 +48,7 @@ OR_WITHOUT_IT = "; strict=False loads the rest, and `trajstore repair` makes a s
 NO_SHARD = -1
 
 
+@dataclass(eq=False)
 class RLinfSource(Source):
     """A directory that RLinf wrote; each trajectory is a shard of its own.
 
@@ -58,25 +60,18 @@ class RLinfSource(Source):
         damaged: what is damaged of metadata and index, and was worked out again.
     """
 
+    directory: Directory
+    metadata: Mapping[str, Any]
+    entries: list[RLinfEntry]
+    missing: list[RLinfEntry]
+    before: list[RLinfEntry]
+    damaged: Sequence[Damage] = ()
+
     linkable = False
 
-    def __init__(
-        self,
-        directory: Directory,
-        metadata: Mapping[str, Any],
-        entries: list[RLinfEntry],
-        missing: list[RLinfEntry],
-        before: list[RLinfEntry],
-        damage: Sequence[Damage] = (),
-    ) -> None:
-        self.directory = directory
-        self.metadata = metadata
-        self.entries = entries
-        self.missing = missing
-        self.before = before
-        self.damaged = damage
-        self.suffix = str(metadata.get("trajectory_format") or "pt")
-        self.index = _index_of(directory, before, entries)
+    def __post_init__(self) -> None:
+        self.suffix = str(self.metadata.get("trajectory_format") or "pt")
+        self.index = _index_of(self.directory, self.before, self.entries)
         self._files: OrderedDict[int, RLinfFile] = OrderedDict()
         self._sound: set[int] = set()
         self._told: set[str] = set()
@@ -335,7 +330,8 @@ def _index_of(directory: Directory, before: list[RLinfEntry], there: list[RLinfE
             "max_episode_length": np.array([e.max_episode_length for e in entries], np.int64),
             "version_low": np.full(count, UNKNOWN_VERSION),
             "version_high": np.full(count, UNKNOWN_VERSION),
-            "weights": np.array([index.weights.add(e.model_weights_id) for e in entries], np.int32),
+            "committed": np.full(count, UNKNOWN_TIME),
+            "weights": np.array([index.texts.add(e.model_weights_id) for e in entries], np.int32),
             "uuid": np.frombuffer(uuids, "V16"),
             "shard": np.maximum(np.arange(-len(before), len(there), dtype=np.int32), NO_SHARD),
             "start_samples": zeros,

@@ -9,12 +9,6 @@ from typing import Any
 from trajstore import locks
 
 
-class Copy:
-    """A copy that is being made of resident rows."""
-
-    __slots__ = ("__weakref__",)
-
-
 class RunningCopies:
     """Keeps maps, memory and numbers of slots from being given up while a copy may still use them.
 
@@ -29,21 +23,21 @@ class RunningCopies:
 
     def __init__(self, free: Callable[[list[int]], None]) -> None:
         self._free = free
-        self._running: weakref.WeakSet[Copy] = weakref.WeakSet()
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waiting: list[tuple[int | None, Any]] = []
         self._lock = locks.lock("RunningCopies._lock")
 
-    def begin(self) -> Copy:
+    def begin(self, copy: Any) -> None:
         """Keep everything that is resident now where it is, until :meth:`end`; with ``Contents.lock`` held.
 
-        What this returns may also just be dropped, as an interrupt does; the next copy to end makes up for it.
+        Args:
+            copy: stands for the copy. It may also just be dropped, as an interrupt does; the next one to end makes up
+                for it.
         """
-        copy = Copy()
         with self._lock:
             self._running.add(copy)
-        return copy
 
-    def end(self, copy: Copy) -> None:
+    def end(self, copy: Any) -> None:
         """End what :meth:`begin` began."""
         over: list[tuple[int | None, Any]] = []
         with self._lock:

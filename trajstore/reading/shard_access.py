@@ -15,7 +15,8 @@ from trajstore.files.base import Buffer, Directory
 from trajstore.formats import open_shard
 from trajstore.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import START_OF, Home, TrajectoryIndex
+from trajstore.store.home import START_OF, Home
+from trajstore.store.index import TrajectoryIndex
 from trajstore.trajectory import AnyTrajectory
 
 

@@ -59,6 +59,11 @@ class Source(ABC):
     """Whether a shard's files can serve in another directory as they are."""
 
     @property
+    def name(self) -> str:
+        """What tells it from other directories: as long as it is the same, so are the trajectories of its ids."""
+        return self.directory.url
+
+    @property
     def generation(self) -> int:
         """Number of commits that are seen."""
         return 0
@@ -111,6 +116,10 @@ class StoreSource(Source):
         return self.catalog.index
 
     @property
+    def name(self) -> str:
+        return self.catalog.store_id
+
+    @property
     def generation(self) -> int:
         return self.catalog.generation
 
@@ -147,14 +156,20 @@ class StoreSource(Source):
     def _check(self, row: int, manifest: ShardManifest) -> None:
         """Compare the checksums of a shard with its bytes, the first time that it is read.
 
+        Local copies of shards are compared always, and fetched anew if they do not fit: a checksum costs little beside
+        fetching, and nobody looks after a folder of copies.
+
         Raises:
             CorruptStoreError: they do not fit; names files, columns and trajectories.
         """
-        if not self.checked or manifest.name in self._sound:
+        in_ranges = self.directory.reads_ranges and all(place is not None for place in manifest.places)
+        copied = self.directory.copies_files and not in_ranges
+        if manifest.name in self._sound or not (self.checked or copied):
             return
-        damage: list[str] = []
-        for number, file in enumerate(manifest.files):
-            damage += check_file(self.directory.map(file.name, file.size, sequential=True).view, manifest, number)
+        damage = self._damage(manifest)
+        if damage and self.directory.drop_copies(file.name for file in manifest.files):
+            logger.warning("%s/%s: fetched anew", self.directory.url, "; ".join(damage))
+            damage = self._damage(manifest)
         if damage:
             ids = self.index["trajectory_id"][self.index["shard"] == row]
             raise CorruptStoreError(
@@ -163,6 +178,12 @@ class StoreSource(Source):
                 "without them"
             )
         self._sound.add(manifest.name)
+
+    def _damage(self, manifest: ShardManifest) -> list[str]:
+        damage: list[str] = []
+        for number, file in enumerate(manifest.files):
+            damage += check_file(self.directory.map(file.name, file.size, sequential=True).view, manifest, number)
+        return damage
 
     def map_shard(self, row: int) -> MappedShard | None:
         manifest = self.manifest(row)

@@ -15,11 +15,13 @@ from trajstore.columns.document import decode_document
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import DOCUMENT, ColumnSpec
 from trajstore.errors import CorruptStoreError, SchemaMismatchError, listed
-from trajstore.files.partial import PartialMap, fetched
+from trajstore.files.partial import fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
-from trajstore.reading.residency import Residency
-from trajstore.store.index import START_OF
+from trajstore.reading.late import COLUMNS, Late, late_columns, outcomes_given, without_notes
+from trajstore.reading.residency import HeldRows, Residency
+from trajstore.store.home import START_OF
+from trajstore.store.index import TrajectoryIndex
 
 IntArray = npt.NDArray[np.int64]
 
@@ -41,32 +43,35 @@ class TokenRows:
         lengths: L, tokens of each, ``[n]``.
         responses: R, entries of each column of the response, ``[n]``; 0 where there are no such columns.
         versions: policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where it is not known.
+        corrected: outcome that each was given late, ``[n]``; NaN for none.
+        late: values that came late, ``[n]`` by name, NaN for none; of those that were asked for.
     """
 
     def __init__(
         self,
-        contents: Contents,
+        index: TrajectoryIndex,
         positions: IntArray,
         columns: Mapping[str, _Column],
         documents: IntArray,
-        partial: Sequence[PartialMap],
+        held: HeldRows,
+        late: list[Late],
     ) -> None:
-        index = contents.index
         of = {
             name: index.at(name, positions).astype(np.int64) for name in ("trajectory_id", "steps", "extra", "document")
         }
         self.ids, self.lengths, self.responses = of["trajectory_id"], of["steps"], of["extra"]
         self.versions: IntArray = index.at("version_high", positions).astype(np.int64)
+        self.corrected = outcomes_given(index, positions)
+        self.late = {spec.name.removeprefix(COLUMNS): values for spec, values in late}
         self._columns = columns
         self._documents = documents
         self._document_sizes = of["document"]
-        self._copies = contents.residency.copies
-        self._copy = self._copies.begin()
-        self._partial = partial
+        self._held = held
 
     def end(self) -> None:
         """Let go of the rows."""
-        self._copies.end(self._copy)
+        self._columns, self._document_sizes = {}, np.zeros_like(self._document_sizes)  # nothing is read any more
+        self._held.let_go()
 
     def copy(self, starts: IntArray, total: int) -> dict[str, torch.Tensor]:
         """Return every column as one tensor ``[total]``, by name, zero where no trajectory has a value for it.
@@ -79,7 +84,7 @@ class TokenRows:
         Raises:
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        with fetched(self._partial, self._pieces):
+        with fetched(self._held.partial, self._pieces):
             return self._copied(starts, total)
 
     def _pieces(self) -> tuple[IntArray, IntArray]:
@@ -118,7 +123,7 @@ class TokenRows:
         Raises:
             CorruptStoreError: one is damaged; names its trajectory.
         """
-        with fetched(self._partial, lambda: (self._documents, self._document_sizes)):
+        with fetched(self._held.partial, lambda: (self._documents, self._document_sizes)):
             return self._decoded_documents()
 
     def _decoded_documents(self) -> list[dict[str, Any]]:
@@ -138,12 +143,13 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     Args:
         contents: what the buffer shows.
         positions: of the trajectories, ``[n]``, none twice in vain: each is copied.
-        names: columns wanted; None = all, which all must have then.
+        names: columns wanted, also of values that came late; None = all that are stored, which all must have then.
 
     Raises:
-        SchemaMismatchError: a trajectory has no tokens, or lacks a column.
+        SchemaMismatchError: a trajectory has no tokens, or lacks a column; or no trajectory was given such a value.
         TrajectoryUnavailableError, CorruptStoreError: one cannot be read.
     """
+    names, of_late = without_notes(names)
     slots = contents.make_resident(positions)
     residency, index = contents.residency, contents.index
     starts = {
@@ -151,7 +157,8 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
     }
     ids = index.at("trajectory_id", positions)
-    by_slot = {slot: _columns_of(residency, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
+    held = HeldRows(residency, slots)
+    by_slot = {slot: _columns_of(residency, held, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
     taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
     there = sorted({name for columns in by_slot.values() for name in columns} - {DOCUMENT})
@@ -179,12 +186,14 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         columns[name] = _Column(axis, [spec.torch_dtype for spec, _ in specs], bases + starts[axis] * widths)
     bases = np.array([columns[DOCUMENT][1] if DOCUMENT in columns else 0 for columns in of_each], np.int64)
     documents = np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0)
-    rows = TokenRows(contents, positions, columns, documents, residency.partial_maps(slots))
+    rows = TokenRows(index, positions, columns, documents, held, late_columns(index, positions, of_late))
     contents.forget_decoded()
     return rows
 
 
-def _columns_of(residency: Residency, slot: int, ids: npt.NDArray[Any]) -> dict[str, tuple[ColumnSpec, int]]:
+def _columns_of(
+    residency: Residency, held: HeldRows, slot: int, ids: npt.NDArray[Any]
+) -> dict[str, tuple[ColumnSpec, int]]:
     """Return the columns of a resident slot by name, each with the address of its first row."""
     schema = residency.schema(slot)
     if schema.kind != "agent":
@@ -195,6 +204,5 @@ def _columns_of(residency: Residency, slot: int, ids: npt.NDArray[Any]) -> dict[
         if column.row_shape:
             raise CorruptStoreError(f"trajectory {int(ids[0])}: column {column.name} has rows of {column.row_shape}")
     return {
-        column.name: (column, address)
-        for column, address in zip(schema.columns, residency.addresses_of(slot), strict=True)
+        column.name: (column, address) for column, address in zip(schema.columns, held.addresses_of(slot), strict=True)
     }

@@ -10,7 +10,7 @@ import torch
 
 from trajstore.columns.schema import Schema
 from trajstore.files.partial import fetched
-from trajstore.reading.residency import Residency
+from trajstore.reading.residency import HeldRows, Residency
 from trajstore.reading.shard_access import rows_of
 from trajstore.reading.sources import Source
 from trajstore.store.index import TrajectoryIndex
@@ -43,14 +43,15 @@ def rows_at(
         torch.empty((extent.rows(column.axis), *column.row_shape), dtype=column.torch_dtype)
         for column in schema.columns
     ]
+    held = HeldRows(residency, np.array([slot], np.int64))
     addresses = [
         base + home.first(column.axis) * column.row_nbytes
-        for column, base in zip(schema.columns, residency.addresses_of(slot), strict=True)
+        for column, base in zip(schema.columns, held.addresses_of(slot), strict=True)
     ]
-    partial = residency.partial_maps(np.array([slot], np.int64))
     sizes = [tensor.nbytes for tensor in tensors]
-    with fetched(partial, lambda: (np.array(addresses, np.int64), np.array(sizes, np.int64))):
+    with fetched(held.partial, lambda: (np.array(addresses, np.int64), np.array(sizes, np.int64))):
         for tensor, address in zip(tensors, addresses, strict=True):
             if tensor.nbytes:
                 ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+    held.let_go()
     return schema, tensors

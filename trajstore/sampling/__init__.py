@@ -8,9 +8,10 @@ from __future__ import annotations
 from trajstore.sampling.base import Additions, Drawn, Sampler
 from trajstore.sampling.config import sampler_of
 from trajstore.sampling.epochs import EpochSampler
-from trajstore.sampling.factors import Recency, Staleness, UseLimit
+from trajstore.sampling.factors import Recency, UseLimit
 from trajstore.sampling.groups import GroupSampler
 from trajstore.sampling.ranked import FreshestSampler, LeastUsedSampler
+from trajstore.sampling.staleness import Staleness
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
 __all__ = [

@@ -55,39 +55,45 @@ def rebuild(sums: _Array, offsets: _Array) -> None:
             sums[here + node] = total
 
 
-@compiled(_WEIGHTS, _NUMBERS, "int64")
-def total_before(sums: _Array, offsets: _Array, leaf: int) -> float:
-    """Return the sum of all leaves before one."""
-    total = 0.0
-    node = leaf
-    for level in range(len(offsets) - 1):
-        first = node - node % FANOUT
-        size = offsets[level + 1] - offsets[level]
-        for sibling in range(first, min(node, size)):
-            total += sums[offsets[level] + sibling]
+@compiled(_WEIGHTS, _NUMBERS, "int64", _WEIGHTS)
+def sum_from(sums: _Array, offsets: _Array, low: int, partial: _Array) -> None:
+    """Work out what of each node above a leaf lies at this leaf or after it; ``partial[k]`` is that of level k."""
+    node = low
+    partial[0] = sums[node]
+    for level in range(len(offsets) - 2):
+        base = offsets[level]
+        total = partial[level]
+        stop = min(node - node % FANOUT + FANOUT, offsets[level + 1] - base)
+        for sibling in range(node + 1, stop):
+            total += sums[base + sibling]
+        partial[level + 1] = total
         node //= FANOUT
-    return total
 
 
-@compiled(_WEIGHTS, _NUMBERS, _WEIGHTS, _NUMBERS)
-def find_leaves(sums: _Array, offsets: _Array, targets: _Array, found: _Array) -> None:
-    """Find for each target the leaf at which the running total of leaves first exceeds it; targets are overwritten.
+@compiled(_WEIGHTS, _NUMBERS, "int64", _WEIGHTS, _WEIGHTS, _NUMBERS)
+def find_leaves(sums: _Array, offsets: _Array, low: int, partial: _Array, targets: _Array, found: _Array) -> None:
+    """Find for each target the leaf, ``low`` or after it, at which the running total first exceeds it.
 
-    A target at or above the total, by rounding, finds the last positive leaf. All targets go down level by level, so
+    ``partial`` is what :func:`sum_from` says of ``low``; the running total begins there. Targets are overwritten. A
+    target at or above the total, by rounding, finds the last positive leaf. All targets go down level by level, so
     that the memory that one waits for is fetched while others are searched.
     """
     found[:] = 0
     for level in range(len(offsets) - 2, -1, -1):
         base = offsets[level]
         size = offsets[level + 1] - base
+        edge = low
+        for _ in range(level):
+            edge //= FANOUT
         for i in range(len(targets)):
             rest = targets[i]
             child = found[i] * FANOUT
             stop = min(child + FANOUT, size)
+            child = max(child, edge)
             chosen = child
             before = 0.0
             while child < stop:
-                weight = sums[base + child]
+                weight = partial[level] if child == edge else sums[base + child]
                 if weight > 0:
                     chosen = child
                     before = rest

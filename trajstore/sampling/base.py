@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ IntArray = npt.NDArray[np.int64]
 
 Unit = Literal["sample", "trajectory"]
 """What is drawn: transitions (one step of one environment), or whole trajectories."""
+
+Fits = Callable[[IntArray, IntArray], npt.NDArray[np.bool_]]
+"""Says of rows, by trajectory id and place, which of them may be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,24 @@ class Drawn:
         samples: place of the row within its trajectory (``t * B + b``), ``[n]``; zeros where trajectories are drawn.
         weights: importance weight of each row, float32 ``[n]``, the largest of the batch is 1; None where every row
             stands for itself.
+        buffer: which buffer shows these trajectories, as one of its names; None where that is not known.
+        names: first half of the UUID of each row's trajectory, ``[n]``, 0 where it says nothing; None = unknown.
     """
 
     ids: IntArray
     samples: IntArray
     weights: npt.NDArray[np.float32] | None = None
+    buffer: str | None = None
+    names: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def at(self, where: slice | npt.NDArray[Any]) -> Drawn:
+        """Return some of the rows."""
+        weights = None if self.weights is None else self.weights[where]
+        names = None if self.names is None else self.names[where]
+        return Drawn(self.ids[where], self.samples[where], weights, self.buffer, names)
 
 
 class Sampler(ABC):
@@ -86,13 +99,14 @@ class Sampler(ABC):
         """Draw these no more; unknown ids are passed over."""
 
     @abstractmethod
-    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
         """Draw rows.
 
         Args:
             count: how many; fewer come back only where the sampler's own rule says so.
             generator: where all chance comes from.
             first: id of the oldest trajectory of the window; None = all.
+            fits: draw only rows of which it says so; None = any. Samplers of whole trajectories do not ask.
 
         Raises:
             EmptyBufferError: nothing can be drawn; says why.

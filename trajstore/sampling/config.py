@@ -10,9 +10,10 @@ from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Sampler
 from trajstore.sampling.epochs import EpochSampler
-from trajstore.sampling.factors import Factor, Recency, Staleness, UseLimit
+from trajstore.sampling.factors import Factor, Recency, UseLimit
 from trajstore.sampling.groups import GroupSampler
 from trajstore.sampling.ranked import FreshestSampler, LeastUsedSampler
+from trajstore.sampling.staleness import Staleness
 from trajstore.sampling.weighted import Priorities, WeightedSampler
 
 _FACTORS: Mapping[str, Callable[..., Factor]] = {"recency": Recency, "staleness": Staleness, "uses": UseLimit}

@@ -12,11 +12,20 @@ import numpy as np
 import torch
 
 from trajstore.arguments import one_of, whole, whole_or_none
-from trajstore.errors import EmptyBufferError, EpochsEndedError
-from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
+from trajstore.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
 from trajstore.sampling.permutation import permuted
 from trajstore.sampling.roster import Growing, Roster
-from trajstore.sampling.states import OF_WHOM, check_names, check_sampler_state, described, names_in, tell_gone
+from trajstore.sampling.states import (
+    OF_WHOM,
+    array_in,
+    check_names,
+    check_sampler_state,
+    described,
+    ids_in,
+    tell_gone,
+    whole_in,
+)
 
 _KEY_BITS = 62
 
@@ -60,15 +69,15 @@ class EpochSampler(Sampler):
         if self._roster.is_sparse():
             self._sizes.keep(self._roster.compact()[0])
 
-    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
         ids: list[IntArray] = []
         samples: list[IntArray] = []
-        still_wanted = whole("count", count, 1)
+        still_wanted = count = whole("count", count, 1)
         while still_wanted > 0:
             total = int(self._ends[-1]) if len(self._ends) else 0
             if self._place == total:
                 if self._epochs is not None and self._begun == self._epochs:
-                    if ids:
+                    if still_wanted < count:
                         break
                     raise EpochsEndedError(f"all {self._epochs} epochs have been drawn")
                 self._begin(generator, first)
@@ -78,11 +87,15 @@ class EpochSampler(Sampler):
             rows = permuted(places, total, self._key)
             entries = np.searchsorted(self._ends, rows, side="right")
             there = self._roster.find(self._ids[entries]) >= 0
+            now, then = self._roster.names_at(self._ids[entries]), self._names[entries]
+            there &= (now == then) | (now == 0) | (then == 0)  # else another store was loaded that has this id too
             self._passed_over += int(np.count_nonzero(~there))
             entries, rows = entries[there], rows[there]
-            ids.append(self._ids[entries])
-            samples.append(rows - np.where(entries > 0, self._ends[entries - 1], 0))
-            still_wanted -= len(entries)
+            of, within = self._ids[entries], rows - np.where(entries > 0, self._ends[entries - 1], 0)
+            good = slice(None) if fits is None else fits(of, within)
+            ids.append(of[good])
+            samples.append(within[good])
+            still_wanted -= len(ids[-1])
         return Drawn(np.concatenate(ids), np.concatenate(samples))
 
     def _begin(self, generator: torch.Generator, first: int | None) -> None:
@@ -116,14 +129,25 @@ class EpochSampler(Sampler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_sampler_state(state, self._described(), ("ids", "ends", "key", "place", "epoch", "passed_over"))
-        ids = np.asarray(state["ids"]).copy()
-        names = names_in(state, len(ids)).copy()
+        ids, names = ids_in(state)
+        ends = array_in(state, "ends", np.int64, len(ids), least=0)
+        if np.any(np.diff(ends, prepend=0) < 0):
+            raise ConfigurationError("state: ends: they must not descend")
+        entries = self._roster.find(ids)
         check_names("an epoch", ids, names, self._roster.names_at(ids))
-        if not np.any(self._roster.find(ids) >= 0):
+        there = entries >= 0
+        other = there & (np.diff(ends, prepend=0) != self._sizes.values[entries] if len(self._sizes) else there)
+        if other.any():
+            raise ConfigurationError(
+                f"state: ends: of trajectory {int(ids[other][0])} it says another number of rows than the buffer"
+            )
+        place = whole_in(state, "place", most=int(ends[-1]) if len(ends) else 0)
+        key, epoch = whole_in(state, "key", most=(1 << _KEY_BITS) - 1), whole_in(state, "epoch")
+        passed_over = whole_in(state, "passed_over")
+        if not there.any():
             tell_gone("an epoch", ids, self._roster.live)
-        self._ids, self._ends, self._names = ids, np.asarray(state["ends"]).copy(), names
-        self._key, self._place, self._begun = int(state["key"]), int(state["place"]), int(state["epoch"])
-        self._passed_over = int(state["passed_over"])
+        self._ids, self._ends, self._names = ids, ends, names
+        self._key, self._place, self._begun, self._passed_over = key, place, epoch, passed_over
 
     def figures(self) -> dict[str, float]:
         total = int(self._ends[-1]) if len(self._ends) else 0

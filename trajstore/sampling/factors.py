@@ -1,27 +1,24 @@
-"""What makes some trajectories likelier than others: age, staleness, use. Factors multiply.
+"""What makes some trajectories likelier than others: age, use, and staleness in its own file. Factors multiply.
 
 Guarded as :class:`~trajstore.sampling.base.Sampler` says.
 """
 
 from __future__ import annotations
 
-import bisect
-import heapq
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from trajstore.arguments import finite, one_of, whole, whole_or_none
+from trajstore.arguments import INT64_MAX, finite, one_of, whole, whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
-from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import Additions, FloatArray, IntArray
 from trajstore.sampling.roster import Growing
+from trajstore.sampling.states import array_in, check_state, whole_in
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +26,8 @@ _NONE = np.zeros(0, np.int64)
 
 _REBASE_AFTER = 500.0
 """Half-lives after which weights are scaled anew: 2 ** 500 is far from what a float64 cannot hold."""
+
+_MOST_BATCHES = 1 << 53
 
 
 class Factor(ABC):
@@ -79,8 +78,20 @@ class Factor(ABC):
         """Return what cannot be worked out from the trajectories themselves; tensors are row by row of ``entries``."""
         return {}
 
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        """Return what :meth:`state` said, checked against itself; arrays have ``count`` rows. Changes nothing.
+
+        Raises:
+            ConfigurationError: something is absent, or no value of such a state; names it.
+        """
+        return {}
+
     def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:  # noqa: B027  # most have no state
-        """Take up what :meth:`state` said of these entries; of the others it knew nothing: they came later."""
+        """Take up the rows of :meth:`read` of these entries; of the others it knew nothing: they came later."""
+
+    def awakened(self) -> IntArray:
+        """Nothing else can be drawn: let those come back that rest the shortest; return them."""
+        return _NONE
 
     def figures(self, alive: IntArray) -> dict[str, float]:
         """Return numbers for metrics; ``alive`` are the entries that are there."""
@@ -95,7 +106,8 @@ class Recency(Factor):
         by: what age is counted in: trajectories added since, or policy versions. Trajectories without a known version
             are not drawn by versions; the first is warned of.
 
-    A trajectory a thousand half-lives older than the newest weighs 0, and is not drawn even if no other is left.
+    A trajectory a thousand half-lives older than the newest weighs 0, and is not drawn even if no other is left; one of
+    500 half-lives may do so already.
     """
 
     name = "recency"
@@ -124,7 +136,7 @@ class Recency(Factor):
             self._next += count
         else:
             self._stamp.append(additions.versions, count)
-            self._told = self._told or _warn_unknown(self.name, additions)
+            self._told = self._told or warn_unknown(self.name, additions)
         known = self._stamp.values[entries]
         known = known[known != UNKNOWN_VERSION]
         if not len(known):
@@ -141,7 +153,8 @@ class Recency(Factor):
     def weights(self, entries: IntArray) -> FloatArray:
         stamp = self._stamp.values[entries]
         age = (stamp.astype(np.float64) - (self._base or 0.0)) / self.half_life
-        weights: FloatArray = np.where(stamp == UNKNOWN_VERSION, 0.0, np.exp2(np.clip(age, -1074, 1000)))
+        known = (stamp != UNKNOWN_VERSION) & (age > -_REBASE_AFTER)
+        weights: FloatArray = np.where(known, np.exp2(np.clip(age, -_REBASE_AFTER, _REBASE_AFTER)), 0.0)
         return weights
 
     def compacted(self, kept: IntArray) -> None:
@@ -150,11 +163,19 @@ class Recency(Factor):
     def state(self, entries: IntArray) -> dict[str, Any]:
         return {"stamp": torch.from_numpy(self._stamp.values[entries]), "next": self._next, "base": self._base}
 
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        check_state(state, ("stamp", "next", "base"))
+        following = whole_in(state, "next")
+        most = following - 1 if self.by == "trajectories" else INT64_MAX
+        stamps = array_in(state, "stamp", np.int64, count, most=most)
+        base = None if state["base"] is None else finite("state: base", state["base"], -float(1 << 63), float(1 << 63))
+        return {"stamp": stamps, "next": following, "base": base}
+
     def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
         self._base = state["base"]
         if self.by == "versions":
             return
-        stamps, self._next = np.asarray(state["stamp"], np.int64), int(state["next"])
+        stamps, self._next = state["stamp"], state["next"]
         self._stamp.values[entries] = stamps
         later = others > (entries[-1] if len(entries) else -1)
         came = int(np.count_nonzero(later))
@@ -164,169 +185,20 @@ class Recency(Factor):
         self._stamp.values[others[~later]] = stamps[np.searchsorted(entries, others[~later])]
 
 
-@dataclass(slots=True)
-class _Task:
-    """Live entries of a task: how many are young enough, and which are older, as (version, entry), ascending."""
-
-    young: int = 0
-    stale: list[tuple[int, int]] = field(default_factory=list)
-    held: int = 0
-    """How many of the newest stale ones are drawn all the same, because of the floor."""
-
-
-class Staleness(Factor):
-    """Only trajectories of recent policy versions are drawn, but of every task a few.
-
-    Args:
-        max_age: how many versions a trajectory may lie behind the newest version of all.
-        floor: of each task the newest this many are drawn whatever their age, so that tasks that are rolled out seldom
-            do not vanish. How many tasks live by it is the figure ``starving_tasks``.
-
-    Trajectories without a known version are not drawn; the first is warned of.
-    """
-
-    name = "staleness"
-
-    def __init__(self, max_age: int, floor: int = 0) -> None:
-        self.max_age = whole("staleness: max_age", max_age, 0)
-        self.floor = floor = whole("staleness: floor", floor, 0)
-        self.needs_tasks = floor > 0
-        self._weight = Growing(np.float64)
-        self._version = Growing(np.int64)
-        self._task_of: list[str] = []
-        self._tasks: dict[str, _Task] = {}
-        self._ageing: list[tuple[int, int]] = []
-        """A heap of (version, entry) of those that are young enough."""
-        self._gone: set[int] = set()
-        self._newest: int | None = None
-        self._told = False
-
-    @property
-    def free(self) -> Mapping[str, Any]:
-        return {"max_age": self.max_age, "floor": self.floor}
-
-    def added(self, entries: IntArray, additions: Additions) -> IntArray:
-        if self.needs_tasks and additions.tasks is None:
-            raise ConfigurationError("staleness: a floor needs to know the task of every trajectory")
-        count = len(additions)
-        self._weight.append(0.0, count)
-        self._version.append(additions.versions, count)
-        self._told = self._told or _warn_unknown(self.name, additions)
-        versions = additions.versions.tolist()
-        tasks = additions.tasks if additions.tasks is not None else [""] * count
-        self._task_of += tasks
-        changed: set[int] = set()
-        for entry, version in zip(entries.tolist(), versions, strict=True):
-            if version == UNKNOWN_VERSION:
-                continue
-            self._newest = version if self._newest is None else max(self._newest, version)
-            task = self._tasks.setdefault(self._task_of[entry], _Task())
-            task.young += 1
-            self._weight.values[entry] = 1.0
-            heapq.heappush(self._ageing, (version, entry))
-            self._hold(task, changed)
-        self._expire(changed)
-        return np.array(sorted(entry for entry in changed if entry < entries[0]), np.int64)
-
-    def reached(self, version: int) -> IntArray:
-        self._newest = version if self._newest is None else max(self._newest, version)
-        changed: set[int] = set()
-        self._expire(changed)
-        return np.array(sorted(changed), np.int64)
-
-    def _expire(self, changed: set[int]) -> None:
-        while self._ageing and self._newest is not None and self._ageing[0][0] < self._newest - self.max_age:
-            version, entry = heapq.heappop(self._ageing)
-            if entry in self._gone:
-                self._gone.discard(entry)
-                continue
-            task = self._tasks[self._task_of[entry]]
-            self._release(task, changed)
-            task.young -= 1
-            bisect.insort(task.stale, (version, entry))
-            self._weight.values[entry] = 0.0
-            changed.add(entry)
-            self._hold(task, changed)
-
-    def _release(self, task: _Task, changed: set[int]) -> None:
-        for _, entry in task.stale[len(task.stale) - task.held :]:
-            self._weight.values[entry] = 0.0
-            changed.add(entry)
-        task.held = 0
-
-    def _hold(self, task: _Task, changed: set[int]) -> None:
-        wanted = min(max(0, self.floor - task.young), len(task.stale))
-        if wanted < task.held:
-            going = task.stale[len(task.stale) - task.held : len(task.stale) - wanted]
-        else:
-            going = task.stale[len(task.stale) - wanted : len(task.stale) - task.held]
-        for _, entry in going:
-            self._weight.values[entry] = 0.0 if wanted < task.held else 1.0
-            changed.add(entry)
-        task.held = wanted
-
-    def evicted(self, entries: IntArray) -> IntArray:
-        changed: set[int] = set()
-        for entry in entries.tolist():
-            version = int(self._version.values[entry])
-            if version == UNKNOWN_VERSION:
-                continue
-            task = self._tasks[self._task_of[entry]]
-            at = bisect.bisect_left(task.stale, (version, entry))
-            if at < len(task.stale) and task.stale[at] == (version, entry):
-                self._release(task, changed)
-                del task.stale[at]
-            else:
-                self._gone.add(entry)
-                task.young -= 1
-            self._weight.values[entry] = 0.0
-            self._hold(task, changed)
-            if not task.young and not task.stale:
-                del self._tasks[self._task_of[entry]]
-        return np.array(sorted(changed), np.int64)
-
-    def weights(self, entries: IntArray) -> FloatArray:
-        weights: FloatArray = self._weight.values[entries]
-        return weights
-
-    def compacted(self, kept: IntArray) -> None:
-        place = {entry: at for at, entry in enumerate(kept.tolist())}
-        self._weight.keep(kept)
-        self._version.keep(kept)
-        self._task_of = [self._task_of[entry] for entry in kept.tolist()]
-        self._ageing = [(version, place[entry]) for version, entry in self._ageing if entry in place]
-        heapq.heapify(self._ageing)
-        self._gone.clear()
-        for task in self._tasks.values():
-            task.stale = [(version, place[entry]) for version, entry in task.stale]
-
-    def state(self, entries: IntArray) -> dict[str, Any]:
-        return {"newest": self._newest}  # its trajectory may have been evicted
-
-    def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
-        if state["newest"] is not None:
-            self.reached(int(state["newest"]))
-
-    def figures(self, alive: IntArray) -> dict[str, float]:
-        return {
-            "eligible_trajectories": float(np.count_nonzero(self._weight.values[alive])),
-            "starving_tasks": float(sum(1 for task in self._tasks.values() if task.held)),
-        }
-
-
 class UseLimit(Factor):
     """A trajectory is drawn in so many batches at most, with a pause between two of them.
 
     Args:
         max_uses: batches in which a trajectory may be; None = any number.
-        cooldown: batches that must pass before it can be drawn again.
+        cooldown: batches that must pass before it can be drawn again. Where nothing is left but what rests, those that
+            rest the shortest come back at once, so a draw never waits for batches that it would have to make itself.
     """
 
     name = "uses"
 
     def __init__(self, max_uses: int | None = None, cooldown: int = 0) -> None:
         self.max_uses = whole_or_none("uses: max_uses", max_uses, 1)
-        self.cooldown = whole("uses: cooldown", cooldown, 0)
+        self.cooldown = whole("uses: cooldown", cooldown, 0, _MOST_BATCHES)
         self._uses = Growing(np.int64)
         self._ready = Growing(np.int64)
         """Number of the batch from which on an entry may be drawn again."""
@@ -353,6 +225,13 @@ class UseLimit(Factor):
             changed.append(self._resting.popleft()[1])
         return np.concatenate(changed)
 
+    def awakened(self) -> IntArray:
+        while self._resting:
+            self._batch, entries = self._resting.popleft()
+            if len(entries):
+                return entries
+        return _NONE
+
     def used(self, entries: IntArray, uses: IntArray) -> IntArray:
         self._uses.values[entries] = uses
         return entries
@@ -378,10 +257,17 @@ class UseLimit(Factor):
             "ready": torch.from_numpy(self._ready.values[entries]),
         }
 
+    def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
+        return {
+            "batch": whole_in(state, "batch", most=_MOST_BATCHES),
+            "uses": array_in(state, "uses", np.int64, count, least=0, most=_MOST_BATCHES),
+            "ready": array_in(state, "ready", np.int64, count, least=0),
+        }
+
     def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
-        self._batch = int(state["batch"])
+        self._batch = state["batch"]
         self._uses.values[entries] = state["uses"]
-        self._ready.values[entries] = state["ready"]
+        self._ready.values[entries] = np.minimum(state["ready"], self._batch + self.cooldown)
         self._resting.clear()
         ready = self._ready.values
         for until in np.unique(ready[ready > self._batch]).tolist():
@@ -392,7 +278,8 @@ class UseLimit(Factor):
         return {"used_up_trajectories": float(used_up)}
 
 
-def _warn_unknown(name: str, additions: Additions) -> bool:
+def warn_unknown(name: str, additions: Additions) -> bool:
+    """Warn of the first trajectory without a policy version; return whether there was one."""
     unknown = additions.ids[additions.versions == UNKNOWN_VERSION]
     if len(unknown):
         logger.warning(

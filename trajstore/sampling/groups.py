@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.arguments import whole, whole_or_none
+from trajstore.arguments import texts, whole, whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.sampling.base import Additions, Drawn, IntArray, Sampler, Unit, uniform
-from trajstore.sampling.states import OF_WHOM, check_sampler_state, described
+from trajstore.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit, uniform
+from trajstore.sampling.states import OF_WHOM, check_sampler_state, described, whole_in
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class GroupSampler(Sampler):
             self._tasks[at] = last
             self._place[last] = at
 
-    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
         count = whole("count", count, 1)
         oldest = -1 if first is None else self._order[first]
         groups: list[list[int]] = []
@@ -133,12 +133,14 @@ class GroupSampler(Sampler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_sampler_state(state, self._described(), ("tasks", "newest"))
-        known = dict.fromkeys(task for task in state["tasks"] if task in self._rollouts)
-        if state["tasks"] and self._tasks and not known:
-            logger.warning("state: none of the %d tasks that it names is here", len(state["tasks"]))
+        tasks = texts("state: tasks", state["tasks"])
+        newest = whole_in(state, "newest", UNKNOWN_VERSION)
+        known = dict.fromkeys(task for task in tasks if task in self._rollouts)
+        if tasks and self._tasks and not known:
+            logger.warning("state: none of the %d tasks that it names is here", len(tasks))
         self._tasks = [*known, *(task for task in self._tasks if task not in known)]
         self._place = {task: at for at, task in enumerate(self._tasks)}
-        self.reached(int(state["newest"]))
+        self.reached(newest)
 
     def figures(self) -> dict[str, float]:
         return {"tasks": float(len(self._rollouts))}

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.arguments import INT64_MAX, check_instance, whole
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 
@@ -74,16 +75,17 @@ def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[st
             "taken up by their ids"
         )
         return
-    check_state(then, ("kind", "fixed", "free"))
-    if then["kind"] != here["kind"]:
-        raise ConfigurationError(f"state: is of a sampler {then['kind']!r}, this one is {here['kind']!r}")
+    fixed, free = mapping_in(then, "fixed"), mapping_in(then, "free")
+    check_state(then, ("kind",))
+    if not isinstance(then["kind"], str) or then["kind"] != here["kind"]:
+        raise ConfigurationError(f"state: is of a sampler {shown(then['kind'])}, this one is {here['kind']!r}")
     check_state(state, needed)
-    changed = _differences(then["fixed"], here["fixed"])
+    changed = _differences(fixed, here["fixed"])
     if changed:
         raise ConfigurationError(
             f"state: is of a sampler {here['kind']!r} with {changed}; what it says would mean something else"
         )
-    changed = _differences(then["free"], here["free"])
+    changed = _differences(free, here["free"])
     if changed:
         logger.warning(
             "sampler %s: goes on with other arguments than its state was taken with: %s", here["kind"], changed
@@ -92,9 +94,9 @@ def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[st
 
 def _differences(then: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name} {then.get(name)!r} (here {here.get(name)!r})"
+        f"{name} {shown(then.get(name))} (here {here.get(name)!r})"
         for name in dict.fromkeys([*then, *here])
-        if then.get(name) != here.get(name)
+        if type(then.get(name)) is not type(here.get(name)) or then.get(name) != here.get(name)
     )
 
 
@@ -143,15 +145,89 @@ def name_text(name: int) -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:]}"
 
 
+def array_in(
+    state: Mapping[str, Any],
+    name: str,
+    kind: type[np.int64] | type[np.float64],
+    count: int | None = None,
+    *,
+    least: float = -INT64_MAX - 1,
+    most: float = INT64_MAX,
+) -> npt.NDArray[Any]:
+    """Return a copy of an array or tensor of a state, ``[count]``.
+
+    Args:
+        state: that has it.
+        name: of its key.
+        kind: of its numbers.
+        count: how many there are; None = any number.
+        least: of each number.
+        most: of each number.
+
+    Raises:
+        ConfigurationError: it is absent, of another type, shape or length, or a number is out of range or none.
+    """
+    check_state(state, (name,))
+    value = state[name]
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged, on a device, with a gradient
+        found = np.zeros((), np.object_)
+    if not isinstance(value, torch.Tensor | np.ndarray) or found.ndim != 1 or found.dtype.kind not in _KINDS[kind]:
+        raise ConfigurationError(
+            f"state: {name}: {shown(value)} is a {type(value).__name__}, must be a tensor of one dimension, of "
+            f"{'whole numbers' if kind is np.int64 else 'numbers'}"
+        )
+    if count is not None and len(found) != count:
+        raise ConfigurationError(f"state: {name}: has {len(found)} numbers, must have {count}")
+    bad = np.flatnonzero(~((found >= least) & (found <= most)))
+    if len(bad):
+        raise ConfigurationError(
+            f"state: {name}: number {int(bad[0])} is {found[bad[0]]}, must be at least {least:g} and at most {most:g}"
+        )
+    return found.astype(kind)
+
+
+_KINDS: Mapping[Any, str] = {np.int64: "iu", np.float64: "iuf"}
+
+
+def ids_in(state: Mapping[str, Any], name: str = "ids") -> tuple[IntArray, IntArray]:
+    """Return the ids of trajectories that a state tells, and their names; 0 where it was written without.
+
+    Raises:
+        ConfigurationError: they are none, or one comes twice.
+    """
+    ids = array_in(state, name, np.int64)
+    if len(np.unique(ids)) < len(ids):
+        raise ConfigurationError(f"state: {name}: a trajectory comes twice")
+    return ids, names_in(state, len(ids))
+
+
+def whole_in(state: Mapping[str, Any], name: str, least: int = 0, most: int = INT64_MAX) -> int:
+    """Return a whole number of a state.
+
+    Raises:
+        ConfigurationError: it is absent, none, or out of range.
+    """
+    check_state(state, (name,))
+    return whole(f"state: {name}", state[name], least, most)
+
+
+def mapping_in(state: Mapping[str, Any], name: str) -> Mapping[Any, Any]:
+    """Return a dict of a state.
+
+    Raises:
+        ConfigurationError: it is absent, or none.
+    """
+    check_state(state, (name,))
+    check_instance(f"state: {name}", state[name], Mapping, "a dict")
+    found: Mapping[Any, Any] = state[name]
+    return found
+
+
 def names_in(state: Mapping[str, Any], count: int) -> IntArray:
     """Return the names that a state tells beside ``count`` ids; unknown ones where it was written without."""
-    names = state.get("names")
-    if names is None:
-        return np.zeros(count, np.int64)
-    found = np.asarray(names, np.int64)
-    if found.shape != (count,):
-        raise ConfigurationError(f"state: names {list(found.shape)}, must be one for each of {count} trajectories")
-    return found
+    return np.zeros(count, np.int64) if state.get("names") is None else array_in(state, "names", np.int64, count)
 
 
 def tensor_of(values: npt.NDArray[Any]) -> torch.Tensor:

@@ -60,21 +60,25 @@ class SumTree:
         if len(leaves):
             tree_kernels().set_leaves(self._sums, self._offsets, leaves, weights)
 
-    def total_before(self, leaf: int) -> float:
-        """Return the sum of the weights of all leaves before one (or of all, for ``capacity``)."""
-        if leaf >= self.capacity:
-            return self.total
-        return float(tree_kernels().total_before(self._sums, self._offsets, leaf))
+    def total_from(self, low: int) -> float:
+        """Return the sum of the weights of a leaf and all after it, added up: no difference of sums that hides it."""
+        return float(self._partial(low)[-1])
 
-    def find(self, targets: FloatArray) -> IntArray:
-        """Return, for each target in ``[0, total)``, the leaf at which the running total first exceeds it.
+    def find(self, targets: FloatArray, low: int = 0) -> IntArray:
+        """Return, for each target in ``[0, total_from(low))``, the leaf at which the running total first exceeds it.
 
-        With uniform targets a leaf is found with a chance in proportion to its weight; one of weight 0 never is.
-        The tree must have a positive total.
+        The running total begins at leaf ``low``. With uniform targets a leaf is found with a chance in proportion to
+        its weight; one of weight 0, or before ``low``, never is. The total must be positive.
         """
         found = np.empty(len(targets), np.int64)
-        tree_kernels().find_leaves(self._sums, self._offsets, targets.copy(), found)
+        tree_kernels().find_leaves(self._sums, self._offsets, low, self._partial(low), targets.copy(), found)
         return found
+
+    def _partial(self, low: int) -> FloatArray:
+        partial = np.zeros(len(self._offsets) - 1, np.float64)
+        if low < self.capacity:
+            tree_kernels().sum_from(self._sums, self._offsets, low, partial)
+        return partial
 
     def replace(self, weights: FloatArray, capacity: int) -> None:
         """Hold these weights, then zeros up to ``capacity``, instead of the present ones. Takes O(capacity)."""

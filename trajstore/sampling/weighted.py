@@ -16,13 +16,25 @@ import torch
 from trajstore.arguments import check_kind, finite, numbers, one_of, truth, whole, whole_numbers
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError, EmptyBufferError
-from trajstore.sampling.base import Additions, Drawn, FloatArray, IntArray, Sampler, Unit, uniform
+from trajstore.sampling.base import Additions, Drawn, Fits, FloatArray, IntArray, Sampler, Unit, uniform
 from trajstore.sampling.factors import Factor
 from trajstore.sampling.roster import Growing, Roster
-from trajstore.sampling.states import OF_WHOM, check_names, check_sampler_state, described, names_in, tell_gone
+from trajstore.sampling.states import (
+    OF_WHOM,
+    array_in,
+    check_names,
+    check_sampler_state,
+    check_state,
+    described,
+    ids_in,
+    mapping_in,
+    tell_gone,
+)
 from trajstore.sampling.tree import SumTree
 
 _LEAST_CAPACITY = 1024
+_MOST_POWER = 1e100
+"""With the largest factor, 2 ** 500 of recency, and as many rows as there may be, sums stay finite."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,23 @@ class Priorities:
         for name in ("alpha", "beta", "eps"):
             object.__setattr__(self, name, finite(f"priorities: {name}", getattr(self, name), 0))
         one_of("priorities: per", self.per, get_args(Unit))
+        self.powers(np.ones(1))  # that of new rows
+
+    def powers(self, priorities: FloatArray) -> FloatArray:
+        """Return ``(p + eps) ** alpha`` of priorities, which are at least 0.
+
+        Raises:
+            ConfigurationError: one is more than :data:`_MOST_POWER`, so that sums of weights would not be finite.
+        """
+        with np.errstate(over="ignore"):
+            powers: FloatArray = (priorities + self.eps) ** self.alpha
+        if np.any(powers > _MOST_POWER):
+            worst = float(priorities[np.argmax(powers)])
+            raise ConfigurationError(
+                f"priorities: ({worst:g} + eps {self.eps:g}) ** alpha {self.alpha:g} must be at most {_MOST_POWER:g}; "
+                "scale priorities down, or take a smaller alpha"
+            )
+        return powers
 
 
 class WeightedSampler(Sampler):
@@ -114,7 +143,7 @@ class WeightedSampler(Sampler):
         entries = self._roster.add(additions.ids, leaves, additions.names)
         self._samples.append(additions.samples, len(additions))
         if self.priorities is not None:
-            self._powers.append(self._power(np.array([self._largest])), int(leaves.sum()))
+            self._powers.append(self.priorities.powers(np.array([self._largest])), int(leaves.sum()))
         changed = [entries, *(factor.added(entries, additions) for factor in self.factors)]
         if self._roster.leaves > self._tree.capacity:
             self._tree.replace(self._tree.leaves, 2 * self._roster.leaves)
@@ -145,35 +174,39 @@ class WeightedSampler(Sampler):
 
     def _weigh(self, changed: Sequence[IntArray]) -> None:
         entries = np.unique(np.concatenate(changed))
-        weights = self._roster.alive[entries].astype(np.float64)
-        for factor in self.factors:
-            weights *= factor.weights(entries)
-        if self.unit == "sample" and not self._by_sample:
-            weights *= self._samples.values[entries]
         leaves, counts = self._roster.leaf_runs(entries)
-        weights = np.repeat(weights, counts)
+        weights = np.repeat(self._shares(entries), counts)
         if self.priorities is not None:
             weights *= self._powers.values[leaves]
         self._tree.set(leaves, weights)
 
+    def _shares(self, entries: IntArray) -> FloatArray:
+        """Return what each leaf of some entries weighs besides its priority."""
+        weights: FloatArray = self._roster.alive[entries].astype(np.float64)
+        for factor in self.factors:
+            weights *= factor.weights(entries)
+        if self.unit == "sample" and not self._by_sample:
+            weights *= self._samples.values[entries]
+        return weights
+
     # -- drawing ----------------------------------------------------------------------------------
 
-    def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:
-        count, low = whole("count", count, 1), 0
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
+        still_wanted, low = whole("count", count, 1), 0
         if first is not None:
             entry = self._roster.find(np.array([first]))
             low = int(self._roster.first_leaf(entry)[0]) if entry[0] >= 0 else 0
-        leaves = self._without_repeats(count, generator, low) if self.unit == "trajectory" else None
-        if leaves is None:
-            leaves = self._leaves(count, generator, low)
+        self._awaken(low)
+        kept: list[tuple[IntArray, IntArray]] = []
+        while still_wanted > 0:
+            leaves, samples = self._rows(still_wanted, generator, low)
+            if fits is not None:
+                good = fits(self._roster.ids[self._roster.entry_of(leaves)], samples)
+                leaves, samples = leaves[good], samples[good]
+            kept.append((leaves, samples))
+            still_wanted = 0 if fits is None else still_wanted - len(leaves)
+        leaves, samples = (np.concatenate(parts) for parts in zip(*kept, strict=True))
         entries = self._roster.entry_of(leaves)
-        if self._by_sample:
-            samples = leaves - self._roster.first_leaf(entries)
-        elif self.unit == "sample":
-            sizes = self._samples.values[entries]
-            samples = np.minimum((uniform(len(entries), generator) * sizes).astype(np.int64), sizes - 1)
-        else:
-            samples = np.zeros(len(entries), np.int64)
         drawn = Drawn(self._roster.ids[entries], samples, self._importance(leaves))
         if self.factors:
             different = np.unique(entries)
@@ -182,19 +215,31 @@ class WeightedSampler(Sampler):
                 self._weigh(changed)
         return drawn
 
+    def _awaken(self, low: int) -> None:
+        """See to it that something can be drawn, if only what rests."""
+        while not self._tree.total_from(low) > 0:
+            changed = [factor.awakened() for factor in self.factors]
+            if not any(len(some) for some in changed):
+                raise self._empty(low)
+            self._weigh(changed)
+
+    def _rows(self, count: int, generator: torch.Generator, low: int) -> tuple[IntArray, IntArray]:
+        """Draw leaves, and of each a place within its trajectory."""
+        if self.unit == "trajectory":
+            leaves = self._without_repeats(count, generator, low)
+            return leaves, np.zeros(len(leaves), np.int64)
+        leaves = self._leaves(count, generator, low)
+        entries = self._roster.entry_of(leaves)
+        if self._by_sample:
+            return leaves, leaves - self._roster.first_leaf(entries)
+        sizes = self._samples.values[entries]
+        return leaves, np.minimum((uniform(len(entries), generator) * sizes).astype(np.int64), sizes - 1)
+
     def _leaves(self, count: int, generator: torch.Generator, low: int) -> IntArray:
-        before = self._tree.total_before(low)
-        total = self._tree.total - before
-        if not total > 0:
-            raise self._empty(low)
         chance = uniform(count, generator)
         if self._stratified:
             chance = (np.arange(count) + chance) / count
-        leaves = self._tree.find(before + chance * total)
-        astray = leaves < low  # by rounding, at the very edge of the window
-        if astray.any():
-            leaves[astray] = self._tree.find(np.array([before + 0.5 * total]))[0]
-        return leaves
+        return self._tree.find(chance * self._tree.total_from(low), low)
 
     def _without_repeats(self, count: int, generator: torch.Generator, low: int) -> IntArray:
         """Draw again and again, leaving out what was drawn: as if one by one without replacement."""
@@ -202,7 +247,7 @@ class WeightedSampler(Sampler):
         weights: list[FloatArray] = []
         still_wanted = count
         try:
-            while still_wanted > 0 and self._tree.total - self._tree.total_before(low) > 0:
+            while still_wanted > 0 and self._tree.total_from(low) > 0:
                 leaves = self._leaves(still_wanted, generator, low)
                 leaves = leaves[np.sort(np.unique(leaves, return_index=True)[1])]
                 found.append(leaves)
@@ -212,8 +257,6 @@ class WeightedSampler(Sampler):
         finally:
             for leaves, weight in zip(found, weights, strict=False):
                 self._tree.set(leaves, weight)
-        if not found:
-            raise self._empty(low)
         return np.concatenate(found)
 
     def _importance(self, leaves: IntArray) -> npt.NDArray[np.float32] | None:
@@ -258,11 +301,10 @@ class WeightedSampler(Sampler):
             raise ConfigurationError(f"priorities {list(given.shape)}: must be one for each of {len(ids)} rows")
         if not np.all((given >= 0) & (given < np.inf)):
             raise ConfigurationError("priorities must be finite numbers, at least 0")
+        powers = self.priorities.powers(given)
         entries = self._roster.find(ids)
         there = entries >= 0
-        entries, given, samples = entries[there], given[there], samples[there]
-        if len(given):
-            self._largest = max(self._largest, float(given.max()))
+        entries, given, samples, powers = entries[there], given[there], samples[there], powers[there]
         leaves = self._roster.first_leaf(entries)
         if self._by_sample:
             if np.any((samples < 0) | (samples >= self._roster.leaf_counts(entries))):
@@ -270,23 +312,13 @@ class WeightedSampler(Sampler):
             leaves = leaves + samples
         else:
             order = np.argsort(given, kind="stable")  # the last of a trajectory's counts: the largest
-            leaves, entries, given = leaves[order], entries[order], given[order]
-        old = self._powers.values[leaves]
-        weights = self._tree.leaves[leaves]
-        new = self._power(given)
-        self._powers.values[leaves] = new
-        # What a leaf weighs besides its priority stays. A weight of 0 has no such part: it is worked out anew.
-        scaled = weights * np.divide(new, old, out=np.ones_like(new), where=old > 0)
-        self._tree.set(leaves, scaled)
-        again = np.unique(entries[(weights == 0) | (old == 0)])
-        if len(again):
-            self._weigh([again])
+            leaves, entries, powers = leaves[order], entries[order], powers[order]
+        self._largest = float(given.max(initial=self._largest))
+        self._powers.values[leaves] = powers
+        different, of_each = np.unique(entries, return_inverse=True)
+        # The same product as everywhere: a weight is a function of what is there, whichever way it came about.
+        self._tree.set(leaves, self._shares(different)[of_each] * powers)
         return int(np.count_nonzero(~there))
-
-    def _power(self, priorities: FloatArray) -> FloatArray:
-        settings = self.priorities or Priorities()
-        power: FloatArray = (priorities + settings.eps) ** settings.alpha
-        return power
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -320,38 +352,50 @@ class WeightedSampler(Sampler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_sampler_state(state, self._described(), ("ids", "factors"))
-        if set(state["factors"]) != {factor.name for factor in self.factors} or ("powers" in state) != (
+        factors = mapping_in(state, "factors")
+        if set(factors) != {factor.name for factor in self.factors} or ("powers" in state) != (
             self.priorities is not None
         ):
             raise ConfigurationError(
-                f"the state is of a sampler with {sorted(state['factors'])}"
+                f"the state is of a sampler with {sorted(map(str, factors))}"
                 f"{' and priorities' if 'powers' in state else ''}; this one is configured otherwise"
             )
-        ids = np.asarray(state["ids"])
-        check_names("what a sampler says", ids, names_in(state, len(ids)), self._roster.names_at(ids))
+        ids, names = ids_in(state)
+        check_names("what a sampler says", ids, names, self._roster.names_at(ids))
+        rows = [factor.read(mapping_in(factors, factor.name), len(ids)) for factor in self.factors]
         entries = self._roster.find(ids)
-        there = entries >= 0
-        if not there.any():
-            tell_gone("a sampler", ids, self._roster.live)
-        if self.priorities is not None and np.any(
-            np.asarray(state["leaves"])[there] != self._roster.leaf_counts(entries[there])
-        ):
-            raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
-        others = np.setdiff1d(np.flatnonzero(self._roster.alive), entries[there])
-        for factor in self.factors:
-            rows = {
-                name: value.numpy()[there] if isinstance(value, torch.Tensor) else value
-                for name, value in state["factors"][factor.name].items()
-            }
-            factor.take_up(entries[there], others, rows)
+        kept = np.flatnonzero(entries >= 0)
+        kept = kept[np.argsort(entries[kept])]  # in the order of this roster
+        entries = entries[kept]
+        others = np.setdiff1d(np.flatnonzero(self._roster.alive), entries)
         if self.priorities is not None:
-            counts = np.asarray(state["leaves"])
-            leaves, _ = self._roster.leaf_runs(entries[there])
-            self._powers.values[leaves] = np.asarray(state["powers"])[np.repeat(there, counts)]
-            self._largest = float(state["largest"])
-            leaves, _ = self._roster.leaf_runs(others)
-            self._powers.values[leaves] = self._power(np.array([self._largest]))  # as of any that is added
+            largest, powers = self._read_powers(state, kept, entries)
+            self._largest = largest
+            self._powers.values[self._roster.leaf_runs(entries)[0]] = powers
+            self._powers.values[self._roster.leaf_runs(others)[0]] = self.priorities.powers(np.array([largest]))
+        if not len(kept):
+            tell_gone("a sampler", ids, self._roster.live)
+        for factor, said in zip(self.factors, rows, strict=True):
+            here = {name: value[kept] if isinstance(value, np.ndarray) else value for name, value in said.items()}
+            factor.take_up(entries, others, here)
         self._weigh([np.arange(len(self._roster))])
+
+    def _read_powers(self, state: Mapping[str, Any], kept: IntArray, entries: IntArray) -> tuple[float, FloatArray]:
+        """Return the largest priority of a state, and the powers of the leaves of the entries that are kept."""
+        powers = array_in(state, "powers", np.float64, least=0.0, most=_MOST_POWER)
+        counts = array_in(state, "leaves", np.int64, len(state["ids"]), least=0, most=len(powers))
+        if counts.sum() != len(powers):
+            raise ConfigurationError(f"state: leaves: add up to {counts.sum()}, powers has {len(powers)} numbers")
+        if np.any(counts[kept] != self._roster.leaf_counts(entries)):
+            raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
+        check_state(state, ("largest",))
+        largest = finite("state: largest", state["largest"], 0)
+        (self.priorities or Priorities()).powers(np.array([largest]))
+        place = np.full(len(counts), len(counts), np.int64)
+        place[kept] = np.arange(len(kept))
+        of_each = np.repeat(place, counts)
+        order = np.argsort(of_each, kind="stable")
+        return largest, powers[order[: np.count_nonzero(of_each < len(counts))]]
 
     def figures(self) -> dict[str, float]:
         alive = np.flatnonzero(self._roster.alive).astype(np.int64)

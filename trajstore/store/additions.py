@@ -13,9 +13,10 @@ import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
 from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.limits import RANGES, UNKNOWN_VERSION
+from trajstore.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
+from trajstore.store.facts import fact_columns, facts_to_json, joined
 from trajstore.store.log_records import integers, parse_ranges, ranges_of
 from trajstore.store.packing import StringTable
 
@@ -35,6 +36,7 @@ def entries_to_json(flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: 
         "versions": [flat.versions for flat in flats],
         "weights": [flat.model_weights_id for flat in flats],
         "uuids": uuids.hex(),
+        **({"facts": facts_to_json([flat.facts or {} for flat in flats])} if flats[0].facts is not None else {}),
     }
 
 
@@ -72,6 +74,7 @@ class AddedShard:
         row: in the shard table.
         manifest: the shard's.
         entries: the record's, of its trajectories.
+        committed: when, in µs since 1970.
     """
 
     generation: int
@@ -79,14 +82,15 @@ class AddedShard:
     row: int
     manifest: ShardManifest
     entries: Mapping[str, Any]
+    committed: int = UNKNOWN_TIME
 
 
-def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict[str, npt.NDArray[Any]]:
+def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
     """Return the index columns of the trajectories of some records, those of each by id; ranges are not checked.
 
     Args:
         added: what the records say, in their order; one shard or more.
-        weights: table that takes their ``model_weights_id``.
+        texts: table that takes their texts.
 
     Raises:
         CorruptStoreError: the trajectories do not add up to a shard's rows, or their ids are no ranges.
@@ -100,8 +104,8 @@ def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict
     counts = np.array([len(one["extents"]) for one in entries], np.int64)
     versions = [_UNKNOWN if pair is None else pair for one in entries for pair in one["versions"]]
     bounds = integers(versions, 2)
-    texts = [text for one in entries for text in one["weights"]]
-    if not all(isinstance(text, str) for text in texts):
+    weights = [text for one in entries for text in one["weights"]]
+    if not all(isinstance(text, str) for text in weights):
         raise TypeError("weights must be strings")
     of_steps = np.repeat(np.array([one.manifest.schema.kind == "step" for one in added], np.bool_), counts)
     rows = _rows_of(extents)
@@ -114,12 +118,14 @@ def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict
         "max_episode_length": integers([number for one in entries for number in one["max_episode_length"]]),
         "version_low": bounds[:, 0],
         "version_high": bounds[:, 1],
-        "weights": np.array([weights.add(text) for text in texts], np.int32),
+        "committed": np.repeat(np.array([one.committed for one in added], np.int64), counts),
+        "weights": np.array([texts.add(text) for text in weights], np.int32),
         "uuid": np.frombuffer(bytes.fromhex("".join([one["uuids"] for one in entries])), "V16"),
         "shard": np.repeat(np.array([one.row for one in added], np.int32), counts),
         "start_samples": starts[Axis.SAMPLES],
         "start_extra": np.where(of_steps, starts[Axis.FIRST_EXTRA], starts[Axis.RESPONSE]),
         "start_document": starts[Axis.DOCUMENT],
+        **fact_columns([(one.get("facts"), count) for one, count in zip(entries, counts.tolist(), strict=True)], texts),
     }
     generations = [one.generation for one in added]
     if len(set(generations)) == len(added):
@@ -130,7 +136,7 @@ def entries_from_json(added: Sequence[AddedShard], weights: StringTable) -> dict
         for end, count in zip(ends, counts.tolist(), strict=True)
     ]
     commits = groupby(zip(generations, shards, strict=True), key=itemgetter(0))
-    return _joined([by_id([shard for _, shard in commit]) for _, commit in commits])
+    return joined([by_id([shard for _, shard in commit]) for _, commit in commits])
 
 
 def by_id(shards: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
@@ -147,13 +153,9 @@ def by_id(shards: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDA
     for shard in shards:
         if np.any(np.diff(shard["trajectory_id"]) <= 0):
             raise CorruptStoreError("the ids within a shard do not ascend")
-    columns = _joined(shards)
+    columns = joined(shards)
     order = np.argsort(columns["trajectory_id"], kind="stable")
     return {name: column[order] for name, column in columns.items()}
-
-
-def _joined(parts: Sequence[Mapping[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 _UNKNOWN = (UNKNOWN_VERSION, UNKNOWN_VERSION)

@@ -19,9 +19,10 @@ from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.files.base import Directory
 from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.committed import NONSENSE, Change, Committed
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index_file import index_from_json
 from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
+from trajstore.store.notes import Notes
 from trajstore.store.packing import declared_rows
 from trajstore.store.saved_points import Pins
 from trajstore.store.sealed import (
@@ -129,7 +130,7 @@ class Catalog(Committed):
         """Return whether anything has been committed since; changes nothing, so that others may read on."""
         if self.metadata()["generation"] > self.generation:
             return True
-        segments = log_segments(self.directory)
+        segments = self._segments()
         if not segments or segments[-1][1] == self.segment:
             try:
                 return bool(segments) and self.directory.size(self.segment) != self.segment_end + self.segment_torn
@@ -185,13 +186,16 @@ class Catalog(Committed):
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories")
             self.shards = ShardTable.from_json(value.pop("shards"))
-            self.index = TrajectoryIndex.from_json(value.pop("live"), len(self.shards), self._gate)
-            self.pinned = TrajectoryIndex.from_json(value.pop("pinned"), len(self.shards), self._gate)
+            self.index = index_from_json(value.pop("live"), len(self.shards), self._gate)
+            self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._gate)
+            if "notes" in value:
+                self.notes = Notes.from_json(value.pop("notes"))
         except (*NONSENSE, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
         for index in (self.index, self.pinned):
             self._check_rows(index, source)
             self._fill_nbytes(index)
+            self.notes.lay_over(index)
         self._schemas = list(self.shards.schemas)
 
     def news(self) -> list[tuple[str, LogTail]] | None:
@@ -209,12 +213,17 @@ class Catalog(Committed):
         return None
 
     def _segment_follows(self) -> bool:
-        return any(first <= self.generation + 1 for first, _ in log_segments(self.directory))
+        return any(first <= self.generation + 1 for first, _ in self._segments())
+
+    def _segments(self) -> list[tuple[int, str]]:
+        """Return the segments of the log, without the fences that the snapshot has: they stay, to be in the way."""
+        had = {generation for generation in self.fences if generation <= self.snapshot_generation}
+        return [segment for segment in log_segments(self.directory) if segment[0] not in had]
 
     def _following_tails(self) -> list[tuple[str, LogTail]] | None:
         generation = self.generation
         found: list[tuple[str, LogTail]] = []
-        segments = log_segments(self.directory)
+        segments = self._segments()
         for place, (first, name) in enumerate(segments):
             last = place == len(segments) - 1
             if not last and segments[place + 1][0] <= generation + 1:

@@ -14,17 +14,20 @@ import numpy.typing as npt
 import orjson
 
 from trajstore.columns.fields import Axis
-from trajstore.columns.limits import MAX_ID
+from trajstore.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore.columns.schema import Extent, Schema
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
 from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
 from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index_file import index_to_json
 from trajstore.store.lifetimes import Lifetimes
-from trajstore.store.log_records import manifest_from_json, natural, parse_ranges
+from trajstore.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore.store.moves import Moved, check_moved, move_entries, move_from_json, starts_in
+from trajstore.store.notes import Noted, Notes, Said
+from trajstore.store.packing import StringTable
 from trajstore.store.pin_names import aside_name
 from trajstore.store.saved_points import PinHead, Pins
 from trajstore.store.sealed import (
@@ -46,9 +49,10 @@ FENCES_KEPT = 100
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Commits brought shards: the index columns of their trajectories."""
+    """Commits brought shards: the index columns of their trajectories, and what they number texts of."""
 
     columns: Mapping[str, npt.NDArray[Any]]
+    texts: StringTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Evicted:
     ranges: npt.NDArray[np.int64]
 
 
-Change = Added | Evicted | Moved
+Change = Added | Evicted | Moved | Noted
 
 
 class Committed:
@@ -69,6 +73,7 @@ class Committed:
         index: the live trajectories, oldest first.
         pins: the checkpoints inside the store.
         pinned: evicted trajectories that a pin still names.
+        notes: values that came late.
         generation: number of commits applied.
         next_id: the next trajectory id; never goes back.
         next_shard: the next shard number; never goes back.
@@ -82,6 +87,7 @@ class Committed:
         self.shards = ShardTable()
         self.index = TrajectoryIndex()
         self.pinned = TrajectoryIndex()
+        self.notes = Notes()
         self.generation = 0
         self.next_id = 0
         self.next_shard = 0
@@ -92,6 +98,12 @@ class Committed:
         self.log_bytes = 0
         self._schemas: list[Schema] = []
         self.lifetimes = Lifetimes()
+
+    @property
+    def newest_time(self) -> int:
+        """When the newest of the commits was made whose trajectories are there, in µs since 1970."""
+        newest = [int(index["committed"][-1]) for index in (self.index, self.pinned) if len(index)]
+        return max(newest, default=UNKNOWN_TIME)
 
     @property
     def left_out(self) -> Mapping[int, str]:
@@ -147,7 +159,7 @@ class Committed:
                     end += 1
             try:
                 change = self.apply(records[begin:end])
-            except (*NONSENSE, CorruptStoreError) as error:
+            except (*NONSENSE, ConfigurationError, CorruptStoreError) as error:
                 if end - begin > 1:  # one by one, to find out which
                     for record in records[begin:end]:
                         yield from self.apply_all([record], source)
@@ -164,7 +176,7 @@ class Committed:
         """
         operation = records[0]["operation"]
         if operation == "add":
-            change: Change = Added(self._add_recorded(records))
+            change: Change = Added(self._add_recorded(records), self.index.texts)
         elif operation == "evict":
             change = Evicted(parse_ranges(records[0]["ids"]))
             self.evict(change.ranges)
@@ -172,6 +184,8 @@ class Committed:
                 self.fence(records[0]["generation"], natural(records[0]["fence"]["next_shard"], MAX_ID // 2))
         elif operation == "rewrite":
             change = self._move_recorded(records[0])
+        elif operation == "annotate":
+            change = self.annotate(Said.from_json(records[0]), records[0]["generation"])
         else:
             raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
         self.generation = records[-1]["generation"]
@@ -182,16 +196,15 @@ class Committed:
         added: list[AddedShard] = []
         for record in records:
             schemas += [Schema.from_json(item) for item in record["schemas"]]
+            time = natural(record["time"], RANGES["committed"][1]) if "time" in record else UNKNOWN_TIME
             for one in added_in(record):
                 manifest = manifest_from_json(one["shard"], schemas)
                 row, number = len(self.shards) + len(added), natural(one["number"], MAX_ID // 2)
-                added.append(AddedShard(record["generation"], number, row, manifest, one["entries"]))
-        columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.weights)
+                added.append(AddedShard(record["generation"], number, row, manifest, one["entries"], time))
+        columns: Mapping[str, npt.NDArray[Any]] = entries_from_json(added, self.index.texts)
         ids = columns["trajectory_id"]
         check_lengths(columns)
-        columns = self._gate.admit(
-            columns, range_faults(columns, len(self.shards) + len(added), len(self.index.weights))
-        )
+        columns = self._gate.admit(columns, range_faults(columns, len(self.shards) + len(added), len(self.index.texts)))
         steps = np.array([one.manifest.schema.kind == "step" for one in added], np.bool_)
         columns = self._gate.admit(columns, shape_faults(columns, steps[columns["shard"] - len(self.shards)]))
         if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
@@ -235,8 +248,7 @@ class Committed:
         kept = self.pins.named(self.index.at("trajectory_id", positions))
         if kept.any():
             columns = self.index.take(positions[kept])
-            columns["weights"] = self.pinned.weights.extend(self.index.weights, columns["weights"].tolist())
-            self.pinned.append(columns)
+            self.pinned.append(self.pinned.translated(columns, self.index.texts))
         self.index.drop(positions)
         return nbytes
 
@@ -255,6 +267,33 @@ class Committed:
         for index in (self.index, self.pinned):
             move_entries(index, moved)
         return moved
+
+    def annotate(self, said: Said, generation: int) -> Noted:
+        """Take in values of trajectories that a commit of this generation brings.
+
+        Raises:
+            ConfigurationError: they contradict those that are there; nothing was taken in.
+        """
+        noted = self.notes.add(said, generation)
+        for index in (self.index, self.pinned):
+            index.note(noted.ids, noted.columns, noted.texts)
+        return noted
+
+    def unknown(self, ids: Sequence[int]) -> set[int]:
+        """Return the ids that neither a live nor a pinned trajectory has."""
+        absent = (self.index.find_many(ids) < 0) & (self.pinned.find_many(ids) < 0)
+        return set(np.array(ids, np.int64)[absent].tolist())
+
+    def check_known(self, ids: Sequence[int]) -> None:
+        """Refuse ids of which one is neither live nor pinned.
+
+        Raises:
+            TrajectoryUnavailableError: names those.
+        """
+        if unknown := self.unknown(ids):
+            raise TrajectoryUnavailableError(
+                f"no trajectory has the id {ids_in_words(sorted(unknown))}; nothing was changed"
+            )
 
     # -- saved points -----------------------------------------------------------------------------
 
@@ -319,14 +358,12 @@ class Committed:
         index = TrajectoryIndex()
         for part in (self.pinned, self.index):
             positions = part.positions_in(ranges)
-            columns = part.take(positions)
-            columns["weights"] = index.weights.extend(part.weights, columns["weights"].tolist())
-            index.append(columns)
+            index.append(index.translated(part.take(positions), part.texts))
         lacking = self.lacking(name)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
                 f"the pin {name!r} names {lacking} trajectories that are missing: commits were lost, or a writer that "
-                "had lost the store to another one made it; let go of it with unpin"
+                "had lost the store to another one made it; let go of it with points.unpin"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))
@@ -347,6 +384,7 @@ class Committed:
     def snapshot_file(self) -> EncodedFile:
         """Return ``trajectory_index.json`` of this state; shards that nobody needs are left out."""
         shards, rows = self.shards.compacted(self.needed_shards())
+        there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
         body = orjson.dumps(
             {
                 "generation": self.generation,
@@ -355,8 +393,9 @@ class Committed:
                 "store_id": self.store_id,
                 **({"fences": self.fences} if self.fences else {}),
                 "shards": shards.to_json(),
-                "live": self.index.to_json(shard=rows[self.index["shard"]]),
-                "pinned": self.pinned.to_json(shard=rows[self.pinned["shard"]]),
+                "live": index_to_json(self.index, rows[self.index["shard"]]),
+                "pinned": index_to_json(self.pinned, rows[self.pinned["shard"]]),
+                **({"notes": self.notes.to_json(there)} if len(self.notes) or self.notes.sources else {}),
             }
         )
         return EncodedFile(INDEX_NAME, [seal("snapshot", body)])

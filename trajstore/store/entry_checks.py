@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trajstore.columns.limits import RANGES, UNKNOWN_VERSION
 from trajstore.errors import CorruptStoreError
+from trajstore.store.facts import TEXTS
 
 Columns = Mapping[str, npt.NDArray[Any]]
 """Columns of entries, by name, all of one length."""
@@ -64,17 +65,18 @@ def check_lengths(columns: Columns) -> None:
             raise CorruptStoreError(f"index column {name} has {len(array)} entries, not {count}")
 
 
-def range_faults(columns: Columns, shards: int, weights: int) -> Iterator[Fault]:
+def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
     """Yield which numbers are out of range.
 
     Args:
         columns: of the entries.
         shards: number of shards that they may name.
-        weights: number of weights that they may name.
+        texts: number of texts that they may name.
     """
     if not len(columns["trajectory_id"]):
         return
-    ranges = {**RANGES, "shard": (0, shards - 1), "weights": (0, weights - 1)}
+    ranges = {**RANGES, "shard": (0, shards - 1), "weights": (0, texts - 1), "terminated": (-1, 1), "told": (0, 1)}
+    ranges |= dict.fromkeys(TEXTS, (-1, texts - 1))
     for name, array in columns.items():
         if name not in ranges:
             continue

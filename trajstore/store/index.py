@@ -11,21 +11,38 @@ Whoever holds an index guards it: ``Contents.lock`` what a buffer shows, ``Commi
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.columns.fields import Axis
+from trajstore.columns.facts import SCORE
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.machine_code import kernels
-from trajstore.store.entry_checks import EntryGate, check_lengths, range_faults
-from trajstore.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.store.facts import (
+    MOST_SCORES,
+    NOTE,
+    NOTE_TEXT,
+    fact_columns,
+    facts_to_json,
+    is_fact,
+    is_note,
+    is_optional,
+    is_text,
+    unknown,
+)
+from trajstore.store.home import STARTS, Home
+from trajstore.store.log_records import lie_in
+from trajstore.store.packing import StringTable
+from trajstore.store.run_ids import shown_id
+
+logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -40,6 +57,7 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "max_episode_length": np.int64,
     "version_low": np.int64,
     "version_high": np.int64,
+    "committed": np.int64,
     "weights": np.int32,
     "uuid": np.dtype("V16"),
     "shard": np.int32,
@@ -47,9 +65,10 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays of the index, as a directory has them.
+"""Arrays that every index has, as a directory has them; those of facts (:mod:`trajstore.store.facts`) come besides.
 
-``nbytes`` are those of the columns, ``shard`` is a row of the shard table, ``start_*`` are first rows within it.
+``nbytes`` are those of the columns, ``committed`` is in µs since 1970 (``UNKNOWN_TIME`` where nothing says it),
+``shard`` is a row of the shard table, ``start_*`` are first rows within it.
 """
 
 Table = Literal["shard", "slot"]
@@ -57,30 +76,8 @@ Table = Literal["shard", "slot"]
 
 Positions = int | slice | npt.NDArray[np.integer[Any]]
 
-STARTS = ("start_samples", "start_extra", "start_document")
-"""The arrays of first rows."""
-
-START_OF: Mapping[Axis, str] = {
-    Axis.SAMPLES: "start_samples",
-    Axis.FIRST_EXTRA: "start_extra",
-    Axis.LAST_EXTRA: "start_extra",
-    Axis.RESPONSE: "start_extra",
-    Axis.DOCUMENT: "start_document",
-}
-"""Which of them says where the rows of a column on an axis begin."""
-
-
-class Home(NamedTuple):
-    """Where the rows of a trajectory are: the table (shard or slot) and, on each kind of axis, the first row in it."""
-
-    table: int
-    start_samples: int = 0
-    start_extra: int = 0
-    start_document: int = 0
-
-    def first(self, axis: Axis) -> int:
-        """Return the first row of a column on this axis."""
-        return int(getattr(self, START_OF[axis]))
+_FEW_TEXTS = 4096
+"""Texts that nobody names and that an index has in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +106,16 @@ class TrajectoryIndex:
         self._arrays = self._empty()
         self.ends: IntArray = np.zeros(0, np.int64)
         """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
-        self.weights = StringTable()
+        self.texts = StringTable()
+        """What ``weights`` and the facts that are texts number."""
+        self._texts_kept = 0
+        self._told_left_out = False
         self.first = 0
         self.end = 0
         self.revision = 0
         """Grows whenever entries that stay change their positions."""
+        self.noted = 0
+        """Grows whenever facts of entries that stay are noted."""
         self._order: npt.NDArray[np.intp] | None = None
         self._ascending = True
 
@@ -153,8 +155,9 @@ class TrajectoryIndex:
         count = len(np.atleast_1d(np.asarray(columns["trajectory_id"])))
         self.reserve(count)
         new = slice(self.end, self.end + count)
+        self._have_facts(columns)
         for name, array in self._arrays.items():
-            array[new] = columns[name]
+            array[new] = columns[name] if name in columns or not is_optional(name) else unknown(name, count)
         before = self.samples_before(self.end)
         self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
         ids = self._arrays["trajectory_id"]
@@ -173,7 +176,7 @@ class TrajectoryIndex:
         capacity = max(capacity - self.first, 2 * len(self), 64)
         before = self.samples_before(self.first)
         for name, array in self._arrays.items():
-            grown = np.zeros(capacity, array.dtype)
+            grown = np.zeros(capacity, array.dtype) if not is_optional(name) else unknown(name, capacity)
             grown[: len(self)] = array[kept]
             self._arrays[name] = grown
         ends = np.zeros(capacity, np.int64)
@@ -184,27 +187,19 @@ class TrajectoryIndex:
 
     def find(self, trajectory_id: int) -> int | None:
         """Return the position of an id, None if it is not in the index."""
-        ids = self["trajectory_id"]
-        if self._ascending:
-            at = int(np.searchsorted(ids, trajectory_id))
-        else:
-            if self._order is None:
-                self._order = np.argsort(ids, kind="stable")
-            at = int(np.searchsorted(ids, trajectory_id, sorter=self._order))
-            at = int(self._order[at]) if at < len(ids) else at
-        return self.first + at if at < len(ids) and ids[at] == trajectory_id else None
+        position = int(self.find_many([trajectory_id])[0])
+        return None if position < 0 else position
 
     def find_many(self, trajectory_ids: Sequence[int] | IntArray) -> npt.NDArray[np.int64]:
         """Return the position of each id, -1 where it is not in the index."""
-        if not self._ascending:
-            each = [self.find(number) for number in trajectory_ids]
-            return np.array([-1 if position is None else position for position in each], np.int64)
         ids, wanted = self["trajectory_id"], np.array(trajectory_ids, np.int64)
-        at = np.searchsorted(ids, wanted)
-        found = np.zeros(len(wanted), np.bool_)
-        inside = at < len(ids)
-        found[inside] = ids[at[inside]] == wanted[inside]
-        return np.where(found, self.first + at, -1)
+        if not len(ids):
+            return np.full(len(wanted), -1, np.int64)
+        if self._order is None and not self._ascending:
+            self._order = np.argsort(ids, kind="stable")
+        at = np.minimum(np.searchsorted(ids, wanted, sorter=self._order), len(ids) - 1)
+        at = at if self._order is None else self._order[at]
+        return np.where(ids[at] == wanted, self.first + at, -1)
 
     def position_of(self, trajectory_id: int) -> int:
         """Return the position of an id.
@@ -214,7 +209,7 @@ class TrajectoryIndex:
         """
         position = self.find(trajectory_id)
         if position is None:
-            raise TrajectoryUnavailableError(f"no trajectory has the id {trajectory_id}")
+            raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(trajectory_id)}")
         return position
 
     def in_slots(self, slots: npt.NDArray[np.int32]) -> TrajectoryIndex:
@@ -228,7 +223,7 @@ class TrajectoryIndex:
             other._arrays[name] = other._arrays[name].copy()
         other.table = "slot"
         other._arrays["slot"] = slots[other._arrays.pop("shard")]
-        other.weights = self.weights.copy()
+        other.texts = self.texts.copy()
         return other
 
     def renumber(self, ids: IntArray) -> None:
@@ -257,9 +252,114 @@ class TrajectoryIndex:
         """Note the bytes of the columns of trajectories, which RLinf's index does not tell either."""
         self._arrays["nbytes"][positions] = nbytes
 
+    def note_committed(self, positions: Positions, times: IntArray) -> None:
+        """Note when trajectories were committed."""
+        self._arrays["committed"][positions] = times
+
     def note_versions(self, position: int, versions: tuple[int, int]) -> None:
         """Note lowest and highest policy version of a trajectory, which RLinf's index does not tell either."""
         self._arrays["version_low"][position], self._arrays["version_high"][position] = versions
+
+    def fact(self, name: str) -> npt.NDArray[Any]:
+        """Return what all kept entries have of a fact, or were given later in its place, oldest first."""
+        column = self[name] if name in self._arrays else unknown(name, len(self))
+        if NOTE + name not in self._arrays:
+            return column
+        given = self[NOTE + name]
+        return np.where(np.isnan(given), column, given)
+
+    @property
+    def facts(self) -> list[str]:
+        """Names of the facts of which an entry knows something."""
+        return [name for name in self._arrays if is_fact(name)]
+
+    @property
+    def notes(self) -> list[str]:
+        """Names of the columns of values that came late."""
+        return [name for name in self._arrays if is_note(name)]
+
+    def given(self, position: int) -> dict[str, float | str]:
+        """Return the latest values that the trajectory at a position was given late, by name."""
+        found: dict[str, float | str] = {}
+        for name in self.notes:
+            value = self.at(name, position)
+            if is_text(name):
+                if value >= 0:
+                    found[name.removeprefix(NOTE_TEXT)] = self.texts[int(value)]
+            elif not np.isnan(value):
+                found[name.removeprefix(NOTE)] = float(value)
+        return found
+
+    def note(self, ids: IntArray, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> None:
+        """Note values that came late; of an id that is there several times, the last ones. Unknown ids are passed over.
+
+        Args:
+            ids: of the trajectories.
+            columns: a value for each.
+            texts: what those of texts number.
+        """
+        positions = self.find_many(ids)
+        there = positions >= 0
+        if not there.any():
+            return
+        self.noted += 1
+        chosen = self.translated({name: column[there] for name, column in columns.items()}, texts)
+        self._have_facts(chosen)
+        for name, column in chosen.items():
+            self._arrays[name] = self._arrays[name].copy()  # slices that share it stay as they are
+            self._arrays[name][positions[there]] = column
+
+    def forget_notes(self) -> None:
+        """Forget all values that came late."""
+        self.noted += 1
+        self._arrays = {name: array for name, array in self._arrays.items() if not is_note(name)}
+
+    def tell(self, ids: IntArray, uuids: npt.NDArray[np.void], facts: Sequence[Mapping[str, Any]]) -> None:
+        """Note facts of rollouts that their commit did not tell; where an id stands for another one by now, nothing."""
+        positions = self.find_many(ids)
+        same = positions >= 0
+        same[same] = self._arrays["uuid"][positions[same]] == uuids[same]
+        some = [one for one, there in zip(facts, same.tolist(), strict=True) if there]
+        columns = fact_columns([(facts_to_json(some), len(some))], self.texts)
+        self.noted += 1
+        self._have_facts(columns)
+        for name in columns.keys() & self._arrays.keys():
+            self._arrays[name] = self._arrays[name].copy()  # slices that share it stay as they are
+            self._arrays[name][positions[same]] = columns[name]
+
+    def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
+        """Have arrays for the facts among some columns, of scores for a limited number of names."""
+        for name in columns:
+            if name in self._arrays or not is_optional(name):
+                continue
+            if not name.startswith(SCORE) or sum(one.startswith(SCORE) for one in self._arrays) < MOST_SCORES:
+                self._arrays[name] = unknown(name, len(self.ends))
+            elif not self._told_left_out:
+                self._told_left_out = True
+                logger.warning(
+                    "%r is no fact here: %d scores of reward.metadata are, the most that can be; further ones stay in "
+                    "the rollouts alone",
+                    name,
+                    MOST_SCORES,
+                )
+
+    def translated(self, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> dict[str, npt.NDArray[Any]]:
+        """Return columns of another index, which number its texts, with the numbers that the texts have here."""
+        numbered = (name for name in columns if name == "weights" or is_text(name))
+        numbers = {name: self.texts.extend(texts, columns[name]) for name in numbered}
+        return {**columns, **numbers}
+
+    def _shed_texts(self) -> None:
+        """Forget the texts that no entry names, if they are more than half of all."""
+        if len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
+            return
+        kept, old = slice(self.first, self.end), self.texts
+        self.texts = StringTable()
+        for name in [name for name in self._arrays if name == "weights" or is_text(name)]:
+            array = self._arrays[name].copy()
+            array[kept] = self.texts.extend(old, array[kept])
+            self._arrays[name] = array
+        self._texts_kept = len(self.texts)
 
     def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
         """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
@@ -269,6 +369,7 @@ class TrajectoryIndex:
         """Forget the ``count`` oldest entries."""
         self.first += min(count, len(self))
         self._order = None
+        self._shed_texts()
 
     def drop(self, positions: npt.NDArray[np.intp]) -> None:
         """Forget entries anywhere; the positions of later ones change."""
@@ -285,24 +386,25 @@ class TrajectoryIndex:
         return {name: array[positions] for name, array in self._arrays.items()}
 
     def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Forget all entries and hold these; the weights table stays."""
+        """Forget all entries and hold these; the texts stay."""
         self.revision += 1
         self.first = self.end = 0
         self._ascending = True
         self._arrays = self._empty()
         self.ends = np.zeros(0, np.int64)
         self.append(columns)
+        self._shed_texts()
 
     def slice(self, start: int, stop: int) -> TrajectoryIndex:
         """Return an index of the entries ``start <= i < stop`` (counted from the oldest kept).
 
-        Arrays are shared until either side adds entries; the weights table is shared for good.
+        Arrays are shared until either side adds entries; the texts are shared until they are shed.
         """
         part = TrajectoryIndex(self.table)
         low, high = self.first + start, self.first + stop
         part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
         part.ends = self.ends[low:high] - self.samples_before(low)
-        part.weights = self.weights
+        part.texts, part._texts_kept = self.texts, self._texts_kept
         part.end = high - low
         part._ascending = self._ascending
         return part
@@ -318,40 +420,9 @@ class TrajectoryIndex:
             extent=Extent(int(at["steps"]), int(at["batch"]), int(at["extra"]), int(at["document"])),
             nbytes=int(at["nbytes"]),
             max_episode_length=int(at["max_episode_length"]),
-            model_weights_id=self.weights[int(at["weights"])],
+            model_weights_id=self.texts[int(at["weights"])],
             versions=None if low == UNKNOWN_VERSION else (low, int(at["version_high"])),
         )
-
-    def to_json(self, **replaced: npt.NDArray[Any]) -> dict[str, Any]:
-        """Return all kept entries as JSON values, with some columns replaced."""
-        return {
-            "columns": {name: pack(replaced.get(name, self[name])) for name in COLUMNS},
-            "weights": self.weights.to_json(),
-        }
-
-    @staticmethod
-    def from_json(value: Any, shards: int, gate: EntryGate | None = None) -> TrajectoryIndex:
-        """Return the index that :meth:`to_json` described.
-
-        Args:
-            value: the JSON values.
-            shards: number of shards in the table that the entries refer to.
-            gate: what becomes of entries that cannot be served; None refuses them.
-
-        Raises:
-            CorruptStoreError: it does not describe an index, or columns disagree.
-        """
-        index = TrajectoryIndex()
-        try:
-            packed = value["columns"]
-            _check_declared(packed)
-            columns = {name: unpack(packed[name], dtype) for name, dtype in COLUMNS.items()}
-            index.weights = StringTable.from_json(value["weights"])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise CorruptStoreError(f"not an index: {error}") from error
-        check_lengths(columns)
-        index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.weights))))
-        return index
 
     def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Hold these entries instead of the present ones, in these very arrays.
@@ -367,32 +438,3 @@ class TrajectoryIndex:
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
-
-
-_LEAST_NBYTES = 2  # of an entry within a file: its UUID, of which earlier versions chose many with the same beginning
-
-
-def _check_declared(packed: Mapping[str, Any]) -> None:
-    """Refuse columns that claim more entries than their bytes can hold, before memory is taken for them.
-
-    Raises:
-        CorruptStoreError: they do.
-        KeyError, TypeError, ValueError: they are no packed arrays.
-    """
-    count = declared_rows(packed["trajectory_id"])
-    for name in COLUMNS:
-        if declared_rows(packed[name]) != count:
-            raise CorruptStoreError(f"index column {name} has {declared_rows(packed[name])} entries, not {count}")
-    if count * _LEAST_NBYTES > len(packed["uuid"]["data"]) + 1024:
-        raise CorruptStoreError(f"the index claims {count} entries, more than its bytes can hold")
-
-
-def lie_in(ids: IntArray, ranges: IntArray) -> npt.NDArray[np.bool_]:
-    """Return, per id, whether it lies in one of the inclusive ranges ``[n, 2]``, which may overlap."""
-    if not len(ranges):
-        return np.zeros(len(ids), np.bool_)
-    order = np.argsort(ranges[:, 0], kind="stable")
-    lows, reach = ranges[order, 0], np.maximum.accumulate(ranges[order, 1])
-    at = np.searchsorted(lows, ids, side="right") - 1
-    inside: npt.NDArray[np.bool_] = (at >= 0) & (reach[at] >= ids)
-    return inside

@@ -24,6 +24,7 @@ from trajstore.columns.schema import Schema
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.files.base import check_name
 from trajstore.formats.base import ColumnPlace, ShardManifest, StoredFile
+from trajstore.store.run_ids import shown_id
 from trajstore.store.sealed import FROM_A_COPY, OR_WHAT_IS_WHOLE
 
 LOG_FOLDER = "log"
@@ -213,8 +214,8 @@ def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64], limit: int = 10) ->
     ordered = np.unique(np.asarray(ids, np.int64))
     breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
     firsts, lasts = ordered[np.append(0, breaks)], ordered[np.append(breaks, len(ordered)) - 1]
-    pairs = zip(firsts.tolist(), lasts.tolist(), strict=True)
-    return listed((str(low) if low == high else f"{low} to {high}" for low, high in pairs), limit)
+    pairs = zip(map(shown_id, firsts.tolist()), map(shown_id, lasts.tolist()), strict=True)
+    return listed((low if low == high else f"{low} to {high}" for low, high in pairs), limit)
 
 
 def parse_ranges(value: Any) -> npt.NDArray[np.int64]:
@@ -234,3 +235,14 @@ def parse_ranges(value: Any) -> npt.NDArray[np.int64]:
         first, last = ranges[np.argmax(wrong)].tolist()
         raise CorruptStoreError(f"not a list of id ranges: range {first}..{last}")
     return ranges
+
+
+def lie_in(ids: npt.NDArray[np.int64], ranges: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return, per id, whether it lies in one of the inclusive ranges ``[n, 2]``, which may overlap."""
+    if not len(ranges):
+        return np.zeros(len(ids), np.bool_)
+    order = np.argsort(ranges[:, 0], kind="stable")
+    lows, reach = ranges[order, 0], np.maximum.accumulate(ranges[order, 1])
+    at = np.searchsorted(lows, ids, side="right") - 1
+    inside: npt.NDArray[np.bool_] = (at >= 0) & (reach[at] >= ids)
+    return inside

@@ -135,7 +135,7 @@ class LostRecords:
         """Note that a record could be read, but not applied, and which ids it adds."""
         self._note(damage)
         self._holes += [_Hole(damage, low, high + 1) for low, high in ranges]
-        damage.uncounted |= not ranges and record.get("operation") not in ("evict", "rewrite")
+        damage.uncounted |= not ranges and record.get("operation") not in ("evict", "rewrite", "annotate")
 
     def settle(self, present: npt.NDArray[np.int64], counter: int) -> None:
         """Write into each damage what is lost by it.

@@ -12,7 +12,8 @@ import numpy.typing as npt
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError
 from trajstore.formats.base import ShardManifest
-from trajstore.store.index import STARTS, TrajectoryIndex
+from trajstore.store.home import STARTS
+from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import natural, parse_ranges, ranges_of
 from trajstore.store.new_entries import starts_of
 

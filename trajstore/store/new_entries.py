@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import numpy.typing as npt
 
 from trajstore.columns.fields import Axis
 from trajstore.columns.flat import FlatTrajectory
-from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore.columns.schema import Extent, Kind
-from trajstore.store.index import COLUMNS, STARTS
+from trajstore.store.facts import fact_columns, facts_to_json
+from trajstore.store.home import STARTS
+from trajstore.store.index import COLUMNS
 from trajstore.store.packing import StringTable
 
 _NUMBERS = (
@@ -30,7 +33,11 @@ def starts_of(extents: Sequence[Extent], kind: Kind) -> dict[str, npt.NDArray[np
 
 
 def columns_of(
-    flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: bytes, weights: StringTable
+    flats: Sequence[FlatTrajectory],
+    ids: Sequence[int],
+    uuids: bytes,
+    texts: StringTable,
+    committed: int = UNKNOWN_TIME,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the index columns of new trajectories; where their rows are is the caller's to add.
 
@@ -38,7 +45,8 @@ def columns_of(
         flats: the trajectories.
         ids: their trajectory ids.
         uuids: 16 bytes for each.
-        weights: table that takes their ``model_weights_id``.
+        texts: table that takes their texts.
+        committed: when, in µs since 1970; of what is in memory, when it was added.
     """
     numbers = np.array(
         [
@@ -54,6 +62,15 @@ def columns_of(
     return {
         "trajectory_id": np.array(ids, np.int64),
         **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
-        "weights": np.array([weights.add(flat.model_weights_id) for flat in flats], np.int32),
+        "committed": np.full(len(flats), committed, np.int64),
+        "weights": np.array([texts.add(flat.model_weights_id) for flat in flats], np.int32),
         "uuid": np.frombuffer(uuids, "V16"),
+        **fact_columns(list(_facts_of(flats)), texts),
     }
+
+
+def _facts_of(flats: Sequence[FlatTrajectory]) -> Iterator[tuple[Any, int]]:
+    """Yield the facts of each run of rollouts, None of each run of step trajectories; and how many they are."""
+    for facts, run in groupby((flat.facts for flat in flats), key=lambda facts: facts is not None):
+        some = list(run)
+        yield (facts_to_json([one for one in some if one is not None]) if facts else None), len(some)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterable
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -112,6 +112,12 @@ class StringTable:
             self._count += 1
         return number
 
+    def texts(self, start: int = 0) -> list[str]:
+        """Return the strings from this number on."""
+        bounds = [0, *self._ends[: self._count].tolist()][start:]
+        blob = bytes(self._blob)
+        return [blob[first:end].decode() for first, end in pairwise(bounds)]
+
     def copy(self) -> StringTable:
         """Return a table of the same strings that grows on its own."""
         table = StringTable()
@@ -121,9 +127,26 @@ class StringTable:
         table._recent = dict(self._recent)
         return table
 
-    def extend(self, other: StringTable, numbers: Iterable[int]) -> npt.NDArray[np.int32]:
-        """Add the strings that have these numbers in ``other`` and return their numbers here."""
-        return np.array([self.add(other[number]) for number in numbers], np.int32)
+    def extend(self, other: StringTable, numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+        """Add the strings that have these numbers in ``other`` and return their numbers here; -1 stays.
+
+        Of many, those that are here already are stored again, which costs less than to look for them.
+        """
+        wanted, which = np.unique(numbers, return_inverse=True)
+        if len(wanted) <= _RECENT:
+            here = [number if number < 0 else self.add(other[number]) for number in wanted.tolist()]
+            return np.array(here, np.int32)[which]
+        named = wanted >= 0
+        last = other._ends[wanted[named]]
+        first = np.where(wanted[named] > 0, other._ends[wanted[named] - 1], 0)
+        lengths, before = last - first, len(self._blob)
+        ends = np.cumsum(lengths)
+        places = np.repeat(first - ends + lengths, lengths) + np.arange(ends[-1])
+        self._blob += np.frombuffer(other._blob, np.uint8)[places].tobytes()
+        self._ends = np.concatenate([self._ends[: self._count], before + ends])
+        numbered: npt.NDArray[np.int32] = np.where(named, self._count - 1 + np.cumsum(named), -1).astype(np.int32)
+        self._count += len(ends)
+        return numbered[which]
 
     def _check_text(self) -> None:
         """Refuse bytes that are no text, and strings that begin within a character."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -12,6 +13,9 @@ STEP = re.compile(r"step-(\d+)")
 
 ASIDE = re.compile(r"aside-(\d+)(?:-step-(\d+))?")
 """What a rollback set aside, or a saved point that it set aside."""
+
+IN_UTF8 = "start Python with PYTHONUTF8=1, or choose another locale than LC_ALL=C"
+"""What to do where names of files cannot be read or written."""
 
 _LONGEST = 200  # bytes: file systems take 255, and ".json" or a state's suffix follows
 _UNFIT = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]")
@@ -52,5 +56,9 @@ def check_pin_name(name: str) -> None:
             f"pin {name[:80]!r}: must be the name of a file: at most {_LONGEST} bytes, no slashes or control "
             "characters, no dot at its beginning"
         )
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"pin {name[:80]!a}: names of files are {error.encoding} here; {IN_UTF8}") from error
     if STEP.fullmatch(name) or ASIDE.fullmatch(name):
         raise ConfigurationError(f"pin {name!r}: names like this are those of saved points; choose another")

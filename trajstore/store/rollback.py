@@ -23,6 +23,7 @@ class RollbackPlan:
         returning: ids of trajectories of the point that were evicted since, ascending.
         void: saved points of later steps.
         nbytes: of the trajectories that leave.
+        notes: values that came late, after the point, and are taken back.
     """
 
     point: PinHead
@@ -30,11 +31,12 @@ class RollbackPlan:
     returning: npt.NDArray[np.int64]
     void: tuple[PinHead, ...]
     nbytes: int
+    notes: int
 
     @property
     def is_empty(self) -> bool:
         """Whether the store is at the point already."""
-        return not (len(self.leaving) or len(self.returning) or self.void)
+        return not (len(self.leaving) or len(self.returning) or self.void or self.notes)
 
 
 def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
@@ -61,6 +63,7 @@ def plan_rollback(catalog: Catalog, step: int) -> RollbackPlan:
         np.sort(catalog.pinned.at("trajectory_id", back)),
         tuple(later),
         int(catalog.index["nbytes"][leaves].sum()),
+        catalog.notes.count_since(point.generation),
     )
 
 
@@ -85,7 +88,7 @@ def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[Trajecto
         ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
     """
     live, pinned = TrajectoryIndex(), TrajectoryIndex()
-    live.weights, pinned.weights = catalog.index.weights.copy(), catalog.pinned.weights.copy()
+    live.texts, pinned.texts = catalog.index.texts.copy(), catalog.pinned.texts.copy()
     for source in (catalog.index, catalog.pinned):
         inside = np.zeros(source.end, np.bool_)
         inside[source.positions_in(ranges)] = True
@@ -94,8 +97,6 @@ def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[Trajecto
         outside[source.first :] &= catalog.pins.named(source["trajectory_id"])
         for target, chosen, home in ((live, inside, catalog.index), (pinned, outside, catalog.pinned)):
             columns = source.take(np.flatnonzero(chosen))
-            if source is not home:
-                columns["weights"] = target.weights.extend(source.weights, columns["weights"].tolist())
-            target.append(columns)
+            target.append(columns if source is home else target.translated(columns, source.texts))
     live.replace(live.take(np.argsort(live["trajectory_id"], kind="stable")))
     return live, pinned

@@ -24,7 +24,7 @@ from trajstore.formats.base import SHARDS_FOLDER
 from trajstore.store.additions import added_in
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.entry_checks import EntryGate
-from trajstore.store.index import TrajectoryIndex
+from trajstore.store.index_file import index_from_json
 from trajstore.store.log_end import check_ids, check_pins, ids_told
 from trajstore.store.log_records import decode_each, natural, record_without_end
 from trajstore.store.lost_records import Damage, LostRecords
@@ -189,7 +189,7 @@ class SalvagedCatalog(Catalog):
         self.store_id = str(value["store_id"])
         self.shards = ShardTable.from_json(value["shards"])
         for name in ("live", "pinned"):
-            index = TrajectoryIndex.from_json(value[name], len(self.shards), self._gate)
+            index = index_from_json(value[name], len(self.shards), self._gate)
             self._check_rows(index, source)
             setattr(self, "index" if name == "live" else "pinned", index)
 

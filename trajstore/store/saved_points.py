@@ -17,9 +17,8 @@ import orjson
 from trajstore.columns.limits import MAX_GENERATION
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.files.base import Buffer, Directory, EncodedFile, check_name
-from trajstore.store.index import lie_in
-from trajstore.store.log_records import natural, parse_ranges
-from trajstore.store.pin_names import ASIDE, STEP, aside_name
+from trajstore.store.log_records import lie_in, natural, parse_ranges
+from trajstore.store.pin_names import ASIDE, IN_UTF8, STEP, aside_name
 from trajstore.store.sealed import seal, unseal
 from trajstore.store.states import decode_state
 
@@ -149,6 +148,8 @@ class Pins:
         value = unseal("pin", data, source)
         if not isinstance(value, dict) or "ids" not in value:
             raise CorruptStoreError(f"{source}: does not name any trajectories; restore it from a copy")
+        if any("\udc80" <= character <= "\udcff" for character in file):  # how Python says bytes that it cannot decode
+            raise CorruptStoreError(f"{source!a}: this name cannot be read here; {IN_UTF8}")
         if value.get("name", _name_in(file)) != _name_in(file):  # pins of early versions do not say it
             raise CorruptStoreError(f"{source}: is the pin {value['name']!r}; restore it from a copy")
         return value
@@ -288,7 +289,7 @@ def _head_of(value: Mapping[str, Any], name: str, source: str) -> PinHead:
         state = None
         if value.get("state") is not None:
             file, size, crc = (value["state"][key] for key in ("file", "size", "crc32"))
-            if check_name(file).split("/")[0] != PINS_FOLDER:
+            if not isinstance(file, str) or check_name(file).split("/")[0] != PINS_FOLDER:
                 raise ValueError(f"state: {file!r} is not in {PINS_FOLDER}/")
             state = StateFile(file, natural(size), natural(crc, 0xFFFFFFFF))
         if step is None and back_to is None:

@@ -37,8 +37,10 @@ _OF_METADATA = (
 """What is lost with a ``metadata.json``, and what to do."""
 
 LAYOUT = "trajstore"
-LAYOUT_VERSION = 4
-"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several."""
+LAYOUT_VERSION = 6
+"""2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several.
+5: or say when. 6: or tell facts of rollouts.
+"""
 
 _FOR_RLINF = (
     b'"trajectory_id_list":["this directory was written by trajstore, which RLinf cannot read: '

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from trajstore import locks
-from trajstore.interrupts import Parking
+from trajstore.interrupts import Parking, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class CommitCallbacks:
         self._commits: deque[Sequence[int]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="trajstore-on-commit", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def put(self, ids: Sequence[int]) -> None:
         """Let the function be called with these ids; returns at once."""

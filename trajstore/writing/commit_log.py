@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,17 @@ from trajstore.formats.base import ShardManifest
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import ranges_of
+from trajstore.store.notes import Notes, Said
 from trajstore.store.saved_points import pin_name
-from trajstore.writing.commits import AddLines, CommitListener, NewShard, add_lines, evict_line, rewrite_line
+from trajstore.writing.commits import (
+    AddLines,
+    CommitListener,
+    NewShard,
+    add_lines,
+    annotate_line,
+    evict_line,
+    rewrite_line,
+)
 from trajstore.writing.log_end import LogEnd, TakeIn
 from trajstore.writing.opening import open_store
 from trajstore.writing.snapshots import Snapshots
@@ -138,7 +148,7 @@ class CommitLog:
 
         def make() -> tuple[bytes, TakeIn]:
             left = [shards for shards in commits if shards[0].number not in self._taken_in]
-            lines = add_lines(catalog, left)
+            lines = add_lines(catalog, left, time.time_ns() // 1000)
             catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
             return lines.data, partial(self._take_in, left, lines)
 
@@ -152,7 +162,7 @@ class CommitLog:
                 catalog.add([(shard.number, shard.manifest) for shard in shards], entries)
                 catalog.generation += 1
         self._taken_in.update(shards[0].number for shards in commits)
-        self._tell(lambda: self._listener.committed(lines.told))
+        self._tell(lambda: self._listener.committed(lines.told), adds=True)
 
     @contextmanager
     def _durable(self) -> Iterator[None]:
@@ -169,11 +179,14 @@ class CommitLog:
                 f"{self.directory.url}: holds more than this writer knows ({self._out_of_step!r}); open it again"
             ) from self._out_of_step
 
-    def _tell(self, call: Callable[[], None]) -> None:
+    def _tell(self, call: Callable[[], None], *, adds: bool = False) -> None:
+        """Tell the listener; what was only added can be read from memory all the same, if that fails."""
         try:
             call()
-        except Exception:  # what it was told is durable all the same
+        except Exception as error:  # what it was told is durable all the same
             logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
+            if not adds:
+                self._listener.out_of_step(error)
 
     def keep_house(self) -> None:
         """Evict what retention wants evicted, and write the index if the log has grown much.
@@ -244,6 +257,38 @@ class CommitLog:
 
         self._append(lambda: (evict_line(catalog, ranges), take_in))
 
+    def annotate(self, said: Said) -> None:
+        """Give trajectories values, durably.
+
+        Raises:
+            ConfigurationError: they contradict those that are there.
+            TrajectoryUnavailableError: an id is not in the store; nothing was given to any.
+            StoreWriteError: the log could not be written; nothing was given.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            catalog = self.catalog
+            catalog.notes.check(said)
+            catalog.check_known(said.ids)
+
+            def take_in() -> None:
+                with self._durable():
+                    noted = catalog.annotate(said, catalog.generation + 1)
+                    catalog.generation += 1
+                    self._tell(lambda: self._listener.noted(noted))
+
+            self._append(lambda: (annotate_line(catalog, said), take_in))
+
+    def unknown(self, ids: Sequence[int]) -> set[int]:
+        """Return the ids that no trajectory of the store has by now."""
+        with self._lock:
+            return self.catalog.unknown(ids)
+
+    def forget_sources(self, stay: Collection[str]) -> None:
+        """Forget the names of files of the inbox that are deleted, durably, which are all but these."""
+        with self._lock:
+            self.catalog.notes.sources.intersection_update(stay)
+
     def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
         """Record a shard, whose files are durable, that holds trajectories of others; these are read from it now.
 
@@ -288,10 +333,11 @@ class CommitLog:
         self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
         self.garbage.collect(self.catalog)
 
-    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex) -> None:
-        """Commit other live and pinned entries than there are, by writing the index whole; within :meth:`changing`.
+    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex, notes: Notes) -> None:
+        """Commit other entries, and other values that came late, than there are; within :meth:`changing`.
 
-        The one commit that is not in the log: whoever follows finds that the log does not go on, and loads again.
+        The index is written whole. It is the one commit that is not in the log: whoever follows finds that the log does
+        not go on, and loads again.
 
         Raises:
             StoreWriteError: it could not be written. Nothing more can be, until the store is opened again: on disk is
@@ -301,7 +347,10 @@ class CommitLog:
         if self._end.settle():
             raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
         changed = copy.copy(self.catalog)
-        changed.index, changed.pinned, changed.generation = index, pinned, self.catalog.generation + 1
+        changed.index, changed.pinned, changed.notes = index, pinned, notes
+        changed.generation = self.catalog.generation + 1
+        for entries in (index, pinned):
+            notes.lay_over(entries)
         try:
             self._write_snapshot(changed)
         except BaseException as error:
@@ -309,6 +358,7 @@ class CommitLog:
             raise
         self.catalog.__dict__.update(changed.__dict__)
         self._end.begin_segment()
+        self._tell(self._listener.replaced)
 
     @contextmanager
     def keeping_files(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from trajstore.store.catalog import Catalog
 from trajstore.store.log_records import encode_line, manifest_to_json
 from trajstore.store.moves import Moved, move_to_json
 from trajstore.store.new_entries import columns_of, starts_of
+from trajstore.store.notes import Noted, Said
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class Commit:
 class CommitListener(Protocol):
     """What a writer tells; called with the log's lock held, so it must not call the writer back.
 
-    What it is told is durable: an error that it raises is logged and changes nothing.
+    What it is told is durable: an error that it raises is logged and changes nothing. After one of
+    ``evicted``, ``moved``, ``noted`` or ``replaced`` it is told that it is ``out_of_step``.
     """
 
     def metadata(self) -> Mapping[str, Any]:
@@ -70,6 +72,15 @@ class CommitListener(Protocol):
     def moved(self, moved: Moved) -> None:
         """These trajectories are durably in another shard."""
 
+    def noted(self, noted: Noted) -> None:
+        """These trajectories durably have values that came late."""
+
+    def replaced(self) -> None:
+        """The catalog has other live trajectories now, durably: those of a saved point, or what was set aside too."""
+
+    def out_of_step(self, error: Exception) -> None:
+        """What is shown may not be what is durable, because being told raised an error: show nothing any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class AddLines:
@@ -86,8 +97,15 @@ class AddLines:
     told: list[Commit]
 
 
-def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLines:
-    """Return the lines of commits that follow the catalog's generation, one or more shards in each."""
+def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]], now: int) -> AddLines:
+    """Return the lines of commits that follow the catalog's generation, one or more shards in each.
+
+    Args:
+        catalog: as the log has it.
+        commits: the shards of each.
+        now: the machine's time in µs since 1970. A commit is never older than those before it.
+    """
+    time = max(now, catalog.newest_time)
     schemas = _SchemaNumbers(catalog)
     lines: list[bytes] = []
     entries: list[Mapping[str, Any]] = []
@@ -100,6 +118,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLin
                 {
                     "generation": catalog.generation + 1 + offset,
                     "operation": "add",
+                    "time": time,
                     **added_to_json(
                         schemas.news(),
                         [
@@ -117,7 +136,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLin
         of_shards = []
         for shard in shards:
             flats = shard.flats
-            columns = columns_of(flats, shard.ids, shard.uuids, catalog.index.weights)
+            columns = columns_of(flats, shard.ids, shard.uuids, catalog.index.texts, time)
             columns["shard"] = np.full(len(flats), row, np.int32)
             columns |= starts_of([flat.extent for flat in flats], shard.manifest.schema.kind)
             of_shards.append(columns)
@@ -130,6 +149,11 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[NewShard]]) -> AddLin
 def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
     """Return the line of an eviction, of inclusive ranges of ids, that follows the catalog's generation."""
     return encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges})
+
+
+def annotate_line(catalog: Catalog, said: Said) -> bytes:
+    """Return the line of values that came late, which follows the catalog's generation."""
+    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json()})
 
 
 def rewrite_line(

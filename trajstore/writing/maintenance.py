@@ -83,7 +83,8 @@ class Garbage:
         earlier = [name for name in unknown if (shard_number(name) or 0) < catalog.next_shard]
         # No commit ever named those of later numbers; in an object store they are of a writer that has taken over.
         names = [name for name in unknown if name not in set(earlier)] if self._directory.can_append else []
-        names += [name for name in self._directory.names() if "/" not in name and name.endswith(TEMPORARY_SUFFIX)]
+        unfinished = [name for name in self._directory.names() if name.endswith(TEMPORARY_SUFFIX)]
+        names += [name for name in unfinished if name.rpartition("/")[0] in ("", PINS_FOLDER)]
         if names:
             self._tell_of_leftovers(names)
             _remove(self._directory, names)

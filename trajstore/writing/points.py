@@ -9,6 +9,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class Points:
     def unpin(self, name: str) -> None:
         """Let go of a pin, a saved point, or what a rollback set aside with its points.
 
-        Evicted trajectories that only it named are deleted. Of a name that is not there a warning tells.
+        Evicted trajectories that only it named are deleted. Warns if there is no such pin.
 
         Raises:
             StoreClosedError: the writer was closed, or belongs to the parent process.
@@ -100,10 +101,10 @@ class Points:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the log's lock for a change; what does not fit together may be of a writer that took the store over.
+        """Hold the log's lock for a change. Corruption here may mean that another writer took the store over.
 
         Raises:
-            WriterFencedError: it is.
+            WriterFencedError: another writer did.
         """
         with self._log.changing():
             try:
@@ -177,13 +178,13 @@ class Points:
         newest = max([head.step or 0 for head in catalog.points()], default=step)
         if newest > step:
             raise ConfigurationError(
-                f"save_point({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
-                f"back with rollback first, or let go of it with unpin({point_name(newest)!r})"
+                f"points.save({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
+                f"back with rollback first, or let go of it with points.unpin({point_name(newest)!r})"
             )
         head = catalog.pins.heads.get(point_name(step))
         if head is not None and head.step is None:
             raise ConfigurationError(
-                f"save_point({step}): a pin made with pin() is called {head.name!r}; let go of it with unpin first"
+                f"points.save({step}): a pin made with pin() is called {head.name!r}; let go of it with points.unpin"
             )
 
     def _release(self, heads: Sequence[PinHead]) -> None:
@@ -230,13 +231,14 @@ class Points:
                 self._publish(pin_file(name, plan.leaving, generation, **told), "was rolled back")
                 catalog.load_pins()
             try:
-                self._log.replace(*with_live(catalog, plan.point.ids))
+                notes = catalog.notes.rolled_back(plan.point.generation, generation)
+                self._log.replace(*with_live(catalog, plan.point.ids), notes)
             except StoreWriteError:
                 if leaves and catalog.generation >= generation:  # another commit's: no rollback must seem to be of it
                     self._release([catalog.pins.heads[name]])
                 raise
             self._release(catalog.deleted_asides())
-            self._try_to_rename_void()
+            self._try(self._rename_void)
         return plan, name if leaves and aside else None, state, said
 
     def take_back(self, name: str) -> int:
@@ -252,7 +254,8 @@ class Points:
             head = set_aside(catalog, name)
             before = len(catalog.index)
             live = id_ranges(catalog.index["trajectory_id"])
-            self._log.replace(*with_live(catalog, np.concatenate([live, head.ids])))
+            notes = catalog.notes.taken_back(head.generation)
+            self._log.replace(*with_live(catalog, np.concatenate([live, head.ids])), notes)
             self._return_points(head)
             self._release([head])
             return len(catalog.index) - before
@@ -290,22 +293,24 @@ class Points:
         asides = catalog.asides()
         self._release(catalog.unfinished_asides())
         self._release(catalog.deleted_asides())
-        self._try_to_rename_void()
-        self._release([head for head in asides if self._is_live(head)])
+        self._try(self._rename_void)
+        for head in filter(self._is_live, asides):
+            if self._try(partial(self._return_points, head)):
+                self._release([head])
         self._log.garbage.collect(catalog)  # shards of a pin that went, where the crash came before theirs did
 
     def _is_live(self, head: PinHead) -> bool:
         """Return whether what a rollback set aside was taken back, all of it."""
-        catalog = self._log.catalog
-        theirs = any(other.aside == head.name for other in catalog.pins.heads.values())
-        return head.count > 0 and not theirs and len(catalog.index.positions_in(head.ids)) == head.count
+        return head.count > 0 and len(self._log.catalog.index.positions_in(head.ids)) == head.count
 
-    def _try_to_rename_void(self) -> None:
-        """Rename void points; if that does not work, it is tried again before the next change of pins."""
+    def _try(self, rename: Callable[[], None]) -> bool:
+        """Rename points, and return whether that could be written; if not, the next writer does it."""
         try:
-            self._rename_void()
+            rename()
         except StoreWriteError as error:
             logger.warning("%s", error)
+            return False
+        return True
 
     def _rename_void(self) -> None:
         """Give points that a rollback made void the name of what it set aside; within :meth:`_changing`."""

@@ -19,7 +19,7 @@ from trajstore.writing.groups import Part
 
 _CONTENT = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 _ENVIRONMENT = (OSError, ImportError, StoreLockedError)
-_CONTENT_ERRNOS = (errno.ENAMETOOLONG, errno.EILSEQ, errno.EFBIG)
+_CONTENT_ERRNOS = (errno.ENAMETOOLONG, errno.EILSEQ)
 
 _DOUBTS = 3
 """Attempts after which an error that may be anybody's is taken for the trajectory's."""
@@ -71,20 +71,19 @@ class Publisher:
             failures: how often this has failed before.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk refuses, or takes no file of the size of a single trajectory.
             MemoryError: there is no memory to encode a single trajectory.
         """
         try:
             self._write(parts)
-        except MemoryError:
-            pieces = self._smaller(parts)
-            if not pieces:
-                raise
         except Exception as error:  # whatever a format raises; told apart below
-            if not is_of_content(error, failures):
+            too_much = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.EFBIG
+            if not too_much and not is_of_content(error, failures):
                 raise
             pieces = self._smaller(parts)
             if not pieces:
+                if too_much:
+                    raise
                 (part,) = parts
                 return [], [Unwritable(part.ids, part.nbytes, error)]
         else:

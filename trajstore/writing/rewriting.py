@@ -26,7 +26,7 @@ from trajstore.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore.formats.checksums import check_file, manifest_of
 from trajstore.reading.shard_access import fetch_file, rows_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.index import STARTS, Home
+from trajstore.store.home import STARTS, Home
 from trajstore.store.shard_table import shard_name
 from trajstore.writing.commit_log import CommitLog
 
@@ -140,6 +140,14 @@ class Rewriter:
         """Let :meth:`run` return; a shard that is being written is finished first."""
         self._closing = True
         self._news.put(None)
+
+    def wait(self) -> None:
+        """Return when nothing is being rewritten; once the log is closed nothing will be.
+
+        ``compact`` runs in a thread of the user's. The next writer gives out the number of its new shard again.
+        """
+        with self._one:
+            return
 
     def run(self) -> None:
         """Rewrite what is worth it, now and whenever enough was evicted, until :meth:`stop`."""

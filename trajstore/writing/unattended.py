@@ -9,6 +9,7 @@ from typing import Any
 from trajstore.errors import StoreWriteError
 from trajstore.files.base import Directory
 from trajstore.store.moves import Moved
+from trajstore.store.notes import Noted
 from trajstore.store.sealed import METADATA_NAME, parse_metadata
 from trajstore.writing.commit_log import CommitLog
 from trajstore.writing.commits import Commit
@@ -38,13 +39,22 @@ class _Nobody:
     def evicted(self, ids: Sequence[int]) -> None:
         return
 
+    def replaced(self) -> None:
+        return
+
+    def out_of_step(self, error: Exception) -> None:
+        return
+
     def moved(self, moved: Moved) -> None:
+        return
+
+    def noted(self, noted: Noted) -> None:
         return
 
 
 @contextmanager
-def held_points(directory: Directory) -> Iterator[Points]:
-    """Yield the saved points of a store, as its one writer.
+def held_log(directory: Directory) -> Iterator[CommitLog]:
+    """Yield the log of a store, as its one writer.
 
     Raises:
         StoreLockedError: somebody else writes there.
@@ -59,5 +69,12 @@ def held_points(directory: Directory) -> Iterator[Points]:
         raise StoreWriteError(f"{error}: cannot be written") from error
     with lock:
         log = CommitLog(directory, str(metadata.get("trajectory_format")), _NEVER, _Nobody(metadata.get("seed")))
-        yield Points(log)
+        yield log
         log.close()
+
+
+@contextmanager
+def held_points(directory: Directory) -> Iterator[Points]:
+    """Yield the saved points of a store, as its one writer; raises what :func:`held_log` does."""
+    with held_log(directory) as log:
+        yield Points(log)

@@ -27,11 +27,13 @@ from trajstore.errors import (
 )
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
-from trajstore.interrupts import uninterrupted
+from trajstore.interrupts import start_thread, uninterrupted
+from trajstore.store.notes import Said
 from trajstore.writing.callbacks import CommitCallbacks
 from trajstore.writing.commit_log import CommitLog, Turn, check_process
 from trajstore.writing.commits import CommitListener
 from trajstore.writing.groups import Group
+from trajstore.writing.inbox import Inbox
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.points import Points
 from trajstore.writing.publishing import Publisher, Unwritable
@@ -57,6 +59,7 @@ class StoreWriter:
         queue: takes what is to be written, and tells what is committed.
         log: evicts, and has the catalog.
         points: pins, saved points, and rollback to them.
+        inbox: values that other processes have for trajectories.
         rewriter: gives back the space of shards that are partly alive.
 
     Raises:
@@ -84,8 +87,10 @@ class StoreWriter:
         try:
             self.log = CommitLog(directory, trajectory_format.name, options.snapshot_bytes, listener)
             self.points = Points(self.log)
+            self.inbox = Inbox(self.log)
+            self.inbox.look()
         except BaseException as error:
-            try:  # what does not fit together may be that of a writer that took the store over meanwhile
+            try:  # corruption here may mean that another writer took the store over meanwhile
                 if isinstance(error, CorruptStoreError | StoreNotFoundError):
                     directory.confirm()
             finally:
@@ -102,11 +107,12 @@ class StoreWriter:
         ]
         self.rewriter = Rewriter(directory, self.log, trajectory_format, options.shard_bytes, self.queue.new_shard)
         self._threads.append(threading.Thread(target=self._rewrite, name="trajstore-rewriter", daemon=True))
+        self._threads.append(threading.Thread(target=self.inbox.run, name="trajstore-inbox", daemon=True))
 
     def start(self) -> None:
         """Start the threads. Only now is there somebody besides the caller who holds this object."""
         for thread in self._threads:
-            thread.start()
+            start_thread(thread)
 
     def _check_process(self) -> None:
         check_process(self._pid, self.directory.url)
@@ -137,6 +143,17 @@ class StoreWriter:
         if self.log.renewal_due:
             uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
+
+    def annotate(self, said: Said) -> None:
+        """Give trajectories values, after all that others had for them before.
+
+        Raises:
+            ConfigurationError, TrajectoryUnavailableError, StoreWriteError, StoreClosedError: see
+                :meth:`CommitLog.annotate`.
+        """
+        self._check_process()
+        self.inbox.look()
+        self.log.annotate(said)
 
     def retain(self) -> None:
         """Evict what retention wants evicted; a failure is logged, and tried again by the next commit or flush."""
@@ -205,7 +222,7 @@ class StoreWriter:
         ids = [number for item in unwritable for number in item.ids]
         first = unwritable[0]
         error = UnwritableTrajectoryError(
-            f"{self.directory.url}: trajectories {ids} cannot be written and were set aside; the others went on. "
+            f"{self.directory.url}: trajectories {ids} cannot be written and were left out; the others went on. "
             f"{type(first.error).__name__}: {first.error}",
             ids,
         )
@@ -316,6 +333,7 @@ class StoreWriter:
             if self._closed:
                 return
             self.rewriter.stop()
+            self.inbox.stop()
             failure = self._try(self.flush)
             if failure is None or isinstance(failure, UnwritableTrajectoryError):
                 failure = self._try(self.log.snapshot) or failure
@@ -324,6 +342,7 @@ class StoreWriter:
                 if thread.ident is not None:  # an interrupt may have come before it was started
                     thread.join()
             self.log.close()
+            self.rewriter.wait()
             self._lock.release()
             self._closed = True
         if self._callbacks is not None:

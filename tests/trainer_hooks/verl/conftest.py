@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import pytest
+
+try:
+    import transfer_queue  # noqa: F401
+    import verl  # noqa: F401
+except ImportError as error:
+    warnings.warn(f"tests of the verl plugin are left out: {error}", stacklevel=1)
+    collect_ignore_glob = ["test_*.py", "plane/*"]
 
 Compose = Callable[[Sequence[str]], Any]
 """Takes overrides, returns a configuration."""

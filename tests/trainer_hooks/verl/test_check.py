@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.verl import check
 from trajstore.errors import ConfigurationError

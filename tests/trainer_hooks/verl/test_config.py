@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 from omegaconf import OmegaConf
 
 from tests.trainer_hooks.verl.conftest import Compose
@@ -49,6 +45,8 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
         on_resume="exact",
         folder=folder,
         n_rollout=4,
+        max_prompt_length=512,
+        max_response_length=512,
     )
     assert block.recording_path == str(folder / "rollouts")
 
@@ -104,21 +102,21 @@ def test_the_configuration_is_not_changed(compose_verl: Compose) -> None:
 
 WRONG = {
     # unknown keys and wrong kinds
-    "+exp_manager.recordings.enable=true": "exp_manager: unknown key recordings",
-    "+exp_manager.folder=a": "exp_manager: unknown key folder",
-    "+exp_manager.n_rollout=4": "exp_manager: unknown key n_rollout",
+    "+exp_manager.recordings.enable=true": "exp_manager: recordings: unknown key",
+    "+exp_manager.folder=a": "exp_manager: folder: unknown key",
+    "+exp_manager.n_rollout=4": "exp_manager: n_rollout: unknown key",
     "+exp_manager=5": "exp_manager: must be a mapping",
     "+exp_manager=[1]": "exp_manager: must be a mapping",
     "+exp_manager.recording=yes": "exp_manager.recording: must be a mapping",
-    "+exp_manager.recording.paht=a": "exp_manager.recording: unknown key paht",
+    "+exp_manager.recording.paht=a": "exp_manager.recording: paht: unknown key",
     "+exp_manager.outcome=1": "exp_manager.outcome: must be a mapping",
-    "+exp_manager.outcome.sucess=1": "exp_manager.outcome: unknown key sucess",
+    "+exp_manager.outcome.sucess=1": "exp_manager.outcome: sucess: unknown key",
     f"+{REPLAY}=true": f"{REPLAY}: must be a mapping",
     f"+{REPLAY}.exp_ration=0.5": f"{REPLAY}: exp_ration: unknown key",
     "+exp_manager.on_resume=newest": "exp_manager.on_resume: 'newest'",
     "+exp_manager.on_resume=null": "exp_manager.on_resume: None",
     # recording
-    "+exp_manager.recording.enable=1": "exp_manager.recording: enable: 1",
+    "+exp_manager.recording.enable=2": "exp_manager.recording: enable: 2",
     "+exp_manager.recording.path=''": "exp_manager.recording: path: ''",
     "+exp_manager.recording.path=7": "exp_manager.recording: path: 7",
     "+exp_manager.recording.format=csv": "csv",
@@ -138,7 +136,7 @@ WRONG = {
     "+exp_manager.experience_replay.regularize_replayed=none": "regularize_replayed: 'none', must be both",
     "+exp_manager.experience_replay.success_threshold=0.5": "experience_replay.success_threshold: an outcome is 1",
     # replay
-    f"+{REPLAY}.enable=1": f"{REPLAY}: enable: 1",
+    f"+{REPLAY}.enable=2": f"{REPLAY}: enable: 2",
     f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",
     f"+{REPLAY}.exp_ratio=[[0.5,0.1],[0.2,0.1]]": "ratio",
     f"+{REPLAY}.offpolicy_trajectories_per_task=0": "offpolicy_trajectories_per_task: 0",

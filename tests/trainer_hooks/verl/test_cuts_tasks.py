@@ -10,15 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-import pytest
-
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 import datasets  # type: ignore[import-untyped]
+import orjson
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
 from omegaconf import OmegaConf
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -34,7 +30,7 @@ from trainer_hooks.verl.cuts import (
     restorable_cuts,
     write_cut,
 )
-from trainer_hooks.verl.tasks import TaskTable
+from trainer_hooks.verl.tasks import TaskTable, rollout_counts
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
 
 CUT = Cut(
@@ -294,3 +290,13 @@ def test_no_rows() -> None:
     table = TaskTable(PlainDataset([]))
     assert len(table) == 0
     assert "sums:0" not in table
+
+
+@pytest.mark.parametrize("said", [[4, None], [4, 0], [4, -1], [4, 2.5], [4, "four"], [4, "4"], [float("inf")]])
+def test_numbers_of_rollouts_that_are_none_are_named(said: list[Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"column __rollout_n__: .* must be a whole number of at least 1"):
+        rollout_counts(said)
+
+
+def test_numbers_of_rollouts_may_be_floats_as_a_column_with_gaps_once_had_them() -> None:
+    assert rollout_counts([4, 2.0]) == [4, 2]

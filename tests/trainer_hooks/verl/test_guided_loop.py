@@ -6,10 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf

@@ -12,12 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 from tensordict import TensorDict
+from torch import Tensor
 from verl.utils.metric import Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 from verl.workers.config import ActorConfig

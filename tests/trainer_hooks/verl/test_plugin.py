@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 from trainer_hooks.verl.versions import SUPPORTED, check_verl
 from trajstore.errors import ConfigurationError, MissingDependencyError
 

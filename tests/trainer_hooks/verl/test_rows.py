@@ -14,9 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.outcomes import has_outcome, score_metrics, why_no_outcome
@@ -192,12 +189,12 @@ def test_a_score_that_is_no_number_is_recorded_and_has_no_outcome(tmp_path: Path
 def test_scores_are_shown_in_the_units_of_the_reward() -> None:
     rule = OutcomeRule(success=0.5)
     fresh = [recorded(rated(fresh_row("u", number, score=score)), rule) for number, score in enumerate((0.1, 0.3))]
-    replayed = [recorded(rated(fresh_row("old", score=0.8)), rule)]
+    replayed = [recorded(rated(fresh_row("old", score=0.8)), rule), demonstration()]
     assert score_metrics(fresh, replayed) == pytest.approx(
         {
             "experience_replay/fresh_score_mean": 0.2,
-            "experience_replay/replayed_score_mean": 0.8,
-            "experience_replay/mixed_score_mean": 0.4,
+            "experience_replay/replayed_score_mean": 0.9,
+            "experience_replay/mixed_score_mean": 0.55,
         }
     )
     assert score_metrics([], []) == {}
@@ -345,6 +342,12 @@ def test_a_demonstration_has_its_score_and_no_log_probs(metadata: dict[str, Any]
         "min_global_steps": 4,
         "max_global_steps": 5,
     }, "the lag of this step is not that of another program's model"
+
+
+def test_a_rollout_of_another_program_has_its_outcome_for_a_score() -> None:
+    history = dataclasses.replace(recorded(rated(fresh_row("old"))), reward=Reward(outcome=1.0), metadata={})
+    back = replayed_row(fresh_row("new"), history, 0, own_group=False)
+    assert back.columns["rm_scores"].tolist() == [0.0] * 3 + [1.0]
 
 
 # ---- recorded log-probs ----

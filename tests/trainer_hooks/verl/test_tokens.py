@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("verl", exc_type=ImportError)
-
 from trainer_hooks.verl import tokens
 from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore.experience import mean_entropy

@@ -6,11 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("verl")
-pytest.importorskip("transfer_queue")
-
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 

@@ -13,7 +13,7 @@ class TwoOutputs(SingleTurnAgentLoop):  # type: ignore[misc]  # verl is not type
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         """Return the outputs of a session."""
         first = await super().run(sampling_params, priority=priority, **kwargs)
-        if int(kwargs["index"]) % 2:
+        if int(str(kwargs["index"]).split("-")[-1]) % 2:
             return first
         again = [*kwargs["raw_prompt"], {"role": "user", "content": "again"}]
         second = await super().run(sampling_params, priority=priority, **{**kwargs, "raw_prompt": again})

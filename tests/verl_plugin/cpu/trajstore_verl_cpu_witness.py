@@ -20,6 +20,7 @@ _ppo_loss = het.ppo_loss
 
 
 def _witness(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    loss, metrics = _ppo_loss(config, model_output, data, dp_group)
     folder = os.environ.get(FOLDER)
     call = het._call.get()
     if folder and call is not None:
@@ -29,10 +30,15 @@ def _witness(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
         }
         seen["exp_mask"] = list(call.exp_mask.clone())
         seen["uid"] = list(data["uid"])
+        # The log-prob of a token stands at the token before it.
+        starts, whole = [len(one) for one in seen["prompts"]], model_output["log_probs"].unbind()
+        seen["log_probs"] = [one.detach()[start - 1 : -1].clone() for one, start in zip(whole, starts, strict=True)]
+        seen["loss"] = float(loss)
+        seen["batch_tokens"] = int(data["batch_num_tokens"]) / int(data["dp_size"])
         target = Path(folder) / f"{uuid.uuid4().hex}.pt"
         torch.save(seen, target.with_suffix(".part"))
         target.with_suffix(".part").rename(target)
-    return _ppo_loss(config, model_output, data, dp_group)
+    return loss, metrics
 
 
 het.ppo_loss = _witness

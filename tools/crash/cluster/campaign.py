@@ -6,13 +6,14 @@ import logging
 import random
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
+from tools import campaigns
 from trajstore import TrajectoryReplayBuffer
 from trajstore.distributed import DistributedReplayBuffer
 from trajstore.errors import TrajstoreError
@@ -26,10 +27,9 @@ _MOMENT = 1.0  # seconds; a producer asks a store that did not answer again afte
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found."""
 
-    problems: list[str] = field(default_factory=list)
     actors_killed: int = 0
     nodes_killed: int = 0
     acknowledged: int = 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,16 +16,14 @@ from unittest import mock
 
 import orjson
 
-from tools.crash.forked import forking
+from tools import campaigns
+from tools.campaigns import PATIENCE, at_work, s3_server, wait_for
 from tools.crash.frozen.sleeper import Freeze, open_store, sleep_and_go_on
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.files.holder import LOCK_NAME
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import WitnessError, check_trajectory, witness
-
-_PATIENCE = 120.0
-"""Seconds; who has not come to an end then never will."""
 
 _LAST_REQUEST = 120
 
@@ -38,7 +34,7 @@ _RENEWED = (LOCK_NAME, "metadata.json")
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
@@ -46,34 +42,12 @@ class Result:
         fenced: of these, writers that were told so.
         points: requests at which they were frozen, and how often.
         promised: trajectories that were acknowledged and compared, all stores together.
-        problems: what was wrong.
-        seconds: how long it took.
     """
 
     freezes: int = 0
     fenced: int = 0
     points: dict[str, int] = field(default_factory=dict)
     promised: int = 0
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@contextmanager
-def s3_server() -> Iterator[dict[str, Any]]:
-    """Start a server that keeps conditional PUT; yield the storage options that lead to it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    known = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    with mock.patch.dict(os.environ, known):  # for commands, which take no options
-        try:
-            yield {"key": "test", "secret": "test", "endpoint_url": endpoint}
-        finally:
-            server.stop()
 
 
 def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Result], None] | None = None) -> Result:
@@ -85,15 +59,20 @@ def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Resu
         seed: of moments and actions.
         progress: told after each.
     """
-    result, begin, number = Result(), time.monotonic(), 0
-    with s3_server() as options:
+    result, number = Result(), 0
+    with s3_server() as options, mock.patch.dict(os.environ, _environment(options)):
         while result.freezes < freezes:
             _Round(folder, options, f"{seed}/{number}", result).run()
             number += 1
-            result.seconds = time.monotonic() - begin
             if progress is not None:
                 progress(result)
     return result
+
+
+def _environment(options: Mapping[str, str]) -> dict[str, str]:
+    """Return how commands are told of the server, which take no options."""
+    keys = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
+    return {"AWS_ENDPOINT_URL": options["endpoint_url"], **keys}
 
 
 class _Round:
@@ -123,26 +102,18 @@ class _Round:
             self.chance.choice(("stands", "runs")),
         )
         arguments = (self.url, self.options, str(self.journal), self.seed, freeze, 40)
-        child = forking().Process(target=sleep_and_go_on, args=arguments, daemon=True)
-        child.start()
-        try:
+        with at_work(sleep_and_go_on, *arguments) as child:
             if self.wait_frozen(child):
                 self.take_over(child, freeze)
-        finally:
-            child.kill()
-            child.join()
 
     def wait_frozen(self, child: BaseProcess) -> bool:
         """Return whether a writer was frozen; it may also have come to its end before."""
-        end = time.monotonic() + _PATIENCE
-        while time.monotonic() < end:
-            if not child.is_alive() or self.notes("ended"):
-                return False
-            if self.notes("freezing") and _state(child) == "T":
-                return True
-            time.sleep(0.005)
-        self.problem("the writer neither froze nor ended")
-        return False
+        if not wait_for(child, lambda: bool(self.notes("ended")) or self.is_frozen(child)) and child.is_alive():
+            self.problem("the writer neither froze nor ended")
+        return not self.notes("ended") and self.is_frozen(child)
+
+    def is_frozen(self, child: BaseProcess) -> bool:
+        return bool(self.notes("freezing")) and child.is_alive() and _state(child) == "T"
 
     def take_over(self, child: BaseProcess, freeze: Freeze) -> None:
         (point,) = self.notes("freezing")
@@ -155,7 +126,7 @@ class _Round:
         heir = self.write(closing=self.chance.random() < 0.5)
         before, points = self.picture(heir is not None), self.points()
         os.kill(child.pid or 0, signal.SIGCONT)
-        child.join(_PATIENCE)
+        child.join(PATIENCE)
         if child.is_alive():
             self.problem("the writer did not come to its end when it was awake")
         after = self.picture(heir is not None)
@@ -170,7 +141,7 @@ class _Round:
 
     def write(self, *, closing: bool) -> TrajectoryReplayBuffer | None:
         """Open the store as soon as it is free, use it, and return it unless it was closed."""
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + PATIENCE
         while True:
             try:
                 buffer = open_store(self.url, self.options)
@@ -186,7 +157,7 @@ class _Round:
 
     def judge_points(self, buffer: TrajectoryReplayBuffer) -> None:
         """Saved points that were acknowledged must be there, and be void only if the rollback has happened."""
-        steps = {point.step for point in buffer.saved_points}
+        steps = {point.step for point in buffer.points.saved}
         last = next((one for one in reversed(self.notes()) if one["event"] in _OF_POINTS), None)
         if last is None or last["event"] == "saving":
             return
@@ -211,9 +182,9 @@ class _Round:
                 self.evicted.update(ids)
                 buffer.evict(ids)
             elif what == "pin":
-                buffer.pin(f"pin-{self.chance.randrange(2)}")
+                buffer.points.pin(f"pin-{self.chance.randrange(2)}")
             elif what == "point":
-                buffer.save_point(max([point.step for point in buffer.saved_points], default=0) + 1)
+                buffer.points.save(max([point.step for point in buffer.points.saved], default=0) + 1)
         if not closing:
             return buffer
         buffer.close()

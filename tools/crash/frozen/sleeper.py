@@ -84,24 +84,24 @@ def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, k
             notes.note("evicting", ids=ids)
             buffer.evict(ids)
         elif what == "pin":
-            buffer.pin(f"pin-{chance.randrange(2)}")
+            buffer.points.pin(f"pin-{chance.randrange(2)}")
         elif what == "unpin":
-            buffer.unpin(f"pin-{chance.randrange(2)}")
+            buffer.points.unpin(f"pin-{chance.randrange(2)}")
         elif what == "point":
-            step = max([point.step for point in buffer.saved_points], default=0) + chance.randrange(2)
+            step = max([point.step for point in buffer.points.saved], default=0) + chance.randrange(2)
             notes.note("saving")
-            buffer.save_point(step, keep=2)
+            buffer.points.save(step, keep=2)
             points[step] = set(buffer.trajectory_ids.tolist())
-            notes.note("saved", steps=[point.step for point in buffer.saved_points])
+            notes.note("saved", steps=[point.step for point in buffer.points.saved])
         elif what == "back":
-            steps = [point.step for point in buffer.saved_points]
+            steps = [point.step for point in buffer.points.saved]
             if own := [step for step in steps if step in points]:
                 step = chance.choice(own)
                 leaving = set(buffer.trajectory_ids.tolist()) - points[step]
                 notes.note("evicting", ids=sorted(leaving))
                 notes.note("going_back", ids=sorted(leaving), later=[one for one in steps if one > step])
-                buffer.rollback(step, aside=chance.random() < 0.5)
-                notes.note("went_back", steps=[point.step for point in buffer.saved_points])
+                buffer.points.rollback(step, aside=chance.random() < 0.5)
+                notes.note("went_back", steps=[point.step for point in buffer.points.saved])
         else:
             buffer.compact()
     buffer.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 from tools.campaigns import command, run
@@ -17,7 +16,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50, help="how often the node is lost (default: 50)")
     parser.add_argument("--local", action="store_true", help="mirror to a folder instead of an S3 server (moto)")
     options = parser.parse_args()
-    began = time.monotonic()
 
     def campaign(folder: Path) -> Result:
         if options.local:
@@ -29,7 +27,7 @@ def main() -> int:
         options,
         campaign,
         lambda result: (
-            f"{result.rounds} nodes lost in {time.monotonic() - began:.0f} s, {result.frozen} of them only frozen, "
+            f"{result.rounds} nodes lost in {result.seconds:.0f} s, {result.frozen} of them only frozen, "
             f"{result.restores_killed} restores killed and taken up: {result.below_watermark} trajectories below the "
             f"watermark compared, {result.compared} in all, {result.lost_above} above it were lost"
         ),

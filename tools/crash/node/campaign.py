@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -17,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools import campaigns
+from tools.campaigns import s3_server, wait_for
+from tools.crash.forked import forking
 from tools.crash.node.child import work
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
@@ -26,15 +27,13 @@ from trajstore.store.sealed import METADATA_NAME
 from trajstore.testing.witness import WitnessError, check_trajectory
 
 _KEYS = 1 << 20  # of one round
-_LONGEST_START = 120.0  # seconds
 _LOCK_TTL = 1.0  # of the mirror: a node that is frozen for longer is taken for lost
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found."""
 
-    problems: list[str] = field(default_factory=list)
     rounds: int = 0
     restores_killed: int = 0
     compared: int = 0
@@ -88,19 +87,11 @@ class _Known:
 def s3() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the URL of a bucket in an S3 server on the loopback interface, and its storage options."""
     import s3fs
-    from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line for each request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        options = {"key": "test", "secret": "test", "endpoint_url": f"http://{host}:{port}"}
+    with s3_server() as options:
         bucket = f"bucket-{uuid.uuid4()}"
         s3fs.S3FileSystem(**options).mkdir(bucket)
         yield f"s3://{bucket}", options
-    finally:
-        server.stop()
 
 
 def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int, seed: int) -> Result:
@@ -113,8 +104,7 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         rounds: how often.
         seed: of what is done when.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tools.crash.warm"])
+    context = forking()
     rng, result, known = random.Random(seed), Result(), _Known()
     disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
     options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
@@ -126,12 +116,12 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
         child = context.Process(target=work, args=given)
         child.start()
-        _wait_for_ready(child, journal)
+        wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
         if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
             child.join(rng.random())
             os.kill(frozen.pid, signal.SIGCONT)
         if rng.random() < 0.75:  # however slow the machine is, there must be something to compare
-            _wait_for_promise(child, journal, known.watermark)
+            wait_for(child, lambda journal=journal: _watermark(journal) > known.watermark)
         child.join(0.05 + 2.0 * rng.random() ** 2)
         if child.exitcode is not None:
             result.problems.append(f"round {number}: the process ended by itself with {child.exitcode}")
@@ -171,21 +161,13 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
     return result
 
 
-def _wait_for_ready(child: Any, journal: Path) -> None:
-    until = time.monotonic() + _LONGEST_START
-    while not journal.stat().st_size and child.exitcode is None and time.monotonic() < until:
-        time.sleep(0.005)
-
-
-def _wait_for_promise(child: Any, journal: Path, watermark: int) -> None:
-    """Wait until the mirror has more than it had."""
-    until = time.monotonic() + _LONGEST_START
-    while child.exitcode is None and time.monotonic() < until:
-        for line in journal.read_text().splitlines():
-            with suppress(json.JSONDecodeError):  # the last line, half written
-                if json.loads(line).get("watermark", -1) > watermark:
-                    return
-        time.sleep(0.02)
+def _watermark(journal: Path) -> int:
+    """Return the watermark that a journal noted last; -1 if none."""
+    found = -1
+    for line in journal.read_text().splitlines():
+        with suppress(json.JSONDecodeError):  # the last line, half written
+            found = max(found, json.loads(line).get("watermark", -1))
+    return found
 
 
 def _killed_restore(context: Any, mirror: str, options: dict[str, Any], store: Path, rng: random.Random) -> bool:

@@ -41,7 +41,7 @@ def work(store: str, mirror: str, storage_options: dict[str, Any], journal: str,
             mirror=Mirror(mirror, storage_options=storage_options, interval=0.0, longest_pause=0.2),
         )
         note(ready=True)
-        key, step = first_key, max([point.step for point in buffer.saved_points], default=0)
+        key, step = first_key, max([point.step for point in buffer.points.saved], default=0)
 
         def add() -> None:
             nonlocal key
@@ -59,21 +59,21 @@ def work(store: str, mirror: str, storage_options: dict[str, Any], journal: str,
         def point() -> None:
             nonlocal step
             step += 1
-            buffer.save_point(step, {"step": step}, keep=2)
+            buffer.points.save(step, {"step": step}, keep=2)
 
         def back() -> None:
-            points = buffer.saved_points
+            points = buffer.points.saved
             if points:
                 nonlocal step
                 step = rng.choice(points).step
                 buffer.flush()
                 note(rolling_back=step, ids=buffer.trajectory_ids.tolist())
-                buffer.rollback(step)
+                buffer.points.rollback(step)
                 note(live=buffer.trajectory_ids.tolist())
 
         actions: list[Callable[[], object]] = [add] * 12 + [buffer.flush] * 4 + [evict, point, back, buffer.compact]
         while True:
             rng.choice(actions)()
-            state = buffer.mirror_state
+            state = buffer.mirror.state
             if state is not None:
                 note(watermark=state.newest_id, generation=state.generation, error=state.error)

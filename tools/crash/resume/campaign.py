@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tools import campaigns
 from tools.crash.forked import forking
 from tools.crash.resume.loop import EVERY, running
 from trajstore import saved_points
@@ -25,22 +25,18 @@ _VERIFIED = 10  # every so many kills the store is verified whole
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
         kills: children that were killed, by moment.
-        problems: what was wrong.
         resumed: steps that children resumed at.
         steps: of the run.
-        seconds: how long it took.
     """
 
     kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MOMENTS, 0))
-    problems: list[str] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     steps: int = 0
-    seconds: float = 0.0
 
 
 def _die() -> None:
@@ -110,7 +106,6 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         progress: told after each kill.
     """
     context, chance, result = forking(), random.Random(seed), Result()
-    begin = time.monotonic()
     killed, whole = folder / "killed", folder / "whole"
     killed.mkdir()
     whole.mkdir()
@@ -127,7 +122,6 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
             break
         result.kills[moment] += 1
         _look(killed, kill, moment, result)
-        result.seconds = time.monotonic() - begin
         if progress is not None:
             progress(result)
     result.steps = EVERY * (2 + max(result.resumed, default=0) // EVERY)
@@ -148,7 +142,6 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         result.problems.append(f"the resumed run differs from the uninterrupted one at the steps {differing[:10]}")
     problems = verify(killed / "store").problems
     result.problems += [f"in the end: {problem}" for problem in problems]
-    result.seconds = time.monotonic() - begin
     return result
 
 

@@ -48,9 +48,9 @@ class Loop:
         if (folder / "model.pt").exists():
             model = torch.load(folder / "model.pt")
             self.step, self.weights, self.digests = model["step"], model["weights"], model["digests"]
-        if not self.buffer.saved_points:
-            self.buffer.save_point(0)
-        if state := self.buffer.rollback(self.step):
+        if not self.buffer.points.saved:
+            self.buffer.points.save(0)
+        if state := self.buffer.points.rollback(self.step):
             self._take_up(state)
 
     def _take_up(self, state: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Loop:
     def save_point(self) -> None:
         """Save the store's part of a checkpoint."""
         parts = {"prioritized": self._prioritized, "epochs": self._epochs, "loader": self._loader}
-        self.buffer.save_point(self.step, state={**parts, "rollouts": self._rollouts.get_state()})
+        self.buffer.points.save(self.step, state={**parts, "rollouts": self._rollouts.get_state()})
 
     def save_model(self) -> None:
         """Save the model's part, whole or not at all."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools import campaigns
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.layout import journal_path
 from tools.crash.verl.moments import KEEP_MOMENTS, MOMENTS, JournalReader, Moment, wait_for
@@ -19,12 +19,11 @@ from trajstore.errors import TrajstoreError
 
 
 @dataclass
-class Result:
+class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
         kills: drivers killed.
-        problems: what was wrong, each with the number of the driver.
         phases: kills by the last phase that the driver had noted.
         between: kills that fell between our cut and verl's checkpoint.
         since: acknowledged rollouts younger than the checkpoint that the next driver had to have in its pool
@@ -34,11 +33,9 @@ class Result:
         resumed: steps at which drivers resumed.
         steps: trained by all drivers together.
         survivors: processes outside the driver's group that had to be ended after the kill, all kills together.
-        seconds: how long it took.
     """
 
     kills: int = 0
-    problems: list[str] = field(default_factory=list)
     phases: Counter[str] = field(default_factory=Counter)
     between: int = 0
     since: int = 0
@@ -47,7 +44,6 @@ class Result:
     resumed: list[int] = field(default_factory=list)
     steps: int = 0
     survivors: int = 0
-    seconds: float = 0.0
 
 
 def run_campaign(
@@ -76,7 +72,6 @@ def run_campaign(
     chance = random.Random(seed)
     result, promises = Result(), Promises()
     expected: Expected | None = None
-    start = time.monotonic()
     for life in range(kills + 1):
 
         def tell(text: str, life: int = life) -> None:
@@ -112,7 +107,6 @@ def run_campaign(
             result.between += found.between
             result.since += found.since
             result.phases[journal.phase] += 1
-        result.seconds = time.monotonic() - start
         if progress is not None:
             progress(result)
         if obstacle is not None:

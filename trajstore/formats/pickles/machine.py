@@ -126,7 +126,7 @@ class Machine:
         self.position = end + 1
         return str(self.data[start:end], encoding)
 
-    def _until_mark(self) -> list[Any]:
+    def until_mark(self) -> list[Any]:
         items = self.stack
         self.stack = self._below.pop()
         return items
@@ -150,53 +150,23 @@ class Machine:
         if self.stack:
             self.stack.pop()
         else:
-            self._until_mark()
-
-    def pop_mark(self) -> None:
-        self._until_mark()
+            self.until_mark()
 
     def dup(self) -> None:
         self.stack.append(self.stack[-1])
 
-    def int_line(self) -> None:
-        line = self.line()
-        self.stack.append({"00": False, "01": True}[line] if line in ("00", "01") else int(line))
-
-    def long_line(self) -> None:
-        self.stack.append(int(self.line().removesuffix("L")))
-
-    def float_line(self) -> None:
-        self.stack.append(float(self.line()))
-
-    def unicode_line(self) -> None:
-        self.stack.append(self.line("raw-unicode-escape"))
-
-    def tuple_mark(self) -> None:
-        items = tuple(self._until_mark())
-        self.stack.append(items)
-
-    def list_mark(self) -> None:
-        items = self._until_mark()
-        self.stack.append(items)
-
     def dict_mark(self) -> None:
-        items = self._until_mark()
+        items = self.until_mark()
         self.stack.append({})
-        self._set_items(items)
+        self.set_items(items)
 
     def frozenset_mark(self) -> None:
-        items = self._until_mark()
+        items = self.until_mark()
         for item in items:
             check_key(item)
         self.stack.append(frozenset(items))
 
-    def append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def appends(self) -> None:
-        self._extend(self._until_mark())
-
-    def _extend(self, items: list[Any]) -> None:
+    def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Unwanted:
             return
@@ -205,12 +175,9 @@ class Machine:
 
     def set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._set_items([key, value])
+        self.set_items([key, value])
 
-    def set_items_mark(self) -> None:
-        self._set_items(self._until_mark())
-
-    def _set_items(self, items: list[Any]) -> None:
+    def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Unwanted:
             return
@@ -220,7 +187,7 @@ class Machine:
             target[key] = value
 
     def add_items(self) -> None:
-        items = self._until_mark()
+        items = self.until_mark()
         target = self.stack[-1]
         require(type(target) is set, f"elements are added to a {type(target).__name__}")
         for item in items:
@@ -244,13 +211,12 @@ class Machine:
         self._apply(target, arguments, {})
 
     def new_object(self) -> None:
-        arguments, target = self.stack.pop(), self.stack.pop()
-        require(type(arguments) is tuple, "arguments that are no tuple")
-        require(isinstance(target, Token) and target.stand_in, "an object of something that is no class")
-        self._apply(target, arguments, {})
+        self._new_object({})
 
     def new_object_ex(self) -> None:
-        keywords = self.stack.pop()
+        self._new_object(self.stack.pop())
+
+    def _new_object(self, keywords: Any) -> None:
         arguments, target = self.stack.pop(), self.stack.pop()
         require(type(arguments) is tuple and type(keywords) is dict, "arguments that are no tuple")
         require(isinstance(target, Token) and target.stand_in, "an object of something that is no class")
@@ -290,14 +256,15 @@ class Machine:
         self.stack.append(self._persistent_load(self.stack.pop()))
 
 
-_Operation = Callable[[Machine], None]
+_Operation = Callable[[Machine], object]
 
 
 def _push(make: Callable[[Machine], Any]) -> _Operation:
     """Return the operation that pushes what ``make`` reads."""
 
     def push(machine: Machine) -> None:
-        machine.stack.append(make(machine))
+        value = make(machine)  # which may go back to another stack
+        machine.stack.append(value)
 
     return push
 
@@ -328,6 +295,10 @@ def _tuple(count: int) -> _Operation:
     return make
 
 
+def _whole(line: str) -> int | bool:
+    return {"00": False, "01": True}[line] if line in ("00", "01") else int(line)
+
+
 def _text(raw: memoryview) -> str:
     return str(raw, "utf-8", "surrogatepass")
 
@@ -347,15 +318,15 @@ _OPERATIONS: Mapping[int, _Operation] = {
     pickle.FRAME[0]: Machine.frame,
     pickle.MARK[0]: Machine.mark,
     pickle.POP[0]: Machine.pop,
-    pickle.POP_MARK[0]: Machine.pop_mark,
+    pickle.POP_MARK[0]: Machine.until_mark,
     pickle.DUP[0]: Machine.dup,
     pickle.NONE[0]: _push(lambda machine: None),
     pickle.NEWTRUE[0]: _push(lambda machine: True),
     pickle.NEWFALSE[0]: _push(lambda machine: False),
-    pickle.INT[0]: Machine.int_line,
-    pickle.LONG[0]: Machine.long_line,
-    pickle.FLOAT[0]: Machine.float_line,
-    pickle.UNICODE[0]: Machine.unicode_line,
+    pickle.INT[0]: _push(lambda machine: _whole(machine.line())),
+    pickle.LONG[0]: _push(lambda machine: int(machine.line().removesuffix("L"))),
+    pickle.FLOAT[0]: _push(lambda machine: float(machine.line())),
+    pickle.UNICODE[0]: _push(lambda machine: machine.line("raw-unicode-escape")),
     pickle.LONG1[0]: _counted(_long, 1),
     pickle.LONG4[0]: _counted(_long, 4),
     pickle.BINSTRING[0]: _counted(_ascii, 4),
@@ -374,14 +345,14 @@ _OPERATIONS: Mapping[int, _Operation] = {
     pickle.TUPLE1[0]: _tuple(1),
     pickle.TUPLE2[0]: _tuple(2),
     pickle.TUPLE3[0]: _tuple(3),
-    pickle.TUPLE[0]: Machine.tuple_mark,
-    pickle.LIST[0]: Machine.list_mark,
+    pickle.TUPLE[0]: _push(lambda machine: tuple(machine.until_mark())),
+    pickle.LIST[0]: _push(Machine.until_mark),
     pickle.DICT[0]: Machine.dict_mark,
     pickle.FROZENSET[0]: Machine.frozenset_mark,
-    pickle.APPEND[0]: Machine.append,
-    pickle.APPENDS[0]: Machine.appends,
+    pickle.APPEND[0]: lambda machine: machine.extend([machine.stack.pop()]),
+    pickle.APPENDS[0]: lambda machine: machine.extend(machine.until_mark()),
     pickle.SETITEM[0]: Machine.set_item,
-    pickle.SETITEMS[0]: Machine.set_items_mark,
+    pickle.SETITEMS[0]: lambda machine: machine.set_items(machine.until_mark()),
     pickle.ADDITEMS[0]: Machine.add_items,
     pickle.PUT[0]: _put(0),
     pickle.BINPUT[0]: _put(1),

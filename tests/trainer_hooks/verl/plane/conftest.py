@@ -1,4 +1,4 @@
-"""A data plane for the tests of this folder, a Ray for each file of them, and sessions."""
+"""A data plane for the tests of this folder, in one Ray, and sessions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")  # Ray ends before other tests begin theirs
 def _plane() -> Iterator[None]:
     from tests.trainer_hooks.verl.plane.sessions import own_plane  # verl need not be installed
 

@@ -73,13 +73,17 @@ def column(batch: KVBatchMeta, name: str) -> dict[str, Tensor]:
 
 
 class Dataset:
-    """Four tasks."""
+    """Four tasks; row i asks for task ``asks[i]``."""
+
+    def __init__(self, asks: Sequence[int] = range(4)) -> None:
+        self._asks = asks
 
     def __len__(self) -> int:
         return len(TASKS)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        return {"data_source": "sums", "index": position, "raw_prompt": [{"content": f"task {position}"}]}
+        prompt = [{"role": "user", "content": f"task {self._asks[position]}"}]
+        return {"data_source": "sums", "index": position, "raw_prompt": prompt}
 
 
 MakeSession = Callable[..., ReplaySession]
@@ -148,6 +152,8 @@ def new_session(
     on_error: OnError = "raise",
     decoder: Any = None,
     guidance: GuidanceConfig | None = None,
+    asks: Sequence[int] = range(4),
+    longest: tuple[int | None, int | None] = (None, None),
     **options: Any,
 ) -> ReplaySession:
     """Return a session of four tasks; it is for the caller to close."""
@@ -159,10 +165,12 @@ def new_session(
         on_resume=on_resume,
         folder=tmp_path,
         n_rollout=N,
+        max_prompt_length=longest[0],
+        max_response_length=longest[1],
         guidance=guidance or GuidanceConfig(),
     )
     tokenizer = RunTokenizer("tokens", decoder=decoder)
-    return ReplaySession(block, TaskTable(Dataset()), tokenizer=tokenizer, run=run, checkpoints=tmp_path)
+    return ReplaySession(block, TaskTable(Dataset(asks)), tokenizer=tokenizer, run=run, checkpoints=tmp_path)
 
 
 def sampler_of_verl() -> ReplayBuffer:

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 import transfer_queue as tq
 
 from tests.trainer_hooks.verl.builders import fresh_row
@@ -143,7 +139,9 @@ def test_histories_of_dropped_prompts_are_forgotten(make_session: MakeSession) -
     tq.kv_clear(keys=["dropped"], partition_id=TRAINING)
     assert prompts_under_way(TRAINING) == {"alive"}
     session.expect({"next": held["sums:2"]})
-    joined = session.join(put([fresh_row(uid, 0) for uid in ("alive", "dropped", "next")]))
+    joined = session.join(
+        put([fresh_row(uid, 0, index=index) for index, uid in enumerate(("alive", "dropped", "next"))])
+    )
     assert sessions(joined) == {"alive": 2, "dropped": 1, "next": 2}
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
@@ -147,6 +146,114 @@ def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
     assert sorted(replayed) == ["many_1000_0", "roomy_1000_0", "roomy_1001_0", "tight_1000_0"]
 
 
+@pytest.mark.parametrize("filtered", [False, True], ids=["sampled", "joined before"])
+def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSession) -> None:
+    """A session of two outputs has a row more than was planned for; verl would fill 17 rows up to 32."""
+    session = make_session()
+    fill(session)
+    uids = {f"u{index}": planned(session)[task] for index, task in enumerate(TASKS)}
+    session.expect(uids)
+    fresh = [row for index, uid in enumerate(uids) for row in rollouts(uid, N - 1, index)]
+    fresh.append(fresh_row("u2", 0, output=1, seed=7))
+    batch = put(fresh)
+    if filtered:
+        tags = dict(zip(batch.keys, batch.tags, strict=True))
+        session.join_finished(set(uids), tags, "acc")
+        batch = KVBatchMeta(partition_id=TRAINING, keys=list(tags), tags=list(tags.values()))
+        assert len(batch) == 4 * N + 1
+    joined = session.join(batch, 4 * N)
+    assert upsample_batch_to_divisible_size(joined, 4 * N, EOS) is joined
+    replayed = [key for key in joined.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
+    assert sorted(replayed) == ["u0_1000_0", "u1_1000_0", "u2_1000_0"], "the last of the plan is left out"
+    there = [key for key in (tq.kv_list(TRAINING) or {}).get(TRAINING, {}) if "_" in key]
+    assert sorted(there) == sorted(joined.keys)
+    rate(joined)
+    figures = session.scored(joined, 2)
+    assert figures["experience_replay/histories_without_room"] == 1
+    assert figures["experience_replay/replayed_rows"] == 3
+
+
+def test_prompts_may_say_how_many_sessions_they_have(make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=2)
+    fill(session)
+    held = planned(session)["sums:0"]
+    assert len(held) == 2
+    wanted = {"one": 1, "two": 2, "usual": N, "many": 7}
+    joining = session.expect(dict.fromkeys(wanted, held), wanted)
+    assert joining == {"two": 1, "usual": 2, "many": 2}, "each makes a fresh rollout"
+    rows = [row for uid, count in wanted.items() for row in rollouts(uid, count - joining.get(uid, 0))]
+    joined = session.join(put(rows), 2 * N)
+    assert sessions(joined) == wanted
+    rate(joined)
+    session.scored(joined, 2)
+    assert session._histories.asked == {"one": 1, "two": 1, "usual": 2, "many": 5}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"asks": [3, 2, 1, 0]}, "other_prompts"),
+        ({"longest": (2, None)}, "too_long"),
+        ({"longest": (3, 2)}, "too_long"),
+        ({"longest": (3, 5)}, ""),
+    ],
+    ids=["reversed data", "prompt", "response", "within"],
+)
+def test_histories_that_do_not_fit_are_refused_and_told(
+    changed: dict[str, Any],
+    reason: str,
+    background: bool,
+    make_session: MakeSession,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The pool of an earlier run; a name of a task is another prompt now, or the limits of lengths are others."""
+    pool = {"store": {"path": str(tmp_path / "pool")}, "prepare_in_background": background}
+    first = make_session(**pool)
+    fill(first)
+    first.close()
+    session = make_session("run-b", **pool, **changed)
+    asks = changed.get("asks", range(4))
+    plan = session.plan(TASKS, 0.5, 2)
+    refused_at_once = reason == "other_prompts" or (reason and not background)
+    counts = [N if refused_at_once else N - 1] * 4
+    assert [one.fresh_rollouts for one in plan] == counts
+    session.expect({f"u{number}": one.histories for number, one in enumerate(plan)})
+    fresh = []
+    for number, one in enumerate(plan):
+        index = int(one.task.split(":")[1])
+        rows = rollouts(f"u{number}", one.fresh_rollouts, index)
+        prompt = [{"role": "user", "content": f"task {asks[index]}"}]
+        fresh += [Row(row.key, row.tag, {**row.columns, "raw_prompt": prompt}) for row in rows]
+    joined = session.join(put(fresh))
+    assert len(joined) - len(fresh) == (0 if reason else len(TASKS))
+    rate(joined)
+    figures = session.scored(joined, 2)
+    begins = ("experience_replay/histories_refused/", "experience_replay/other_prompts")
+    told = {name.rpartition("/")[2]: value for name, value in figures.items() if value and name.startswith(begins)}
+    assert told == ({reason: 8.0 if reason == "other_prompts" else 4.0} if reason else {})
+    warned = [one.getMessage() for one in caplog.records if "not replayed" in one.getMessage()]
+    assert len(warned) == bool(reason), warned
+
+
+def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSession) -> None:
+    session = make_session(offpolicy_trajectories_per_task=N - 1)
+    fill(session)
+    uids = {f"u{index}": planned(session)[task] for index, task in enumerate(TASKS)}
+    joining = session.expect(uids)
+    assert set(joining.values()) == {2}
+    joined = session.join(put([row for index, uid in enumerate(uids) for row in rollouts(uid, N - 2, index)]), N)
+    before = list(joined.keys)
+    assert all(int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION for key in before[2 * N :])
+    batch = session.balanced(joined, ranks=2, multiple=N)
+    assert sorted(batch.keys[: 2 * N]) == sorted(before[: 2 * N]), "each rank keeps its rows"
+    for number in range(4):  # of four rows each, two on each rank
+        places = [rank * 2 * N + number * 2 + place for rank in range(2) for place in range(2)]
+        sides = Counter(int(batch.keys[place].split("_")[1]) >= FIRST_REPLAYED_SESSION for place in places)
+        assert sides == {False: 2, True: 2}
+
+
 # ---- the rows that were joined ----
 
 
@@ -200,7 +307,6 @@ def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, mak
 
 
 def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> None:
-    pytest.importorskip("bm25s")
     session = make_session(task_sampling="similar", exp_ratio=0.5, prepare_in_background=True)
     fill(session)
     plan = session.plan(["sums:1", "sums:3", "sums:0", "sums:2"], 0.5, 2)

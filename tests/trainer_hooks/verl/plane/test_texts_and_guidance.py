@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("verl", exc_type=ImportError)
-pytest.importorskip("transfer_queue", exc_type=ImportError)
-
-
 from tests.trainer_hooks.verl.builders import VOCABULARY, fresh_row
 from tests.trainer_hooks.verl.plane.sessions import (
     TASKS,

@@ -1,0 +1,292 @@
+"""Values that come late, from the writer and from others: durable, the latest counts, the history stays."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stores import writer_to
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.files.local import LocalDirectory
+from trajstore.testing.witness import witness
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def rollout(number: int) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.arange(4),
+        reward=Reward(outcome=float(number % 2), metadata={"judge": 0.5}),
+        task_id=f"t{number % 2}",
+    )
+
+
+def column(buffer: TrajectoryReplayBuffer, name: str) -> list[Any]:
+    return [row[name] for row in buffer.query().select(name).rows()]
+
+
+def values_of(store: Path | TrajectoryReplayBuffer, number: int | str) -> list[Any]:
+    return [(note.name, note.value, note.who) for note in notes_of(store, number)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(4)])
+    return tmp_path / "store"
+
+
+def test_the_latest_counts_and_the_history_stays(path: Path) -> None:
+    with writer_to(path) as writer, TrajectoryReplayBuffer.open(path) as reader:
+        annotate(writer, [0, 1], {"score": torch.tensor([1.5, 2.5]), "tag": "good"}, who="anna")
+        annotate(writer, 1, {"score": True, "tag": None}, who="bob")
+        annotate(writer, [2, 3], {"outcome": 9, "reward_judge": [0, None]})
+        expected = {
+            "score": [1.5, 1.0, None, None],
+            "tag": ["good", None, None, None],
+            "outcome": [0.0, 1.0, 9.0, 9.0],
+            "reward_judge": [0.5, 0.5, 0.0, 0.5],
+        }
+        history = [("score", 2.5, "anna"), ("tag", "good", "anna"), ("score", 1.0, "bob"), ("tag", None, "bob")]
+        with TrajectoryReplayBuffer.open(path) as of_log:
+            assert "score" not in reader.query().table().columns
+            reader.refresh()
+            for buffer in (writer, reader, of_log):
+                assert {name: column(buffer, name) for name in expected} == expected
+        assert values_of(writer, 1) == values_of(path, 1) == history
+        assert writer.query().where("tag = 'good' and score > 1").ids().tolist() == [0]
+        writer.points.save(0)
+    with TrajectoryReplayBuffer.open(path) as of_snapshot:
+        assert {name: column(of_snapshot, name) for name in expected} == expected
+    assert values_of(path, 1) == history
+
+
+def test_another_process_annotates_while_the_writer_writes_and_after(path: Path) -> None:
+    script = "import sys, trajstore; trajstore.annotate(sys.argv[1], [0, 3], {'score': [1, 2]}, who=sys.argv[2])"
+    with writer_to(path) as writer:
+        subprocess.run([sys.executable, "-c", script, str(path), "beside"], check=True)
+        deadline = time.monotonic() + 120
+        while not values_of(writer, 3) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the writer looks by itself
+        assert column(writer, "score") == [1.0, None, None, 2.0]
+    subprocess.run([sys.executable, "-c", script, str(path), "after"], check=True)
+    assert values_of(path, 0) == [("score", 1.0, "beside"), ("score", 1.0, "after")]
+    assert os.listdir(path / "inbox") == []
+
+
+def test_processes_that_annotate_at_once_leave_nothing_in_the_inbox(path: Path) -> None:
+    script = (
+        "import sys, trajstore\n"
+        "for at in range(8): trajstore.annotate(sys.argv[1], at % 4, {'score': at}, who=sys.argv[2])"
+    )
+    words = [sys.executable, "-c", script, str(path)]
+    processes = [subprocess.Popen([*words, name]) for name in ("a", "b", "c")]
+    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    for number in range(4):
+        found = sorted((note.who, note.value) for note in notes_of(path, number))
+        assert found == [(who, float(value)) for who in "abc" for value in (number, number + 4)]
+    assert os.listdir(path / "inbox") == []
+
+
+def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(number) for number in range(2)])
+    annotate(tmp_path, ["1/1", 0], {"score": [7, 8]})
+    with TrajectoryReplayBuffer.open(tmp_path) as run:
+        found = {row["trajectory_id"]: row["score"] for row in run.query().where("score is not null").rows()}
+        assert sorted(found.values()) == [7.0, 8.0]
+    assert [note.value for note in notes_of(tmp_path, "1/1")] == [7.0]
+    assert [note.value for note in notes_of(tmp_path / "rank_1", 1)] == [7.0]
+    with pytest.raises(StoreNotFoundError, match="no rank 2"):
+        annotate(tmp_path, ["2/0"], {"score": 1})
+
+
+def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> None:
+    with writer_to(path) as writer:
+        annotate(writer, 0, {"score": 1})
+        writer.points.save(5)
+        annotate(writer, [0, 1], {"score": 2, "tag": "late"})
+        writer.add_trajectories([rollout(4)])
+        writer.flush()
+        writer.points.rollback(5)
+        assert column(writer, "score") == [1.0, None, None, None]
+        assert [note.in_force for note in notes_of(writer, 0)] == [True, False, False]
+        (aside,) = [name.removesuffix(".json") for name in os.listdir(path / "pins") if name.startswith("aside")]
+        writer.points.take_back(aside)
+        assert column(writer, "score") == [2.0, 2.0, None, None, None]
+        writer.points.rollback(5)
+        annotate(writer, 0, {"score": 3})
+        assert column(writer, "score") == [3.0, None, None, None]
+        writer.points.rollback(5)  # nothing but a value is newer
+        assert column(writer, "score") == [1.0, None, None, None]
+    with TrajectoryReplayBuffer.open(path) as reader:
+        assert column(reader, "score") == [1.0, None, None, None]
+
+
+def test_values_stay_with_pins_and_go_into_checkpoints(path: Path, tmp_path: Path) -> None:
+    with writer_to(path) as writer:
+        writer.points.pin("kept")
+        writer.evict([0])
+        annotate(writer, [0, 1], {"tag": ["pinned", "live"]})
+        annotate(writer, 0, {"only": 1})
+        writer.save_checkpoint(tmp_path / "checkpoint")
+        with TrajectoryReplayBuffer.open(path, pin="kept") as reader:
+            assert column(reader, "tag") == ["pinned", "live", None, None]
+        writer.points.unpin("kept")
+        with pytest.raises(TrajectoryUnavailableError, match="id 0"):
+            annotate(writer, 0, {"tag": "gone"})
+    with TrajectoryReplayBuffer.open(tmp_path / "checkpoint") as reader:
+        assert column(reader, "tag") == ["live", None, None]
+    annotate(tmp_path / "checkpoint", 1, {"tag": "again"})
+    assert values_of(tmp_path / "checkpoint", 1) == [("tag", "live", ""), ("tag", "again", "")]
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ([0, 0], {"score": 1}, "twice"),
+    ([0, 1], {"score": [1]}, "1 values for 2"),
+    (0, {"score": float("nan")}, "finite"),
+    (0, {"score": 2**53 + 1}, "exactly"),
+    (0, {"outcome": "good"}, "place of a number"),
+    (0, {"reward_judge": ["good"]}, "place of a number"),
+    (0, {"score": b"x"}, "must be a finite number"),
+    (0, {"score": "text"}, "are numbers here"),
+    (0, {"new": None}, "no value of this name"),
+    ([0, 1], {"new": [1, "x"]}, "numbers and texts"),
+    (0, {"task": "t"}, "stays as it is"),
+    (0, {"not a name": 1}, "digits and underscores"),
+    (0, {"new": "\ud800"}, "no Unicode"),
+    (0, {"new": "x" * 5000}, "5,000 characters"),
+    (0, {f"n{number}": 1 for number in range(64)}, "64 names"),
+    ("x", {"new": 1}, "must be an id"),
+    (0, [("new", 1)], "must be a dict"),
+]
+
+
+@pytest.mark.parametrize(("ids", "values", "message"), REFUSED)
+def test_what_cannot_be_kept_is_refused(path: Path, ids: Any, values: Any, message: str) -> None:
+    annotate(path, 0, {"score": 1})
+    with writer_to(path) as writer:
+        for store in (path, writer):
+            with pytest.raises(ConfigurationError, match=message):
+                annotate(store, ids, values)
+            with pytest.raises(TrajectoryUnavailableError, match="id 99"):
+                annotate(store, [0, 99], {"score": 1})
+        assert values_of(writer, 0) == [("score", 1.0, "")]
+    assert not list((path / "inbox").iterdir())
+
+
+def test_a_buffer_without_a_store_says_so(path: Path) -> None:
+    with TrajectoryReplayBuffer.open(path) as reader, pytest.raises(StoreError, match="give the path"):
+        annotate(reader, 0, {"score": 1})
+    with TrajectoryReplayBuffer() as memory, pytest.raises(StoreError, match="give the path"):
+        notes_of(memory, 0)
+
+
+def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = writer_to(path)
+    annotate(path, [0, 1], {"score": [1, 2]})
+    annotate(path, 2, {"score": 3})
+    annotate(path, 1, {"gone": 3})
+    first, second, third = sorted((path / "inbox").iterdir())
+    whole = first.read_bytes()
+    for name, content in (("0.json", whole[:-9]), ("1.json", b"\xff" * 9), ("2.json", whole * 2), ("note.txt", b"")):
+        (path / "inbox" / name).write_bytes(content)
+    (path / "inbox" / "folder.json").mkdir()
+    writer.evict([1])
+    with caplog.at_level(logging.WARNING):
+        writer.close()
+        with writer_to(path) as again:
+            backing = again._backing
+            backing.writer.inbox.take_in()  # type: ignore[attr-defined]
+            assert column(again, "score") == [1.0, 3.0, None]
+    told = caplog.text
+    assert all(f"inbox/{name}: " in told for name in ("0.json", "1.json", "2.json"))
+    assert "trajectories 1 have left" in told
+    assert not first.exists()
+    assert not second.exists()
+    assert not third.exists()
+    assert {file.name for file in (path / "inbox").iterdir()} == {
+        "0.json",
+        "1.json",
+        "2.json",
+        "note.txt",
+        "folder.json",
+    }
+
+
+def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(5, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDirectory, "remove", fail)
+        annotate(path, 0, {"score": 1})
+    assert "could not be taken in" in caplog.text
+    assert len(list((path / "inbox").iterdir())) == 1
+    annotate(path, 0, {"score": 2})
+    with writer_to(path) as writer:
+        assert [note.value for note in notes_of(writer, 0)] == [1.0, 2.0]
+        assert list((path / "inbox").iterdir()) == []
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_kill_between_two_calls_of_the_directory_loses_and_doubles_nothing(path: Path, at: int) -> None:
+    """Whoever annotates is killed before its ``at``-th change of the directory; then the store is opened."""
+    script = (
+        "import os, signal, sys\n"
+        "from trajstore import annotate\n"
+        "from trajstore.files.local import LocalDirectory\n"
+        "left = int(sys.argv[2])\n"
+        "def counted(call):\n"
+        "    def counting(*args, **kwargs):\n"
+        "        global left\n"
+        "        left -= 1\n"
+        "        if not left: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return call(*args, **kwargs)\n"
+        "    return counting\n"
+        "for name in ('publish', 'append', 'remove', 'create', 'cut'):\n"
+        "    setattr(LocalDirectory, name, counted(getattr(LocalDirectory, name)))\n"
+        "annotate(sys.argv[1], [0, 1], {'score': [1, 2]})\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, str(path), str(at)], check=False).returncode
+    assert killed in (0, -signal.SIGKILL)
+    with writer_to(path) as writer:
+        found = [note.value for note in notes_of(writer, 0)]
+        assert found in ([], [1.0])
+        assert killed or found == [1.0]
+        assert [note.value for note in notes_of(writer, 1)] == [2.0] * len(found)
+        annotate(writer, 0, {"score": 3})
+        assert [note.value for note in notes_of(writer, 0)] == [*found, 3.0]
+
+
+def test_step_trajectories_have_values_too(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        ids = writer.add_trajectories([witness(key) for key in range(3)])
+        annotate(writer, ids, {"human": [3, 1, 2]})
+        assert writer.query().where("human > 1").ids().tolist() == [0, 2]
+
+
+def test_an_object_store_has_an_inbox_too(s3_url: str, s3_options: dict[str, Any]) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=s3_url, storage_options=s3_options) as writer:
+        writer.add_trajectories([rollout(number) for number in range(2)])
+        writer.flush()
+        annotate(s3_url, 0, {"score": 1}, who="beside", storage_options=s3_options)
+        annotate(writer, 1, {"score": 2})  # after what waits
+        assert [note.who for note in notes_of(writer, 0)] == ["beside"]
+    annotate(s3_url, [0, 1], {"score": 3}, who="after", storage_options=s3_options)
+    with TrajectoryReplayBuffer.open(s3_url, storage_options=s3_options) as reader:
+        assert column(reader, "score") == [3.0, 3.0]
+    assert [note.value for note in notes_of(s3_url, 0, storage_options=s3_options)] == [1.0, 3.0]

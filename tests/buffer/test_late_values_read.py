@@ -1,0 +1,123 @@
+"""Values that came late, where rollouts and batches are read: rewards are the corrected ones, batches have columns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stores import writer_to
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore.columns.facts import GIVEN, RECORDED
+from trajstore.errors import SchemaMismatchError
+from trajstore.feeding import ReplayLoader, TokenLoader
+from trajstore.sampling import WeightedSampler
+from trajstore.testing.witness import witness
+
+
+def rollout(number: int, **fields: Any) -> AgentTrajectory:
+    reward = Reward(outcome=float(number), description="tests", metadata={"tests": 3})
+    return AgentTrajectory(input_ids=torch.arange(4 + number), reward=reward, task_id=f"t{number % 2}", **fields)
+
+
+def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
+    return replace(one, input_ids=None) == replace(other, input_ids=None)
+
+
+def first_of(loader: Any) -> Any:
+    with loader:
+        return next(iter(loader))
+
+
+def nans_as_none(values: torch.Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None:
+    recorded = [rollout(number, metadata={"own": number}) for number in range(4)]
+    recorded[3] = replace(recorded[3], reward=None)
+    with writer_to(tmp_path, cache_size=1) as writer:
+        ids = writer.add_trajectories(recorded)
+        writer.points.save(0)
+        annotate(writer, [1, 3], {"outcome": 0.25, "reward_tests": [5, None], "tag": "cheat"}, who="anna")
+        annotate(writer, 2, {"judge": 0.75})
+        given = {"outcome": 0.25, "reward_tests": 5.0, "tag": "cheat"}
+        one = replace(
+            recorded[1],
+            reward=Reward(outcome=0.25, description="tests", metadata={"tests": 5.0}),
+            metadata={"own": 1, GIVEN: given, RECORDED: {"outcome": 1.0, "reward_tests": 3}},
+        )
+        two = replace(recorded[2], metadata={"own": 2, GIVEN: {"judge": 0.75}})
+        three = replace(
+            recorded[3],
+            reward=Reward(outcome=0.25),
+            metadata={"own": 3, GIVEN: {"outcome": 0.25, "tag": "cheat"}, RECORDED: {"outcome": None}},
+        )
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            for buffer in (writer, reader):
+                for number, expected in zip(ids, (recorded[0], one, two, three), strict=True):
+                    assert same(buffer.get(number), expected)
+                drawn = buffer.sample_trajectories(4)
+                assert sorted(each.reward.outcome for each in drawn) == [0.0, 0.25, 0.25, 2.0]
+        annotate(writer, 1, dict.fromkeys(given))
+        assert same(writer.get(1), recorded[1])
+        writer.points.rollback(0)
+        assert all(same(writer.get(number), recorded[number]) for number in ids)
+
+
+def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_for(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(4)])
+        annotate(writer, [1, 2], {"outcome": [-1.0, -2.0], "judge": [0.5, 0.25], "tag": "read"})
+        for layout in ("packed", "padded"):
+            (pack,) = first_of(TokenLoader(writer, 100, columns=["input_ids", "notes.judge"], layout=layout))
+            by_id = dict(zip(pack["trajectory_ids"].tolist(), pack["outcomes"].tolist(), strict=True))
+            assert by_id.items() <= {0: 0.0, 1: -1.0, 2: -2.0, 3: 3.0}.items()
+            assert len(pack["outcomes"]) > 8
+            judged = dict(zip(pack["trajectory_ids"].tolist(), nans_as_none(pack["notes"]["judge"]), strict=True))
+            assert judged.items() <= {0: None, 1: 0.5, 2: 0.25, 3: None}.items()
+            assert "notes" not in first_of(TokenLoader(writer, 100, layout=layout))[0]
+        for name, message in (("jugde", "no trajectory was given such a value"), ("tag", "its values are texts")):
+            with pytest.raises(
+                SchemaMismatchError, match=rf"column notes\.{name}: {message}; there are outcome, judge"
+            ):
+                first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
+
+
+@pytest.mark.parametrize("format_", ["pt", "pkl", "zarr"])
+def test_batches_have_values_that_are_asked_for(tmp_path: Path, format_: str) -> None:
+    blocks = [witness(number) for number in range(4)]
+    with writer_to(tmp_path, trajectory_format=format_) as writer:
+        ids = writer.add_trajectories(blocks)
+        annotate(writer, ids[1:3], {"judge": [0.5, 0.25]})
+        expected = {ids[0]: None, ids[1]: 0.5, ids[2]: 0.25, ids[3]: None}
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            for buffer in (writer, reader):
+                batch = buffer.sample(64, columns=["rewards", "notes.judge"], sampler=WeightedSampler())
+                assert list(batch) == ["rewards", "notes"]
+                assert nans_as_none(batch["notes"]["judge"]) == [
+                    expected[number] for number in batch.drawn.ids.tolist()
+                ]
+                assert torch.equal(batch["rewards"], buffer.read(batch.drawn, columns=["rewards"])["rewards"])
+                out = {"notes.judge": torch.zeros(64, dtype=torch.float64)}
+                alone = buffer.read(batch.drawn, columns=["notes.judge"], out=out)
+                assert torch.equal(alone["notes"]["judge"].isnan(), batch["notes"]["judge"].isnan())
+                assert alone["notes"]["judge"].data_ptr() == out["notes.judge"].data_ptr()
+                assert "notes" not in buffer.sample(4)
+                loaded = first_of(ReplayLoader(buffer, 8, columns=["rewards", "notes.judge"]))
+                assert loaded["notes"]["judge"].shape == (8,)
+            with pytest.raises(SchemaMismatchError, match=r"column notes\.score: no trajectory was given such a value"):
+                reader.sample(4, columns=["notes.score"])
+
+
+def test_blocks_of_different_columns_have_values_too(tmp_path: Path) -> None:
+    first, second = (Trajectory(rewards=torch.ones(3, 2, 1, dtype=dtype)) for dtype in (torch.float32, torch.float64))
+    with writer_to(tmp_path) as writer:
+        annotate(writer, writer.add_trajectories([first, second]), {"judge": [1.0, 2.0]})
+        batch = writer.sample(64, columns=["rewards", "notes.judge"])
+        assert set(batch["notes"]["judge"].tolist()) == {1.0, 2.0}
+        assert batch["rewards"].dtype == torch.float32

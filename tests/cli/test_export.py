@@ -1,0 +1,131 @@
+"""``trajstore export`` through the command line: what other tools read is what was added."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stores import writer_to
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore.cli import main
+from trajstore.testing.witness import witness
+
+pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def rollout(number: int) -> AgentTrajectory:
+    return AgentTrajectory(
+        messages=[
+            {"role": "user", "content": f"do {number}\x1b[2J\u202e"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "content": [{"type": "text", "text": "ok"}]},
+        ],
+        input_ids=torch.arange(6) + number,
+        loss_mask=torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.bool),
+        old_log_probs=torch.tensor([-0.1, float("nan"), -float("inf"), 0.0]).to(torch.bfloat16),
+        response_start=2,
+        reward=Reward(outcome=float(number % 2), metadata={"judge": 0.5}),
+        task_id=f"t{number % 3}",
+        policy_version=number,
+        metadata={"deep": {"er": [1, None]}},
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(5)])
+        writer.add_trajectories([witness(3)])
+        writer.evict([1])
+    return tmp_path / "store"
+
+
+def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(store), str(tmp_path / "out.jsonl")]) == 0
+    assert "1 step trajectories were left out" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["trajectory_id"] for line in lines] == ["0", "2", "3", "4"]
+    for line in lines:
+        one = rollout(int(line["trajectory_id"]))
+        assert one.input_ids is not None
+        assert (line["messages"], line["input_ids"]) == (one.messages, one.input_ids.tolist())
+        assert line["old_log_probs"][1:] == [None, None, 0.0]  # JSON has neither NaN nor infinity
+        assert (line["loss_mask"], line["metadata"]) == ([0, 0, 1, 1, 0, 1], one.metadata)
+        assert line["reward"]["outcome"] == float(int(line["trajectory_id"]) % 2)
+
+
+def test_parquet_is_read_by_other_tools(store: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    duckdb = pytest.importorskip("duckdb")
+    target = tmp_path / "out"
+    assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome = 0"]) == 0
+    table = pl.read_parquet(target)
+    assert table["trajectory_id"].to_list() == ["0", "2", "4"]
+    one = rollout(4)
+    assert [json.loads(message["json"]) for message in table["messages"][2]] == one.messages
+    assert table["messages"][2][2]["content"] == '[{"type":"text","text":"ok"}]'
+    assert json.loads(table["rest"][2])["metadata"] == one.metadata
+    assert table["old_log_probs"][2].to_list()[2] == -float("inf")
+    found = datasets.load_dataset("parquet", data_dir=str(target), cache_dir=str(tmp_path / "cache"), split="train")
+    assert found["input_ids"][2] == list(range(4, 10))
+    counted = duckdb.sql(f"select task_id, count(*) from '{target}/*.parquet' group by task_id order by task_id")
+    assert counted.fetchall() == [("t0", 1), ("t1", 1), ("t2", 1)]
+
+
+def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "store"
+    for number in range(3):
+        with writer_to(path, trajectory_format="pkl") as writer:
+            writer.add_trajectories([rollout(number)])
+    shard = sorted((path / "shards").iterdir())[1]
+    content = shard.read_bytes()
+    at = content.index(b'"task_id"')
+    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+    assert main(["export", str(path), str(tmp_path / "out.jsonl"), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rollouts"], list(told["problems"])) == (2, ["1"])
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("target", ["there.jsonl", "nowhere/out.jsonl"])
+def test_a_target_that_is_there_stays(
+    store: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.jsonl").write_text("mine")
+    assert main(["export", str(store), str(tmp_path / target)]) == 2
+    assert target.split("/", maxsplit=1)[0] in capsys.readouterr().err
+    assert (tmp_path / "there.jsonl").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "there.jsonl"]
+
+
+def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_completes(store: Path, tmp_path: Path) -> None:
+    """A process that stops within the export is killed there."""
+    script = (
+        "import os, signal, sys\n"
+        "from trajstore.inspection import export\n"
+        "export._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "export.export_rollouts(sys.argv[1], sys.argv[2], 'parquet')\n"
+    )
+    target = tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", script, str(store), str(target)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".out.exporting.*")
+    assert not target.exists()
+    descriptor = os.open(left, os.O_RDONLY)  # one that is still at it keeps its folder
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert main(["export", str(store), str(target), "--to", "parquet"]) == 0
+    assert left.exists()
+    os.close(descriptor)
+    assert main(["export", str(store), str(tmp_path / "out2"), "--to", "parquet"]) == 0
+    target2 = pl.read_parquet(tmp_path / "out2")
+    assert target2.equals(pl.read_parquet(target))
+    assert main(["export", str(store), str(tmp_path / "other" / ".." / "out"), "--to", "parquet"]) == 2
+    assert len(TrajectoryReplayBuffer.open(store).query().where("kind = 'agent'").ids()) == len(target2)

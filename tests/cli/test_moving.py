@@ -1,0 +1,161 @@
+"""``trajstore merge``, ``split``, ``convert``, ``prune``, ``compact``: what was there is there, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stores import opened
+from tests.test_golden import GOLDEN, LAYOUTS, keys_of
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore.cli import main
+from trajstore.inspection.verify import verify
+from trajstore.testing.witness import check_trajectory, witness
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def keys(path: Path) -> list[int]:
+    with TrajectoryReplayBuffer.open(path) as reader:
+        return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+
+
+def asked(path: Path, *names: str) -> list[tuple[Any, ...]]:
+    with TrajectoryReplayBuffer.open(path) as reader:
+        return [tuple(row.values()) for row in reader.query().select(*names).rows()]
+
+
+def rollout(number: int) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.arange(5) + number, reward=Reward(outcome=float(number % 2)), task_id=f"t{number % 3}"
+    )
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Path:
+    with opened(tmp_path / "agents") as store:
+        for first in (0, 3):
+            store.add_trajectories([rollout(number) for number in range(first, first + 3)])
+            store.flush()
+        annotate(store, [1, 4], {"judge": [0.5, 0.25], "tag": ["a", "b"]})
+        store.points.pin("kept")
+        store.evict([2])
+    return tmp_path / "agents"
+
+
+FACTS = ("task", "outcome", "judge", "tag", "committed")
+
+
+def test_facts_and_values_that_came_late_go_along(agents: Path, tmp_path: Path) -> None:
+    before = asked(agents, *FACTS)
+    with opened(tmp_path / "other") as store:
+        store.add_trajectories([rollout(9)])
+        annotate(store, [0], {"tag": "of the other"})
+    assert main(["merge", str(agents), str(tmp_path / "other"), str(tmp_path / "both")]) == 0
+    other = asked(tmp_path / "other", "task", "outcome", "tag", "committed")[0]
+    assert asked(tmp_path / "both", *FACTS) == [*before, (*other[:2], None, *other[2:])]
+    assert main(["convert", str(tmp_path / "both"), str(tmp_path / "zarr"), "--format", "zarr"]) == 0
+    assert asked(tmp_path / "zarr", *FACTS) == asked(tmp_path / "both", *FACTS)
+    assert {path.suffix for path in (tmp_path / "zarr" / "shards").iterdir()} == {".zarr"}
+    assert main(["split", str(agents), str(tmp_path / "parts"), "--where", "judge > 0"]) == 0
+    assert asked(tmp_path / "parts" / "matching", *FACTS) == [before[1], before[3]]
+    rest = [(task, outcome, committed) for task, outcome, *_, committed in (before[0], before[2], before[4])]
+    assert asked(tmp_path / "parts" / "rest", "task", "outcome", "committed") == rest
+    for made in ("both", "zarr", "parts/matching", "parts/rest"):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / made) as writer:
+            annotate(writer, writer.trajectory_ids[:1].tolist(), {"judge": 9})
+        assert verify(tmp_path / made).sound
+    assert asked(agents, *FACTS) == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_merged_split_and_converted(layout: str, tmp_path: Path) -> None:
+    golden, expected = str(GOLDEN / layout), [*keys_of(layout).values()]
+    assert main(["convert", golden, str(tmp_path / "pkl"), "--format", "pkl"]) == 0
+    assert main(["split", golden, str(tmp_path / "run"), "--ranks", "2"]) == 0
+    assert main(["merge", golden, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
+    for made in ("pkl", "one"):
+        assert keys(tmp_path / made) == expected
+    assert sorted(keys(tmp_path / "run")) == sorted(expected)
+
+
+def test_a_split_by_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path / "store") as store:
+        store.add_trajectories([witness(key) for key in range(5)])
+    words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2", "--json"]
+    assert main(words) == 0
+    assert [keys(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
+    assert json.loads(capsys.readouterr().out)["trajectories"] == 5
+    assert main(words) == 0  # the same again writes nothing
+    assert "written everything already" in capsys.readouterr().out
+    assert main([*words[:4], "3"]) == 2
+
+
+def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = max((agents / "shards").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    shard.write_bytes(content)
+    assert main(["merge", str(agents), str(tmp_path / "out")]) == 1
+    assert shard.name in capsys.readouterr().out
+    assert [row[0] for row in asked(tmp_path / "out", "task")] == ["t0", "t1"]
+    assert verify(tmp_path / "out").sound
+
+
+def test_prune_and_compact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    for rank in range(2):
+        with opened(run / f"rank_{rank}") as store:
+            store.add_trajectories([rollout(number) for number in range(6)])
+    words = ["prune", str(run), "--where", "outcome = 0"]
+    before = len(asked(run, "task"))
+    assert main(words) == 0
+    assert "nothing was changed" in capsys.readouterr().out
+    assert len(asked(run, "task")) == before
+    assert main([*words, "--yes", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["trajectories"], told["kept"]) == (6, 6)
+    assert {row[0] for row in asked(run, "outcome")} == {1.0}
+    size = sum(file.stat().st_size for file in run.glob("rank_*/shards/*"))
+    assert main(["compact", str(run)]) == 0
+    assert sum(file.stat().st_size for file in run.glob("rank_*/shards/*")) < size
+    assert verify(run).sound
+    with opened(run / "rank_1"):
+        assert main([*words, "--yes"]) == 2
+        assert main(["compact", str(run / "rank_1")]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["merge", "agents"],
+        ["merge", "absent", "out"],
+        ["merge", "agents", "agents/inner"],
+        ["merge", "agents", "taken"],
+        ["split", "agents", "out", "--ranks", "0"],
+        ["split", "agents", "out", "--count", "x"],
+        ["split", "agents", "out", "--where", "no such column"],
+        ["split", "agents", "out"],
+        ["convert", "agents", "out", "--format", "json"],
+        ["prune", "agents", "--where", "nonsense(", "--yes"],
+        ["compact", "taken"],
+    ],
+)
+def test_wrong_words_are_refused_and_leave_nothing(
+    agents: Path, tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").write_text("mine")
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    try:
+        code = main(words)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == 2
+    assert capsys.readouterr().err
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before

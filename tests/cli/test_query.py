@@ -1,0 +1,85 @@
+"""What ``list`` and ``query`` write."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import Run, write_store
+from tests.querying.test_query import rollout
+from tests.stores import writer_to
+from trajstore.cli import FAILED
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    with writer_to(tmp_path / "store") as buffer:
+        buffer.add_trajectories([rollout(f"t{n % 2}", float(n % 3 == 0), n, judge=n / 8) for n in range(8)])
+        buffer.points.pin("before")
+        buffer.add_trajectories([rollout("\x1b]0;a title\x07", None)])
+    return tmp_path / "store"
+
+
+def test_list_shows_the_newest_first_and_says_how_many_there_are(run: Run, store: Path) -> None:
+    code, out, _ = run("list", store, "--limit", 3)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()[:-1]] == ["trajectory_id", "8", "7", "6"]
+    assert out.splitlines()[-1] == "3 of 9 trajectories; --limit 0 shows all"
+    assert "\x1b" not in out
+    _, out, _ = run(
+        "list", store, "--where", "outcome > 0", "--columns", "trajectory_id,reward_judge", "--sort", "reward_judge"
+    )
+    assert [line.split() for line in out.splitlines()] == [
+        ["trajectory_id", "reward_judge"],
+        ["0", "0"],
+        ["3", "0.375"],
+        ["6", "0.75"],
+    ]
+    code, out, _ = run("list", write_store(store.parent / "steps", range(2)))
+    assert code == 0
+    assert out.splitlines()[0].split() == ["trajectory_id", "steps", "batch", "version_high", "committed"]
+    assert "reward_NAME" not in out
+
+
+def test_query_answers_in_three_forms(run: Run, store: Path) -> None:
+    text = "select task, count(*) as n, avg(outcome) as mean from trajectories group by task order by task"
+    _, out, _ = run("query", store, text, "--pin", "before")
+    assert [line.split() for line in out.splitlines()] == [
+        ["task", "n", "mean"],
+        ["t0", "4", "0.5"],
+        ["t1", "4", "0.25"],
+    ]
+    _, out, _ = run("query", store, text, "--json", "--pin", "before")
+    assert json.loads(out) == [{"task": "t0", "n": 4, "mean": 0.5}, {"task": "t1", "n": 4, "mean": 0.25}]
+    _, out, _ = run("query", store, "select task, committed from trajectories order by trajectory_id", "--csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["task"] for row in rows[:2]] == ["t0", "t1"]
+    assert all(row["committed"].startswith("20") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["query", "select from"], "sql: 'select from'"),
+        (["query", "select foo from trajectories"], "there is no fact 'foo'"),
+        (["list", "--columns", "foo"], "--columns: there is no fact 'foo'"),
+        (["list", "--limit", "-1"], "limit"),
+        (["list", "--pin", "none"], "none"),
+    ],
+)
+def test_what_cannot_be_answered_is_said(run: Run, store: Path, words: list[str], said: str) -> None:
+    code, out, errors = run(words[0], store, *words[1:])
+    assert (code, out) == (FAILED, "")
+    assert said in errors
+
+
+def test_list_says_which_facts_there_are(run: Run, store: Path) -> None:
+    _, out, _ = run("list", store, "--facts")
+    assert "outcome" in out
+    assert "reward.outcome" in out

@@ -1,0 +1,121 @@
+"""``trajstore tail``: every trajectory once, in the order of the commits, over restarts, rollbacks and new ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores import opened
+from trajstore.cli import main
+from trajstore.testing.witness import witness
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def tailed(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[list[str], str | None]:
+    """Return the ids that are shown, and the last cursor."""
+    assert main(["tail", *map(str, words), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    return [row["trajectory_id"] for row in rows], rows[-1]["cursor"] if rows else None
+
+
+def test_each_is_shown_once_over_restarts_and_rollbacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    path = tmp_path / "store"
+    with opened(path) as store:
+        store.add_trajectories([witness(key) for key in range(4)])
+        store.flush()
+        assert tailed(capsys, path, "--last", 2)[0] == ["2", "3"]
+        shown, cursor = tailed(capsys, path)
+        assert shown == ["0", "1", "2", "3"]
+        assert tailed(capsys, path, "--since", cursor) == ([], None)
+        store.points.save(0)
+        store.add_trajectories([witness(4)])
+        store.flush()
+        shown, cursor = tailed(capsys, path, "--since", cursor)
+        assert shown == ["4"]
+        store.points.rollback(0)
+        store.add_trajectories([witness(5), witness(6), witness(7)])
+        store.evict([6])
+        store.evict([0])
+    with opened(path) as store:
+        store.add_trajectories([witness(8)])
+    assert not caplog.text.count("have no trajectory")
+    shown, cursor = tailed(capsys, path, "--since", cursor)
+    assert shown == ["5", "7", "8"]
+    assert "1 ids before the newest have no trajectory" in caplog.text
+    assert tailed(capsys, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
+    assert main(["tail", str(path), "--since", str(cursor)]) == 0
+    assert f"--since {cursor}" in capsys.readouterr().out
+    shutil.copytree(path, tmp_path / "older")
+    with opened(path) as store:
+        store.add_trajectories([witness(10)])
+    shown, cursor = tailed(capsys, path, "--since", cursor)
+    assert shown == ["9"]
+    shutil.rmtree(path)
+    (tmp_path / "older").rename(path)
+    assert main(["tail", str(path), "--since", str(cursor)]) == 0
+    assert "an older copy of the store lies there" in caplog.text
+    cursor = capsys.readouterr().out.split()[-1]
+    with opened(path) as store:
+        store.add_trajectories([witness(11)])
+    assert tailed(capsys, path, "--since", cursor)[0] == ["9"]
+    shutil.rmtree(path)
+    with opened(path) as store:
+        store.add_trajectories([witness(9)])
+    assert tailed(capsys, path, "--since", cursor)[0] == ["0"]
+    assert "another store lies there" in caplog.text
+
+
+def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path / "rank_0") as first:
+        first.add_trajectories([witness(0)])
+        first.flush()
+        shown, cursor = tailed(capsys, tmp_path)
+        with opened(tmp_path / "rank_1") as second:
+            second.add_trajectories([witness(1), witness(2)])
+            second.flush()
+            first.add_trajectories([witness(3)])
+            first.flush()
+            more, cursor = tailed(capsys, tmp_path, "--since", cursor)
+            second.add_trajectories([witness(4)])
+    assert [*shown, *more, *tailed(capsys, tmp_path, "--since", cursor)[0]] == ["0", "1/0", "1/1", "1", "1/2"]
+
+
+def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Path) -> None:
+    path, found = tmp_path / "store", list[str]()
+    words = [sys.executable, "-m", "trajstore.cli", "tail", str(path), "--json", "--follow", "--every", "0.05"]
+    cursor: list[str] = []
+    with opened(path) as store:
+        for turn in range(3):
+            store.add_trajectories([witness(2 * turn), witness(2 * turn + 1)])
+            store.flush()
+            with subprocess.Popen([*words, *cursor], stdout=subprocess.PIPE, text=True) as follower:
+                assert follower.stdout is not None
+                for at in range(3):
+                    if at == 2:  # while it follows
+                        store.add_trajectories([witness(100 + turn)])
+                        store.flush()
+                    line = json.loads(follower.stdout.readline())
+                    found.append(line["trajectory_id"])
+                    cursor = ["--since", line["cursor"]]
+                follower.send_signal(signal.SIGKILL)
+        assert found == [str(number) for number in store.trajectory_ids.tolist()]
+
+
+@pytest.mark.parametrize(
+    "words", [["--since", "x"], ["--since", "eyIwIjpbMSwyXX0"], ["--every", "0"], ["--last", "-1"], ["--where", "no"]]
+)
+def test_wrong_words(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path / "store") as store:
+        store.add_trajectories([witness(0)])
+    assert main(["tail", str(tmp_path / "store"), *words]) == 2
+    assert capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""What ``inspect`` and ``verify`` tell of values that lie in the inbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stores import Run
+from tests.stores import writer_to
+from trajstore import annotate
+from trajstore.files.local import LocalDirectory
+from trajstore.testing.witness import witness
+from trajstore.writing.inbox import Inbox
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Seven values in two files, which no writer has looked at."""
+    path = tmp_path / "rank_0"
+    with writer_to(path) as writer:
+        writer.add_trajectories([witness(key) for key in range(3)])
+        annotate(writer, 0, {"score": 0.5})
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbox, "look", lambda _: True)
+        annotate(path, [0, 1, 2], {"score": [1, 2, 3], "tag": "x"})
+        annotate(path, 1, {"score": None})
+    return path
+
+
+def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> None:
+    told = "7 values in 2 files of inbox/; the next writer takes them in, or the next `trajstore annotate`"
+    code, out, _ = run("inspect", store)
+    assert code == 0
+    assert told in out
+    assert json.loads(run("inspect", store, "--json")[1])["waiting"] == {
+        "files": 2,
+        "values": 7,
+        "refused": 0,
+        "written": False,
+    }
+    assert told in run("inspect", store.parent)[1], "a run tells what waits in its parts"
+    code, out, _ = run("verify", store)
+    assert code == 0
+    assert f"note: values that came late wait: {told}" in out
+    assert run("annotate", store, "0", "--set", "score=9")[0] == 0
+    assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
+    assert json.loads(run("inspect", store, "--json")[1])["waiting"] is None
+
+
+def test_a_writer_that_has_the_store_open_is_named(store: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Inbox, "look", lambda _: True)
+    with writer_to(store):
+        assert "7 values in 2 files of inbox/; the writer takes them in within seconds" in run("inspect", store)[1]
+
+
+def test_a_file_that_was_recorded_and_only_not_deleted_does_not_wait(
+    store: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDirectory, "remove", fail)
+        annotate(store, 0, {"score": 4})
+    assert len(list((store / "inbox").iterdir())) == 3
+    assert "of inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
+
+
+def test_files_that_no_writer_takes_in_are_problems_and_hide_no_other(store: Path, run: Run) -> None:
+    first, second = sorted((store / "inbox").iterdir())
+    whole = first.read_bytes()
+    second.write_bytes(second.read_bytes()[:-9])
+    (store / "inbox" / "2.json").write_bytes(whole.replace(b"store_id", b"store_ix"))
+    code, out, _ = run("verify", store)
+    assert code == 1
+    for name in (second.name, "2.json"):
+        assert f"inbox/{name}: " in out
+    assert out.count("its values reach no trajectory: give its values anew with `trajstore annotate`") == 2
+    assert "6 values in 1 file of inbox/" in out
+    code, out, _ = run("inspect", store)
+    assert code == 1
+    assert f"inbox/{second.name}: is damaged" in out
+    assert "6 values in 1 file of inbox/" in out
+
+
+def test_a_text_where_the_store_has_numbers_is_told_before_a_writer_refuses_it(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([witness(0)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbox, "look", lambda _: True)
+        annotate(tmp_path / "store", 0, {"score": "high"})
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbox, "look", lambda _: True)
+        with writer_to(tmp_path / "store") as writer:
+            annotate(writer, 0, {"score": 1})
+    code, out, _ = run("verify", tmp_path / "store")
+    assert code == 1
+    assert "score: a text, but the values of this name are numbers here" in out

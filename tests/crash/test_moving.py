@@ -1,0 +1,107 @@
+"""Commands that move and mend stores, killed at any call of the file system and run again, beside a dict."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores import opened
+from tools.crash.forked import forking
+from trajstore import TrajectoryReplayBuffer
+from trajstore.cli import main
+from trajstore.testing.witness import check_trajectory, witness
+
+_CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")
+
+COMMANDS = {
+    "merge": ("merge", "a", "b", "out"),
+    "split": ("split", "a", "out", "--ranks", "3"),
+    "convert": ("convert", "run", "out", "--format", "zarr"),
+    "prune": ("prune", "a", "--where", "version_high < 10", "--yes"),
+    "compact": ("compact", "a"),
+}
+
+
+def _run(folder: Path, words: tuple[str, ...], kill_at: int, calls: Any) -> None:
+    """Run a command; die of SIGKILL at one of its calls, all of which are counted."""
+    os.chdir(folder)
+    count = itertools.count(1)
+
+    def hook(event: str, _: object) -> None:
+        if event in _CALLS:
+            calls.value = next(count)
+            if calls.value == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        sys.addaudithook(hook)
+        os._exit(main(words))
+
+
+def _command(folder: Path, words: tuple[str, ...], kill_at: int = 0) -> tuple[int, int]:
+    """Return the exit code of a command that is killed at a call, and how many calls there were."""
+    calls = forking().Value("q", 0, lock=False)
+    child = forking().Process(target=_run, args=(folder, words, kill_at, calls))
+    child.start()
+    child.join(120)
+    assert child.exitcode is not None, "it did not end"
+    return child.exitcode, calls.value
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of stores of several shards with dead rows."""
+    folder = tmp_path_factory.mktemp("stores")
+    for number, name in enumerate(("a", "b", "run/rank_0", "run/rank_1")):
+        with opened(folder / name) as store:
+            for first in (100 * number, 100 * number + 10):
+                store.add_trajectories([witness(key) for key in range(first, first + 6)])
+                store.flush()
+            store.evict(store.trajectory_ids[3::7].tolist())
+    return folder
+
+
+def _found(path: Path) -> dict[bytes, int]:
+    with TrajectoryReplayBuffer.open(path) as reader:
+        keys = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+        uuids = [bytes(uuid) for uuid in reader._internals.trajectory_uuids]
+    assert len(set(uuids)) == len(uuids)
+    return dict(zip(uuids, keys, strict=True))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("kills", [1, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name: str, kills: int) -> None:
+    words, draw = COMMANDS[name], random.Random(name)
+    before = {path: _found(stores / path) for path in ("a", "b", "run")}
+    pruned = {uuid: key for uuid, key in before["a"].items() if key >= 10}
+    expected = {
+        "merge": {"out": before["a"] | before["b"]},
+        "split": {"out": before["a"]},
+        "convert": {"out": before["run"]},
+        "prune": {"a": pruned},
+        "compact": {"a": before["a"]},
+    }[name]
+    shutil.copytree(stores, tmp_path / "whole")
+    code, calls = _command(tmp_path / "whole", words)
+    assert code == 0
+    for number in range(kills):
+        folder = tmp_path / str(number)
+        shutil.copytree(stores, folder)
+        for _ in range(draw.randint(1, 2)):
+            _command(folder, words, draw.randint(1, calls))
+        assert not (folder / "out").exists() or _found(folder / "out") == expected["out"], "what appears is whole"
+        assert _found(folder / "a") in (before["a"], expected.get("a"))
+        assert _command(folder, words)[0] == 0
+        for path, twin in (before | expected).items():
+            assert list(_found(folder / path).items()) == list(twin.items()), path
+        shutil.rmtree(folder)

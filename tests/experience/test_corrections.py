@@ -1,0 +1,118 @@
+"""Outcomes that a pool's trajectories were given late: the pool goes by them with the next step, and when it opens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trajstore import annotate
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.experience.diagnosis import why_nothing
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_lbound=0, experience_rbound=4)
+
+
+def drawn(pool: ExperienceManager) -> list[str]:
+    """Return the rollouts that can come out."""
+    found = []
+    for task in pool.task2trajectories:
+        eligible = pool._state.eligible(task, pool.rules, pool.global_steps)
+        found += [one.rollout_id for _, one in pool._ledger.read(eligible)]
+    return sorted(found)
+
+
+def ids_of(pool: ExperienceManager) -> dict[str, int]:
+    return {one.rollout_id: entry.trajectory_id for entry, one in pool._ledger.read(list(pool._state.all_entries()))}
+
+
+def full_pool(path: Path, make: Make, rules: PoolRules = RULES) -> ExperienceManager:
+    pool = ExperienceManager(rules, store=BufferStore.open(path))
+    pool.global_steps = 1
+    pool.admit([make("a", 0), make("a", 1), make("a", 2, outcome=0.0), make("b", 3), make("b", 4, outcome=0.0)])
+    pool.flush()
+    assert drawn(pool) == ["a/0", "a/1", "b/3"]
+    return pool
+
+
+def until_taken_in(pool: ExperienceManager, number: int, value: float | None) -> None:
+    store = pool._ledger._store
+    ends = time.monotonic() + 60
+    while store.outcomes_given().get(number) != value and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert store.outcomes_given().get(number) == value
+
+
+def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
+    tmp_path: Path, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = full_pool(tmp_path, make)
+    cheat = ids_of(pool)["b/3"]
+    annotate(tmp_path, cheat, {"outcome": 0.0}, who="anna")
+    until_taken_in(pool, cheat, 0.0)
+    assert drawn(pool) == ["a/0", "a/1", "b/3"]  # a step goes by one state
+    with caplog.at_level(logging.WARNING):
+        pool.global_steps = 2
+    assert f"a trajectory of task b (record {cheat}) has the outcome 0.0 that it was given late" in caplog.text
+    assert drawn(pool) == ["a/0", "a/1"]
+    assert len(pool) == 3
+    caplog.clear()
+    pool.global_steps = 3
+    assert "given late" not in caplog.text
+    pool._ledger._store.close()
+
+    reopened = ExperienceManager(RULES, store=BufferStore.open(tmp_path))
+    assert drawn(reopened) == ["a/0", "a/1"]
+    annotate(tmp_path, cheat, {"outcome": None})
+    until_taken_in(reopened, cheat, None)
+    with caplog.at_level(logging.WARNING):
+        reopened.global_steps = 4
+    assert "has the outcome 1.0 that was recorded, since a later one was taken back" in caplog.text
+    assert drawn(reopened) == ["a/0", "a/1", "b/3"]
+    reopened._ledger._store.close()
+
+
+def test_nothing_that_may_come_out_is_explained(tmp_path: Path, make: Make) -> None:
+    pool = full_pool(tmp_path, make)
+    annotate(tmp_path, list(ids_of(pool).values()), {"outcome": 0.0})
+    for number in ids_of(pool).values():
+        until_taken_in(pool, number, 0.0)
+    pool.global_steps = 2
+    assert drawn(pool) == []
+    assert "3 outcomes given late" in why_nothing(pool._state, pool.rules, 2, pool.refused)
+    pool._ledger._store.close()
+
+
+def test_a_success_that_counts_less_goes_by_min_reward_and_stays(tmp_path: Path, make: Make) -> None:
+    pool = full_pool(tmp_path, make, PoolRules(n_rollout=4, seed=5, save_filter="positive", min_reward=0.5))
+    numbers = ids_of(pool)
+    annotate(tmp_path, [numbers["a/0"], numbers["a/1"]], {"outcome": [0.25, 0.75], "judge": 1.0})
+    until_taken_in(pool, numbers["a/1"], 0.75)
+    pool.global_steps = 2
+    assert drawn(pool) == ["a/1", "b/3"]
+    (entry,) = [one for one in pool._state.all_entries() if one.trajectory_id == numbers["a/1"]]
+    assert (entry.outcome, entry.is_corrected) == (0.75, True)
+    pool._ledger._store.close()
+
+
+def test_a_pool_that_was_corrected_is_compacted_rated_and_cut_as_any(tmp_path: Path, make: Make) -> None:
+    pool = full_pool(tmp_path / "store", make)
+    annotate(tmp_path / "store", ids_of(pool)["b/3"], {"outcome": 0.0})
+    until_taken_in(pool, ids_of(pool)["b/3"], 0.0)
+    pool.global_steps = 2
+    pool.compact()
+    cut = pool.state_dict()
+    pool.load_state_dict(cut)
+    assert drawn(pool) == ["a/0", "a/1"]
+    pool.save_experience_pool_to_disk(tmp_path / "files")
+    other = ExperienceManager(RULES)
+    other.load_experience_pool_from_disk(tmp_path / "files")
+    assert drawn(other) == ["a/0", "a/1"]
+    assert pool.rerate(lambda one: 1.0) == 3
+    assert drawn(pool) == ["a/0", "a/1", "b/3"]
+    pool._ledger._store.close()

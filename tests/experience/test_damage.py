@@ -1,0 +1,98 @@
+"""Damaged files of a pool's store: what cannot be read stays out, and its neighbours are replayed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.trajectory import AgentTrajectory
+
+Make = Callable[..., AgentTrajectory]
+RULES = PoolRules(n_rollout=4)
+FORMATS = ("pt", "pkl", "zarr")
+
+
+def begin(make: Make, path: Path, file_format: str) -> dict[str, AgentTrajectory]:
+    """Make a pool of three tasks, two histories each in the same shard; return what replay must give, by name."""
+    store = BufferStore.open(path, format=file_format)
+    manager = ExperienceManager(RULES, store=store)
+    manager.admit([make(task, tokens, float(tokens < 3)) for task in "abc" for tokens in range(1, 5)])
+    manager.flush()
+    found = replayed(manager)
+    store.close()
+    assert len(found) == 6
+    return found
+
+
+def replayed(manager: ExperienceManager) -> dict[str, AgentTrajectory]:
+    return {one.rollout_id: one for one in manager.get_offpolicy_batch(["a", "b", "c"], 4)}
+
+
+def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
+    """Return whether two trajectories say the same, to the bit."""
+    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def shards(path: Path) -> Iterator[Path]:
+    return (file for file in sorted(path.glob("shards/**/*")) if file.is_file())
+
+
+def flip(file: Path, at: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 8]))
+
+
+def places(path: Path, needle: bytes) -> list[tuple[Path, int]]:
+    return [(file, at) for file in shards(path) if (at := file.read_bytes().find(needle)) >= 0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "live"),  # a file that is cut while it is mapped ends the process, as in any program that maps files
+    [("document", True), ("document", False), ("cut off", False)],
+)
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_one_damaged_history_costs_one(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, file_format: str, live: bool, damage: str
+) -> None:
+    path = tmp_path / "pool"
+    whole = begin(make, path, file_format)
+    store = BufferStore.open(path, format=file_format)
+    manager = ExperienceManager(RULES, store=store)
+    if not live:
+        store.close()
+    needle = {
+        "document": b'"outcome":1.0',
+        "cut off": torch.tensor([2002, 2003], dtype=torch.int32).numpy().tobytes(),
+    }[damage]
+    ((file, at),) = places(path, needle)
+    if damage == "cut off":
+        os.truncate(file, at)
+    else:
+        flip(file, at + (11 if damage == "document" else 0))
+    with caplog.at_level(logging.WARNING, logger="trajstore"):
+        if not live:
+            store = BufferStore.open(path, format=file_format)
+            manager = ExperienceManager(RULES, store=store)
+        found = replayed(manager)
+    lost = whole.keys() - found.keys()
+    assert all(same(one, whole[name]) for name, one in found.items())
+    if damage == "cut off":
+        assert len(lost) > 1, "all of the shard"
+    else:
+        assert len(lost) == 1
+        assert manager.metrics()["experience_replay/unreadable"] == 1.0
+        assert manager.left["unreadable"] == 1
+        assert "record 1 cannot be read" in caplog.text
+    manager.admit([make("d", tokens, float(tokens < 3)) for tokens in range(1, 5)])
+    assert len(manager.get_offpolicy_batch(["d"], 4)) == 2, "the pool goes on"
+    store.close()

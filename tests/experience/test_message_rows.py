@@ -1,0 +1,221 @@
+"""Pools whose trajectories have messages and no tokens: AgentEvolver's own, and those that lost their ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tests.experience.foreign_pools import of_conversations
+from tests.experience.test_conversation import HINT
+from trainer_hooks.batch import build_batch
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.hook import ReplayHook
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError
+from trajstore.experience import ExperienceManager, PoolRules
+from trajstore.experience.conversation import Context
+from trajstore.experience.entry import is_demonstration
+from trajstore.experience.exchange import import_pool
+from trajstore.experience.message_rows import MessageTokenizer, tokenized
+from trajstore.experience.persistence import PoolContents, read_pool, write_pool
+from trajstore.experience.rows import rows_of
+from trajstore.trajectory import AgentTrajectory, Reward
+
+pytest.importorskip("transformers")
+
+RULES = PoolRules(n_rollout=8, max_trajectories_per_task=20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    from trajstore.experience.transcripts import load_tokenizer
+
+    return load_tokenizer(str(request.getfixturevalue("shared_fixtures") / "experience_pool_cmt" / "tokenizer"))
+
+
+def without_ids(one: AgentTrajectory) -> AgentTrajectory:
+    """Return a trajectory as a pool of messages has it: the log-probs of all rows one after the other."""
+    columns = [row.old_log_probs for row in rows_of(one)]
+    return dataclasses.replace(
+        one,
+        input_ids=None,
+        attention_mask=None,
+        loss_mask=None,
+        response_start=None,
+        response_mask=None,
+        old_log_probs=torch.cat([column for column in columns if column is not None]),
+        metadata={name: value for name, value in one.metadata.items() if name != "rows"},
+    )
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("context", get_args(Context))
+def test_ids_made_again_are_those_that_were_lost(
+    shared_fixtures: Path, tokenizer: Any, context: Context, filtered: bool
+) -> None:
+    """Rows of AgentEvolver's own code; recorded log-probs come back to their tokens, filtered ones too."""
+    made = MessageTokenizer.of(tokenizer, context, HINT if context == "linear_think" else "")
+    pool = read_pool(shared_fixtures / "experience_pool_cmt" / context / "step_40").task2trajectories
+    whole = [one for held in pool.values() for one in held]
+    bare = [without_ids(one) for one in whole]
+    if filtered:
+        for one, known in zip(bare, whole, strict=True):
+            rows = rows_of(known)
+            one.old_log_probs = torch.cat([row.old_log_probs[row.response_mask == 1] for row in rows])  # type: ignore[index]
+    done = tokenized(bare, made)
+    assert (done.made, done.without_log_probs, done.problems) == (len(whole), 0, {})
+    for one, known in zip(done.histories, whole, strict=True):
+        for row, wanted in zip(rows_of(one), rows_of(known), strict=True):
+            assert row.input_ids is not None
+            assert row.input_ids.tolist() == wanted.input_ids.tolist()  # type: ignore[union-attr]
+            assert row.loss_mask.tolist() == wanted.loss_mask.tolist()  # type: ignore[union-attr]
+            written = wanted.response_mask == 1
+            assert torch.equal(row.old_log_probs[written], wanted.old_log_probs[written])  # type: ignore[index]
+
+
+def replay(folder: Path, offpolicy_trajectories_per_task: int = 1, **options: Any) -> ReplayHook[str]:
+    config = ExperienceReplayConfig(
+        enable=True,
+        pool_path=str(folder),
+        exp_ratio=1.0,
+        replay_start_ratio=0.0,
+        offpolicy_trajectories_per_task=offpolicy_trajectories_per_task,
+    )
+    return ReplayHook(config, n_rollout=8, get_task=lambda task: task, **options)
+
+
+def fresh(history: AgentTrajectory, number: int, tokenizer: MessageTokenizer) -> AgentTrajectory:
+    said = [*history.messages[:2], {"role": "assistant", "content": f"go {number}"}]
+    one = AgentTrajectory(
+        messages=said, task_id=history.task_id, rollout_id=f"new-{number}", reward=Reward(outcome=0.0)
+    )
+    row = tokenizer.rows_of(one)
+    assert row.response_mask is not None
+    return dataclasses.replace(row, metadata={}, old_log_probs=torch.full((len(row.response_mask),), -0.5))
+
+
+def test_a_pool_of_messages_is_trained_on(
+    shared_fixtures: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its recorded log-probs are of another tokenizer's tokens: they are left out, which is told and counted."""
+    folder, tasks = shared_fixtures / "experience_pool", [f"task_{number}" for number in range(5)]
+    with replay(folder) as hook, pytest.raises(ConfigurationError, match=r"13 trajectories has token ids.*tokenizer="):
+        hook.tasks_chosen(tasks, 1.0, 130)
+    template = MessageTokenizer.of(tokenizer)
+    with caplog.at_level(logging.WARNING), replay(folder, tokenizer=tokenizer) as hook:
+        plan = hook.before_rollout(hook.tasks_chosen(tasks, 1.0, 130))
+        assert "13 trajectories have messages only" in caplog.text
+        assert "13 of them with the current policy's log-probs" in caplog.text
+        made = [fresh(one.histories[0], number, template) for one in plan for number in range(one.fresh_rollouts)]
+        batch = build_batch(hook.batch_rows(plan, made), 0)
+    replayed = [number for number, one in enumerate(batch.non_tensors["extras"]) if one["is_experience_replay"]]
+    assert len(replayed) == sum(len(one.histories) for one in plan) > 0
+    known = {
+        (task, one.rollout_id): one
+        for task, held in read_pool(folder / "step_120").task2trajectories.items()
+        for one in held
+    }
+    for number in replayed:
+        task, rollout = (batch.non_tensors[name][number] for name in ("task_ids", "rollout_ids"))
+        ids = batch.tensors["input_ids"][number][batch.tensors["attention_mask"][number] == 1].tolist()
+        said = [{name: one[name] for name in ("role", "content")} for one in known[task, rollout].messages]
+        assert tokenizer.apply_chat_template(said, tokenize=True, return_dict=False) == ids
+        on = batch.tensors["exp_mask"][number] == 1
+        written = [one["content"] + "<|im_end|>" for one in said if one["role"] == "assistant"]
+        assert tokenizer.decode(batch.tensors["input_ids"][number][on]) == "".join(written)
+        assert not batch.tensors["recorded_mask"][number].any()
+
+
+@pytest.mark.parametrize("context", get_args(Context))
+def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer: Any, context: Context) -> None:
+    """A step's batch has the rows of AgentEvolver's own code and the log-probs that it recorded.
+
+    In these pools the histories of one task ask several things; those that ask what the data do not stay out.
+    """
+    base = shared_fixtures / "experience_pool_cmt" / context
+    known = {(one.task, one.rollout): one for one in of_conversations(base)}
+    asked = {one.task: one.asked for one in known.values()}
+    template = MessageTokenizer.of(tokenizer, context, HINT if context == "linear_think" else "")
+    with replay(base, 4, tokenizer=template, task_prompt=asked.__getitem__) as hook:
+        plan = hook.before_rollout(hook.tasks_chosen(sorted(asked), 1.0, 41))
+        made = [fresh(one.histories[0], number, template) for one in plan for number in range(one.fresh_rollouts)]
+        batch = build_batch(hook.batch_rows(plan, made), 0)
+    came: dict[tuple[str, str], list[int]] = {}
+    for number, extras in enumerate(batch.non_tensors["extras"]):
+        if extras["is_experience_replay"]:
+            key = batch.non_tensors["task_ids"][number], batch.non_tensors["rollout_ids"][number]
+            came.setdefault(key, []).append(number)
+    for key, numbers in came.items():
+        for number, row in zip(numbers, known[key].rows, strict=True):
+            here = {name: column[number] for name, column in batch.tensors.items()}
+            used = here["attention_mask"] == 1
+            assert here["input_ids"][used].tolist() == row.ids
+            assert here["loss_mask"][used].tolist() == here["exp_mask"][used].tolist() == row.mask
+            response = used[-len(here["response_mask"]) :]
+            assert here["recorded_mask"][response].all()
+            assert row.log_probs is not None
+            assert here["recorded_old_log_probs"][response].tolist() == torch.tensor(row.log_probs).tolist()
+    # The pool keeps the same tokens of a task once.
+    tokens = {(known[key].task, str([row.ids for row in known[key].rows])) for key in came}
+    fitting = [one for one in known.values() if one.asked == asked[one.task]]
+    assert len(came) == len(tokens)
+    assert tokens == {(one.task, str([row.ids for row in one.rows])) for one in fitting}
+
+
+def test_one_that_cannot_become_tokens_does_not_block_the_others(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bare(rollout: str, said: list[dict[str, Any]], **fields: Any) -> AgentTrajectory:
+        return AgentTrajectory(
+            messages=said, task_id="t", rollout_id=rollout, reward=Reward(outcome=1.0), policy_version=7, **fields
+        )
+
+    asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4 <|im_end|> 5"}
+    ok = bare("ok", [asked, answer])
+    held = [ok, bare("image", [asked, {"role": "assistant", "content": [{"type": "image"}]}]), bare("silent", [asked])]
+    write_pool(tmp_path / "step_1", PoolContents({1: ["t"]}, [], {"t": held}))
+    manager = ExperienceManager(RULES, tokenizer=MessageTokenizer.of(tokenizer))
+    with caplog.at_level(logging.WARNING):
+        assert manager.load_experience_pool_from_disk(tmp_path / "step_1") == 3
+    assert manager.refused == {"no_tokens": 2}
+    assert "messages[1].content: a list" in caplog.text
+    assert "none is the model's" in caplog.text
+    (one,) = manager.task2trajectories["t"]
+    assert is_demonstration(one)
+    assert one.policy_version is None
+    assert one.tokenizer_fingerprint == manager.tokenizer_fingerprint
+    assert one.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
+    assert manager.save_trajectories_to_memory([ok]) == 0  # the same tokens, from a training step this time
+    assert manager.refused == {"no_tokens": 2, "duplicate": 1}
+
+
+def test_rollouts_of_messages_come_out_of_a_store(tmp_path: Path, shared_fixtures: Path, tokenizer: Any) -> None:
+    """What has log-probs that fit its tokens enters as a rollout of its step; what has none is no rollout."""
+    pool = read_pool(shared_fixtures / "experience_pool_cmt" / "linear" / "step_40").task2trajectories
+    whole = [one for held in pool.values() for one in held]
+    bare = [without_ids(one) for one in whole]
+    bare[0].old_log_probs = torch.tensor([-0.5])
+    failures = [dataclasses.replace(one, reward=Reward(outcome=0.0), rollout_id=f"f-{one.rollout_id}") for one in whole]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rollouts") as buffer:
+        buffer.add_trajectories([*bare, *failures])
+    words = (tmp_path / "pool", tmp_path / "rollouts", RULES)
+    assert import_pool(*words).refused == {"no_tokens": len(whole)}
+    done = import_pool(*words, tokenizer=MessageTokenizer.of(tokenizer))
+    assert (done.tokenized, done.without_log_probs) == (len(whole), 1)
+    assert done.refused == {"no_entropy": 1, "duplicate": len(whole) - 1 - done.entered}
+    assert done.entered > 5
+
+
+def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
+    for wrong, message in ((tokenizer.get_vocab(), "must be a tokenizer"), ("gpt2", "must be a tokenizer")):
+        with pytest.raises(ConfigurationError, match=message):
+            replay(Path("pool"), tokenizer=wrong)
+    with pytest.raises(ConfigurationError, match="think_hint"):
+        MessageTokenizer.of(tokenizer, "linear", "think")
+    with pytest.raises(ConfigurationError, match="tokenizer was made with"):
+        replay(Path("pool"), tokenizer=tokenizer, tokenizer_fingerprint="another")

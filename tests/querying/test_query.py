@@ -1,0 +1,295 @@
+"""Questions about trajectories, against a plain filter over what was added."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.stores import writer_to
+from tests.test_golden import GOLDEN
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.querying import FACTS, facts
+from trajstore.reading.contents import Contents
+from trajstore.sampling import GroupSampler
+from trajstore.testing.witness import witness
+
+pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+
+def rollout(
+    task: str = "t1", outcome: float | None = 1.0, version: int | None = 3, judge: float | None = None, turns: int = 1
+) -> AgentTrajectory:
+    said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "\x1b[2J done"}] * turns
+    scores = {} if judge is None else {"judge": judge, "why": "text is no score"}
+    return AgentTrajectory(
+        messages=said,
+        input_ids=torch.arange(6),
+        response_start=2,
+        old_log_probs=torch.zeros(4),
+        reward=None if outcome is None and not scores else Reward(outcome=outcome, metadata=scores),
+        task_id=task,
+        policy_version=version,
+    )
+
+
+Told = dict[str, Any]
+
+CONDITIONS: dict[str, Callable[[Told], bool | None]] = {
+    "task = 't1'": lambda one: one["task"] == "t1",
+    "task is null": lambda one: not one["task"],
+    "outcome > 0": lambda one: one["outcome"] is not None and one["outcome"] > 0,
+    "outcome is null": lambda one: one["outcome"] is None,
+    "outcome > 0 and version_high >= 2": lambda one: (one["outcome"] or 0) > 0 and (one["version"] or 0) >= 2,
+    "task in ('t1', 't2') or turns = 3": lambda one: one["task"] in ("t1", "t2") or one["turns"] == 3,
+    "not (task = 't1')": lambda one: bool(one["task"]) and one["task"] != "t1",  # null is neither
+    "turns between 2 and 3 and task like 't%'": lambda one: one["turns"] in (2, 3) and one["task"].startswith("t"),
+}
+
+told = st.fixed_dictionaries(
+    {
+        "task": st.sampled_from(["t1", "t2", "it's", ""]),
+        "outcome": st.sampled_from([None, 0.0, 0.5, 1.0, -1.0]),
+        "version": st.none() | st.integers(0, 4),
+        "turns": st.integers(1, 3),
+    }
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(told, max_size=12), st.data())
+def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObject) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    if added:
+        buffer.add_trajectories(
+            [rollout(one["task"], one["outcome"], one["version"], None, one["turns"]) for one in added]
+        )
+    conditions = data.draw(st.lists(st.sampled_from(list(CONDITIONS)), max_size=2))
+    question = buffer.query()
+    for condition in conditions:
+        question = question.where(condition)
+    kept = [at for at, one in enumerate(added) if all(CONDITIONS[condition](one) for condition in conditions)]
+    assert question.ids().tolist() == kept
+    limit = data.draw(st.integers(0, 5))
+    order = sorted(kept, key=lambda at: (-added[at]["turns"], at))
+    assert question.order_by("turns desc").limit(limit).ids().tolist() == order[:limit]
+    grouped = question.group_by("task").select("count(*) as n", "sum(outcome) as total", "max(turns) as most").rows()
+    tasks = list(dict.fromkeys(added[at]["task"] or None for at in kept))
+    assert [row["task"] for row in grouped] == tasks
+    for row in grouped:
+        mine = [added[at] for at in kept if (added[at]["task"] or None) == row["task"]]
+        assert row["n"] == len(mine)
+        known = [one["outcome"] for one in mine if one["outcome"] is not None]
+        assert row["total"] == (sum(known) if known else None)
+        assert row["most"] == max(one["turns"] for one in mine)
+    text = "select task, count(*) as n from trajectories group by task order by n, task"
+    assert sorted(question.sql(text).rows(), key=repr) == sorted(((row["task"], row["n"]) for row in grouped), key=repr)
+
+
+@pytest.mark.parametrize(
+    "order", [["task"], ["outcome desc", "turns"], ["outcome + turns desc"], ["task desc", "task"]]
+)
+def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    outcomes = [None, 1.0, 0.0, 1.0, None, 0.5, 0.0, 1.0]
+    buffer.add_trajectories([rollout("abb"[at % 3], one, None, None, 1 + at % 2) for at, one in enumerate(outcomes)])
+    question = buffer.query().order_by(*order)
+    whole = question.table()
+    for limit in (0, 1, 3, 8, 9):
+        assert question.limit(limit).table().equals(whole.head(limit))
+        assert question.limit(limit).ids().tolist() == whole["trajectory_id"].to_list()[:limit]
+        assert question.limit(limit).select("task").table().equals(whole.select("task").head(limit))
+    assert len(question.where("task = 'none'").limit(3).table()) == 0
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the rollouts whose documents questions read."""
+    ids: list[int] = []
+    token_rows = facts.token_rows
+
+    def noted(contents: Any, positions: Any, names: Any) -> Any:
+        ids.extend(contents.index.at("trajectory_id", positions).tolist())
+        return token_rows(contents, positions, names)
+
+    monkeypatch.setattr(facts, "token_rows", noted)
+    return ids
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+def test_a_reader_follows_and_reads_no_rollout(tmp_path: Path, trajectory_format: Any, read: list[int]) -> None:
+    with writer_to(tmp_path / "store", trajectory_format=trajectory_format) as writer:
+        writer.add_trajectories([rollout("a", judge=0.25), witness(5), rollout("b", outcome=None)])
+        assert writer.query().where("task = 'a'").ids().tolist() == [0]  # not committed yet, perhaps
+        writer.flush()
+        reader = TrajectoryReplayBuffer.open(tmp_path / "store")
+        assert reader.query().where("kind = 'step'").ids().tolist() == [1]
+        assert reader.query().where("reward_judge > 0.2").ids().tolist() == [0]
+        writer.add_trajectories([rollout("b", outcome=0.0, judge=0.5)])
+        writer.evict([0])
+        writer.flush()
+        assert reader.query().count() == 3
+        reader.refresh()
+        assert reader.query().where("task is not null").ids().tolist() == [2, 3]
+        assert reader.query().where("reward_judge is not null").ids().tolist() == [3]
+        assert reader.query().rows() == TrajectoryReplayBuffer.open(tmp_path / "store").query().rows()
+        row = reader.query().where("trajectory_id = 1").rows()[0]
+        first = witness(5)
+        assert first.rewards is not None
+        assert (row["steps"], row["batch"], row["samples"]) == (
+            *first.rewards.shape[:2],
+            first.rewards.shape[:2].numel(),
+        )
+        assert set(FACTS) | {"reward_judge"} == set(row)
+        reader.close()
+    assert read == []
+    writer.save_checkpoint(tmp_path / "copy")
+    assert _without_times(TrajectoryReplayBuffer.open(tmp_path / "copy")) == _without_times(writer)
+    assert read == []
+
+
+def _without_times(buffer: TrajectoryReplayBuffer) -> list[dict[str, Any]]:
+    table = buffer.query().table()
+    return table.drop("committed", "trajectory_id").to_dicts()
+
+
+def test_facts_of_an_earlier_layout_are_read_once(tmp_path: Path, read: list[int]) -> None:
+    new = TrajectoryReplayBuffer.open(GOLDEN / "rollouts_6")
+    expected = _without_times(new)
+    assert [(row["task"], row["outcome"], row["reward_judge"]) for row in expected] == [
+        ("first", 1.0, 0.0),
+        ("second", None, 0.25),
+        ("third", 0.0, 0.5),
+    ]
+    assert read == []
+    reader = TrajectoryReplayBuffer.open(GOLDEN / "rollouts_5")
+    assert _without_times(reader) == _without_times(reader) == expected
+    assert read == [0, 1, 2]
+    shutil.copytree(GOLDEN / "rollouts_5", tmp_path / "store")
+    with writer_to(tmp_path / "store", trajectory_format="pkl") as writer:
+        writer.add_trajectories([rollout("fourth")])
+        assert writer.query().where("turns = 1 and terminated").ids().tolist() == [0]
+    assert read == [0, 1, 2] * 2
+    again = TrajectoryReplayBuffer.open(tmp_path / "store")
+    assert again.query().select("task").table()["task"].to_list() == ["first", "second", "third", "fourth"]
+    assert read == [0, 1, 2] * 2
+
+
+def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(f"t{n % 3}") for n in range(9)])
+    reader = TrajectoryReplayBuffer.open(tmp_path)
+    monkeypatch.setattr(Contents, "_rows_of", None)
+    drawn = reader.draw(3, sampler=GroupSampler())
+    assert sorted(drawn.ids.tolist()) == list(range(9))
+    monkeypatch.undo()
+    old = TrajectoryReplayBuffer.open(GOLDEN / "rollouts_5")
+    assert sorted(old.draw(3, sampler=GroupSampler()).ids.tolist()) == [0, 1, 2]
+
+
+def test_more_scores_than_an_index_has_stay_in_the_rollouts(caplog: pytest.LogCaptureFixture) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    for n in range(70):
+        buffer.add_trajectories(
+            [AgentTrajectory(input_ids=torch.arange(3), reward=Reward(metadata={f"s{n}": float(n)}), task_id="t")]
+        )
+    names = [name for name in buffer.query().table().columns if name.startswith("reward_")]
+    assert names == [f"reward_s{n}" for n in range(64)]
+    assert caplog.text.count("'reward_s64' is no fact here") == 1
+    assert buffer.get(69).reward.metadata == {"s69": 69.0}
+
+
+def test_ids_of_an_answer_can_be_evicted_and_got(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as buffer:
+        buffer.add_trajectories([rollout(outcome=float(n % 2)) for n in range(10)])
+        buffer.evict(buffer.query().where("outcome = 0").ids())
+        assert [buffer.get(number).reward.outcome for number in buffer.query().ids()] == [1.0] * 5
+
+
+def test_ranks_of_a_run_are_asked_together(tmp_path: Path) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as buffer:
+            buffer.add_trajectories([rollout(f"of {rank}")])
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        assert reader.query().group_by("rank", "task").rows() == [
+            {"rank": 0, "task": "of 0", "count": 1},
+            {"rank": 1, "task": "of 1", "count": 1},
+        ]
+        number = int(reader.query().where("rank = 1").ids()[0])
+        assert reader.get(number).task_id == "of 1"
+
+
+def test_a_directory_of_rlinf_is_asked(shared_fixtures: Path) -> None:
+    path = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
+    with TrajectoryReplayBuffer.open(path) as reader:
+        assert reader.query().ids().tolist() == reader.trajectory_ids.tolist()
+        assert reader.query().select("sum(samples) as n").rows() == [{"n": reader.total_samples}]
+
+
+def test_a_damaged_rollout_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(GOLDEN / "rollouts_5", tmp_path / "store")
+    shard = tmp_path / "store" / "shards" / "shard_00000001.pkl"
+    content = shard.read_bytes()
+    at = content.index(b'"second"')
+    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        rows = reader.query().select("task", "readable", "steps").rows()
+        assert [row["task"] for row in rows] == ["first", None, "third"]
+        assert [row["readable"] for row in rows] == [True, False, True]
+        assert [row["steps"] for row in rows] == [6, 6, 6]
+        assert "the facts of 1 trajectories cannot be read" in caplog.text
+        assert "trajectory 1" in caplog.text
+
+
+def test_other_tools_read_the_table() -> None:
+    duckdb = pytest.importorskip("duckdb")
+    pandas = pytest.importorskip("pandas")
+    datasets = pytest.importorskip("datasets")
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([rollout(f"t{n % 3}", outcome=float(n % 2)) for n in range(9)])
+    asked = buffer.query().table()
+    wins = {row["task"]: row["n"] for row in buffer.query().group_by("task").select("sum(outcome) as n").rows()}
+    assert dict(duckdb.sql("select task, sum(outcome) from asked group by task").fetchall()) == wins
+    assert pandas.DataFrame.from_arrow(asked).groupby("task")["outcome"].sum().to_dict() == wins
+    assert datasets.Dataset.from_polars(asked).filter(lambda row: row["outcome"] > 0).num_rows == sum(wins.values())
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda question: question.where("taks = 1").ids(), "where: 'taks = 1': there is no fact 'taks'; .* 'task'"),
+        (lambda question: question.where("outcome >").ids(), "where: 'outcome >': unable to parse"),
+        (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
+        (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all trajectories"),
+        (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),
+        (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
+        (lambda question: question.where(" "), "must be an expression of SQL"),
+        (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
+        (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
+        (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no fact"),
+        (lambda question: question.limit(-1), "limit"),
+        (lambda question: question.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
+        (lambda question: question.sql("selec"), "sql: .selec.: it must be a SELECT"),
+        (lambda question: question.sql("drop table trajectories"), "sql: .*must be a SELECT"),
+    ],
+)
+def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], said: str) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([rollout(), rollout("t2", 0.0)])
+    with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        ask(buffer.query())
+    assert len(buffer) == 2
+
+
+def test_the_package_that_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(MissingDependencyError, match=r"trajstore\[query\]"):
+        TrajectoryReplayBuffer().query().ids()

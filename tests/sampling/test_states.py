@@ -1,0 +1,131 @@
+"""Damaged states of samplers: each is refused with one sentence, or is as good as any other; and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.sampling.told import told
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
+from trajstore.sampling import (
+    EpochSampler,
+    FreshestSampler,
+    GroupSampler,
+    LeastUsedSampler,
+    Priorities,
+    Recency,
+    Sampler,
+    Staleness,
+    UseLimit,
+    WeightedSampler,
+)
+from trajstore.sampling.draws import Draws
+
+SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
+    "rows": lambda: WeightedSampler([Recency(3.0), UseLimit(9, cooldown=1)], Priorities()),
+    "trajectories": lambda: WeightedSampler(
+        [Recency(2.0, by="versions"), Staleness(5)], Priorities(per="trajectory"), unit="trajectory"
+    ),
+    "epochs": EpochSampler,
+    "freshest": FreshestSampler,
+    "least_used": LeastUsedSampler,
+    "groups": GroupSampler,
+}
+
+WRONG: tuple[Any, ...] = (None, "text", -1, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), [], {}, object(), True)
+
+
+def plain(state: Any) -> Any:
+    """Return a state whose tensors are their bytes, to be compared."""
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), state.numpy().tobytes()
+    return {key: plain(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def running(make: Callable[[], Sampler]) -> Sampler:
+    """Return a sampler that has drawn a while."""
+    sampler = make()
+    sampler.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        drawn = sampler.draw(3, generator)
+    if isinstance(sampler, WeightedSampler):
+        sampler.update(drawn.ids, drawn.samples, np.arange(3.0))
+    if isinstance(sampler, LeastUsedSampler):
+        sampler.value(np.arange(3), [0.5, 0.25, 4.0])
+    return sampler
+
+
+def damaged(state: Any) -> Iterator[Any]:
+    """Yield what may stand in the place of a part of a state."""
+    yield from WRONG
+    if isinstance(state, torch.Tensor):
+        yield from (state[:-1], torch.cat([state, state[-1:]]), state[None], state.bool(), state.flip(0), state[:0])
+        for value in () if state.dtype == torch.uint8 else (-1, 1 << 40, float("nan"), float("inf"), 1e300, -0.5):
+            wrong = state.clone() if isinstance(value, int) or state.is_floating_point() else state.double()
+            wrong[0] = value
+            yield wrong
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield {other: one for other, one in state.items() if other != key}
+            for wrong in damaged(value):
+                yield {**state, key: wrong}
+        yield {**state, "other": 1}
+    if isinstance(state, list) and state:
+        yield [*state[:-1], 5]
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_a_damaged_state_is_refused_or_does_no_harm(name: str) -> None:
+    state = running(SAMPLERS[name]).state_dict()
+    refused = 0
+    for wrong in damaged(state):
+        sampler = running(SAMPLERS[name])
+        before = plain(sampler.state_dict())
+        if message := refusal(sampler, wrong):
+            refused += 1
+            assert plain(sampler.state_dict()) == before, message
+        for _ in range(3):
+            with suppress(EmptyBufferError, EpochsEndedError):
+                sampler.draw(4, torch.Generator().manual_seed(1))
+        sampler.state_dict()
+    assert refused > 40
+
+
+def test_a_damaged_state_of_draws_is_refused() -> None:
+    draws = Draws(3)
+    refused = [refusal(draws, wrong) for wrong in damaged(draws.state_dict())]
+    assert sum(message is not None for message in refused) > 20
+    assert 0 <= float(torch.rand(1, generator=draws.generator)) < 1
+
+
+def refusal(loads: Any, state: Any) -> str | None:
+    """Return in what one sentence a state is refused, if it is."""
+    try:
+        loads.load_state_dict(copy.copy(state))
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_a_reloaded_sampler_equals_the_running_one_to_the_bit(name: str) -> None:
+    there, here = running(SAMPLERS[name]), SAMPLERS[name]()
+    here.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
+    here.load_state_dict(there.state_dict())
+    for _ in range(20):
+        one, other = (sampler.draw(2, torch.Generator().manual_seed(4)) for sampler in (there, here))
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.samples.tolist() == other.samples.tolist()
+        if one.weights is not None and other.weights is not None:
+            assert one.weights.tobytes() == other.weights.tobytes()
+        if isinstance(there, WeightedSampler) and isinstance(here, WeightedSampler):
+            for sampler, drawn in ((there, one), (here, other)):
+                sampler.update(drawn.ids, drawn.samples, [0.1, 0.7])
+    assert plain(there.state_dict()) == plain(here.state_dict())

@@ -1,0 +1,362 @@
+"""Bundles in a real Chromium, over a server that knows nothing but files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores import writer_to
+from tests.view.rollouts import rollout
+from tests.view.test_page import HOSTILE, ROWS
+from tools.browser import Page
+from trajstore import Reward, TrajectoryReplayBuffer, annotate
+from trajstore.cli import main
+from trajstore.testing.witness import witness
+from trajstore.view import bundle
+from trajstore.view.living import Living
+
+Serve = Callable[[Path], str]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files of a folder."""
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def files_of(folder: Path) -> Iterator[str]:
+    """Serve a folder from a thread, below a path as publishers do; yields the address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder.parent))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/{folder.name}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def serve_files() -> Iterator[Serve]:
+    """Return a function that serves a folder until the test ends."""
+    with ExitStack() as stack:
+        yield lambda folder: stack.enter_context(files_of(folder))
+
+
+def bundled(source: Path, target: Path, *options: str) -> Path:
+    """Write a bundle as users do, and return the folder."""
+    assert main(["view", str(source), "--bundle", str(target), *options]) == 0
+    return target
+
+
+def shown(page: Page) -> list[str]:
+    """Return the ids in the table."""
+    found: list[str] = page.run(f"return {ROWS}")
+    return found
+
+
+def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(250)])
+        writer.add_trajectories([rollout(250, reward=None)])
+        writer.flush()
+        expected = writer.query().where("task != 'task-4'").order_by("outcome desc", "trajectory_id").ids().tolist()
+    address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
+    shutil.rmtree(tmp_path / "store")  # nothing is asked of it
+    page.open(address)
+    page.until("document.querySelectorAll('.curves canvas').length === 4")
+    assert page.run("return document.querySelector('.figures dd').textContent") == str(len(expected))
+    assert f"{len(expected)} trajectories where task != 'task-4'" in page.run(
+        "return document.querySelector('#live').textContent"
+    )
+    assert "trajstore view" in page.run("return document.querySelector('.question').textContent")
+    assert page.run("return document.querySelector('#filter')") is None
+    page.click(".lacking a")
+    page.until(f"{ROWS}.join() === '250'")
+    page.click(".question a")  # all again
+    page.until(
+        f"{ROWS}[0] === '250' && document.querySelector('.total').textContent === '{len(expected)} trajectories'"
+    )
+    page.run("location.hash = '#/table?order=outcome%20desc'")
+    page.until(f"{ROWS}[0] === '{expected[0]}'")
+    assert shown(page) == [str(number) for number in expected[: len(shown(page))]]
+    page.keys(".grid", "\ue010")  # End
+    page.until(f"{ROWS}.at(-1) === '{expected[-1]}'")
+    page.click(".heads > div:nth-child(1) button")
+    page.until(f"{ROWS}[0] === '250'")
+    page.click(".heads > div:nth-child(1) button")
+    page.until(f"{ROWS}[0] === '0'")
+    page.run("location.hash = '#/overview?over=version'")
+    page.until("document.querySelectorAll('.curves canvas').length === 4")
+    page.click_at("[data-curve=count] .u-over", 3, 20)
+    page.until("document.querySelector('.question')?.textContent.includes('version_high = 0')")
+    page.until("document.querySelector('.total').textContent === '8 trajectories'")
+    page.run("location.hash = '#/table?where=outcome%20%3E%200'")
+    page.until("document.querySelector('.refused').textContent.includes('answers no conditions')")
+
+
+def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(28)])
+    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
+    page.open(f"{address}#/trajectory/5?color=old_log_probs&token=6")
+    page.until("document.querySelector('#token').textContent.includes('token 6')")
+    page.until("document.querySelector('.facts .outcome')")
+    assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
+    colors = page.run("return [...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)")
+    assert len(set(colors[8:])) > 8
+    assert page.run("return document.querySelectorAll('.message').length") == 3
+    page.click(".facts a")
+    page.until("document.querySelectorAll('.sibling .message').length === 4")
+    assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "0"
+    page.open(f"{address}#/group?task=task-1")
+    page.until("document.querySelector('.versions [aria-current]')?.textContent === '3'")
+    assert page.run("return document.querySelectorAll('.sibling').length") == 4
+    page.open(f"{address}#/trajectory/99")
+    page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
+
+
+def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    climbing = "../../../out of it/\x00"
+    block = witness(7)
+    hostile = rollout(0, task_id=HOSTILE, reward=Reward(outcome=1.0, metadata={climbing: 0.5}))
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([hostile, rollout(1, task_id=climbing, rollout_id=climbing), block])
+    before = {path.name for path in tmp_path.iterdir()}
+    target = bundled(tmp_path / "store", tmp_path / "<img src=x> #?%2e")
+    assert {path.name for path in tmp_path.iterdir()} == before | {target.name}
+    for path in (target / "data").rglob("*"):
+        assert set(path.name) <= set("0123456789-.bin")
+    with files_of(target) as address:
+        address = address.replace(target.name, "%3Cimg%20src=x%3E%20%23%3F%252e")
+        page.open(f"{address}#/table")
+        page.until(f"{ROWS}.length === 3")
+        page.open(f"{address}#/overview")
+        page.until("document.querySelectorAll('.task').length === 2")
+        page.run("[...document.querySelectorAll('.task')].find((one) => one.textContent.includes('script')).click()")
+        page.until("document.querySelectorAll('.sibling .message').length > 0")
+        assert "<script>window.stolen = 1</script>" in page.run("return document.querySelector('main').textContent")
+        page.open(f"{address}#/trajectory/..%2F..%2Findex.html")
+        page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
+        page.expected_errors.append("Content Security Policy")
+        page.run(
+            "const late = document.createElement('script'); late.textContent = 'window.stolen = 1';"
+            "document.body.append(late)"
+        )
+        assert page.run("return window.stolen") is None
+
+
+def test_a_block_has_its_pictures(
+    tmp_path: Path, serve_files: Serve, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = witness(7)
+    assert block.rewards is not None
+    steps, batch = block.rewards.shape[:2]
+    image = block.curr_obs["image"]
+    monkeypatch.setattr(bundle, "_PART_BYTES", 2 * image[0, 0].numel())
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([block])
+    target = bundled(tmp_path / "store", tmp_path / "out")
+    page.open(f"{serve_files(target)}#/trajectory/0?environment={batch - 1}")
+    page.expected_errors.append("willReadFrequently")  # this test looks at pixels
+    page.until("document.querySelector('[data-curve=rewards] canvas')")
+    pixel = "[...document.querySelector('.large').getContext('2d').getImageData(2, 1, 1, 1).data].slice(0, 3).join()"
+    for step in range(steps):
+        page.run(
+            "const slider = document.querySelector('input[type=range]'); slider.value = arguments[0];"
+            "slider.dispatchEvent(new Event('input'))",
+            step,
+        )
+        page.until(f"{pixel} === arguments[0]", ",".join(str(value) for value in image[step, batch - 1, 1, 2].tolist()))
+
+
+def test_damage_is_said_and_hides_nothing_else(
+    tmp_path: Path, serve_files: Serve, page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        for number in range(3):
+            writer.add_trajectories([rollout(number)])
+            writer.flush()
+    shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
+    shard.write_bytes(shard.read_bytes()[:1000])
+    assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().out
+    assert "not all of it can be shown" in said
+    assert "out: 2 trajectories" in said
+    page.open(f"{serve_files(tmp_path / 'out')}#/table")
+    page.until(f"{ROWS}.join() === '2,0'")
+    page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
+
+
+def test_damage_that_comes_while_a_bundle_is_written_is_said(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        for number in range(3):
+            writer.add_trajectories([rollout(number)])
+            writer.flush()
+    shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
+    with closing(Living(tmp_path / "store")) as living:
+        shard.write_bytes(shard.read_bytes()[:1000])
+        done = bundle.write_bundle(living, tmp_path / "out")
+    assert list(done.problems) == ["1"]
+    address = serve_files(tmp_path / "out")
+    page.open(f"{address}#/table")
+    page.until(f"{ROWS}.length === 3")
+    page.until(
+        "document.querySelector('#trouble').textContent.startsWith('1 could not be read when this was written: 1')"
+    )
+    for at, found in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
+        page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
+        page.until("document.querySelector(`main ${arguments[0]}`)", found)
+    (tmp_path / "out" / "data" / "2.bin").unlink()  # whoever copied it forgot one
+    page.expected_errors.append("status of 404")
+    page.open(f"{address}#/trajectory/2")
+    page.until("document.querySelector('main .trouble').textContent.includes('not all of it was copied')")
+
+
+def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(number) for number in range(4)])
+    address = serve_files(bundled(tmp_path / "run", tmp_path / "out"))
+    page.open(f"{address}#/table?order=trajectory_id")
+    with TrajectoryReplayBuffer.open(tmp_path / "run") as reader:
+        assert len(reader) == 8
+    page.until(f"{ROWS}.join() === '0,1,2,3,1/0,1/1,1/2,1/3'")
+    page.run("document.querySelectorAll('.row .id a')[6].click()")
+    page.until("location.hash === '#/trajectory/1/2' && document.querySelector('.message.assistant')")
+    assert "answer 2" in page.run("return document.querySelector('.message.assistant').textContent")
+    address = serve_files(bundled(tmp_path / "run", tmp_path / "none", "--where", "outcome > 7"))
+    for place in ("overview", "table", "group?task=task-0"):
+        page.open(f"{address}#/{place}")
+        page.until("document.querySelector('main[aria-busy=false] .nothing')")
+
+
+def test_a_bundle_has_the_values_that_came_late(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(2)])
+        annotate(writer, 1, {"judge": 0.25, "outcome": -3.5}, who="anna")
+    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
+    page.open(f"{address}#/trajectory/1")
+    page.until("document.querySelector('.late')?.textContent.includes('anna')")
+    page.until("document.querySelector('.facts .outcome')?.textContent === '-3.5'")
+    assert page.run("return document.querySelector('.late form:not([hidden])')") is None
+    page.open(f"{address}#/trajectory/0")
+    page.until("document.querySelector('main .message') && document.querySelector('.late').hidden")
+
+
+def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(3)])
+    store, target = tmp_path / "store", tmp_path / "out"
+    target.mkdir()
+    bundled(store, target)
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE((tmp_path / "store").stat().st_mode)
+    bundled(store, target, "--where", "trajectory_id = 2")
+    assert [row[0] for row in json.loads((target / "bundle.json").read_bytes())["rows"]] == ["2"]
+    assert not (target / "data" / "1.bin").exists()
+    (target / "notes.md").write_text("mine")
+    file = tmp_path / "file"
+    file.write_text("mine")
+    capsys.readouterr()
+    for refused in (target, store, file):
+        before = sorted(refused.rglob("*"))
+        assert main(["view", str(store), "--bundle", str(refused)]) == 2
+        assert "is of no bundle" in capsys.readouterr().err
+        assert sorted(refused.rglob("*")) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "bundle.json").write_text("{}")
+    assert main(["view", str(store), "--bundle", str(other)]) == 2
+    assert (other / "bundle.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
+        (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
+        (["--where", "outcome > 0"], "--where has no effect without --bundle"),
+        (["--bundle", "out", "--where", "taks = 1"], "there is no fact 'taks'"),
+    ],
+)
+def test_what_has_no_effect_is_refused(
+    tmp_path: Path,
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(0)])
+    assert main(["view", "store", *options]) == 2
+    assert said in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST", 3), ("MOST_BYTES", 250_000)])
+def test_too_much_is_refused_and_the_remedy_named(
+    tmp_path: Path, limit: str, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number, 4000, metadata={}) for number in range(4)])
+    monkeypatch.setattr(bundle, limit, most)
+    assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "out")]) == 2
+    assert "--where" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(3)])
+    target = bundled(tmp_path / "store", tmp_path / "out")
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    script = (
+        "import os, signal, sys\n"
+        "from trajstore.view.bundle import write_bundle\n"
+        "from trajstore.view.living import Living\n"
+        "def progress(done, total):\n"
+        "    if done == 2:\n"
+        "        os.kill(os.getpid(), int(sys.argv[3]))\n"
+        "write_bundle(Living(sys.argv[1]), sys.argv[2], progress=progress)\n"
+    )
+    for number in (signal.SIGKILL, signal.SIGINT):
+        command = [sys.executable, "-c", script, str(tmp_path / "store"), str(target), str(int(number))]
+        killed = subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
+        assert killed.returncode != 0
+        assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+    bundled(tmp_path / "store", target)
+    assert sorted(os.listdir(tmp_path)) == ["out", "store"]
+
+
+def test_a_bundle_is_of_one_state_while_others_write(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(4)])
+        writer.flush()
+
+        def meanwhile(done: int, total: int) -> None:
+            if done == 1:
+                writer.evict([2])
+                writer.add_trajectories([rollout(9)])
+                writer.flush()
+
+        with closing(Living(tmp_path / "store")) as living:
+            done = bundle.write_bundle(living, tmp_path / "out", progress=meanwhile)
+    assert (done.trajectories, done.problems) == (4, {})
+    assert len(list((tmp_path / "out" / "data").glob("*.bin"))) == 4

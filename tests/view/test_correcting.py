@@ -1,0 +1,380 @@
+"""Values that are given from the page: over HTTP, and in a real Chromium."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.stores import writer_to
+from tests.view.conftest import Serve
+from tests.view.rollouts import rollout
+from tests.view.test_server import ask, get
+from tools.browser import PATIENCE, Page
+from trajstore import TrajectoryReplayBuffer, annotate, notes_of
+from trajstore.cli import main
+from trajstore.errors import StoreNotFoundError
+
+JSON = {"Content-Type": "application/json"}
+
+HOSTILE = "<img src=x onerror='window.stolen = 1'>\x1b[2J \u202egnp.exe\u202c {{7*7}}\nsecond line \U0001f600"
+
+
+def post(address: str, body: Any, headers: Mapping[str, str | None] | None = None) -> tuple[int, str]:
+    """Return status and sentence of the answer to what the page sends; a header that is None is left out."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
+    said = {"Origin": address, "Sec-Fetch-Site": "same-origin", **JSON, **(headers or {})}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(
+        "POST", "/api/annotate", data, {name: value for name, value in said.items() if value is not None}
+    )
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, json.loads(text).get("error", "") if text.startswith("{") else text
+
+
+def wish(value: str, kind: str = "number", name: str = "judge", shown: str = "0") -> dict[str, str]:
+    return {"id": shown, "name": name, "kind": kind, "value": value}
+
+
+def given(path: Path, shown: str = "0") -> list[Any]:
+    return [(note.name, note.value, note.who) for note in notes_of(path, shown)]
+
+
+def told(address: str, shown: str = "0") -> list[Any]:
+    """Return what the page is told of values that came late."""
+    return [(one["name"], one["value"], one["place"]) for one in ask(address, "notes", id=shown)["values"]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(number) for number in range(4)])
+    return tmp_path / "store"
+
+
+@contextmanager
+def another_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Write a store in a process of its own, which can be stopped."""
+    script = (
+        "import sys; from trajstore import TrajectoryReplayBuffer\n"
+        "with TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1]): print('open', flush=True); input()"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.send_signal(signal.SIGCONT)
+        process.communicate("\n")
+
+
+# -- over HTTP -----------------------------------------------------------------------------------------
+
+
+def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None:
+    address = serve(path, who="anna")
+    for value, kind, name in (
+        ("0.5", "number", "judge"),
+        (" -3 ", "number", "judge"),
+        ("5", "text", "tag"),
+        (HOSTILE, "text", "tag"),
+        ("", "nothing", "judge"),
+        ("9007199254740991", "number", "outcome"),
+    ):
+        assert post(address, wish(value, kind, name)) == (200, ""), (name, value)
+    expected = [("judge", 0.5), ("judge", -3), ("tag", "5"), ("tag", HOSTILE), ("judge", None), ("outcome", 2**53 - 1)]
+    assert given(path) == [(*one, "anna") for one in expected]
+    answer = ask(address, "notes", id="0")
+    assert [(one["name"], one["value"]) for one in answer["values"]] == expected
+    assert [one["latest"] for one in answer["values"]] == [False, False, False, True, True, True]
+    assert (answer["names"], answer["write"]) == (
+        [["judge", "number"], ["tag", "text"], ["outcome", "number"]],
+        {"who": "anna"},
+    )
+    assert ask(address, "facts", id="0")["outcome"] == 2**53 - 1
+    notes = {column["name"]: column["note"] for column in ask(address, "about")["columns"]}
+    assert (notes["tag"], notes["reward_judge"]) == ("came late", "judge of the reward's metadata")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (wish("0.5", name="1x"), "'1x', must be a name"),
+        (wish("0.5", name="__proto__ "), "must be a name"),
+        (wish("0,5"), "'0,5' is no number, such as 0.5"),
+        (wish("1_0"), "is no number"),
+        (wish("٣"), "is no number"),
+        (wish(""), "'' is no number"),
+        (wish("9" * 5000), "is no number"),
+        (wish("1e400"), "inf, must be a finite number"),
+        (wish("nan"), "nan, must be a finite number"),
+        (wish("9007199254740993"), "too high to be kept exactly"),
+        (wish("x", "text", "outcome"), "takes the place of a number"),
+        (wish("x", "text", "bytes"), "is a fact that stays as it is"),
+        (wish("x" * 4097, "text"), "a text of 4,097 characters, the most is 4,096"),
+        (wish("", "nothing", "unknown"), "there is no value of this name to be taken back"),
+        (wish("x", "text", "known"), "a text, but the values of this name are numbers here"),
+        (wish("1", "list"), "kind 'list', must be number, text or nothing"),
+        (wish("1", shown="../0"), "must be an id"),
+        (wish("1", shown="7"), "no trajectory has the id 7"),
+        (wish("1", shown="1/0"), "there is no rank 1 here"),
+        ({"id": 0, "name": "judge", "kind": "number", "value": "1"}, "each a text"),
+        ([], "each a text"),
+        (b"", "the request is no JSON"),
+        (b"[" * 60_000, "the request is no JSON"),
+        (b'{"id": "\\ud800", "name": "judge", "kind": "number", "value": "1"}', "the request is no JSON"),
+        (b'"' + b"x" * 70_000, "at most 65,536 bytes"),
+    ],
+)
+def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve, body: Any, said: str) -> None:
+    annotate(path, 0, {"known": 1})
+    status, sentence = post(serve(path, who="anna"), body)
+    assert (status >= 400, said in sentence) == (True, True), sentence
+    assert len(given(path)) == 1
+
+
+def test_only_the_page_itself_can_give_values(path: Path, serve: Serve) -> None:
+    address = serve(path, who="anna")
+    port = urlsplit(address).port
+    refused: list[dict[str, str | None]] = [
+        {"Origin": "http://evil.example"},
+        {"Origin": f"http://localhost:{port}"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Origin": "http://[::1"},
+        {"Origin": None},
+        {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "multipart/form-data; boundary=application/json"},
+        {"Content-Type": "text/plain; application/json"},
+        {"Content-Type": None},
+    ]
+    for headers in refused:
+        assert post(address, wish("1"), headers)[0] == 403, headers
+    for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert get(address, "/api/annotate", method=method)[0] == 403, method
+    assert get(address, "/api/annotate")[0] == 405
+    for other in ("/", "/api/about", "/static/app.js"):
+        assert get(address, other, {"Origin": address, **JSON}, "POST")[0] == 405, other
+    assert given(path) == []
+    secret = serve(path, "secret", who="anna")
+    assert post(secret, wish("1"))[0] == 401
+    cookie = get(secret, "/?token=secret")[1]["set-cookie"].split(";")[0]
+    assert post(secret, wish("1"), {"Cookie": cookie, "Origin": "http://evil.example"})[0] == 403
+    assert post(secret, wish("1"), {"Cookie": cookie, "Content-Type": "application/json; charset=utf-8"})[0] == 200
+    assert len(given(path)) == 1
+
+
+def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
+    annotate(path, 0, {"judge": 0.25}, who="bob")
+    address = serve(path)
+    status, sentence = post(address, wish("1"))
+    assert (status, sentence) == (
+        403,
+        "method POST: nothing can be changed here; with --write, `trajstore view` takes values",
+    )
+    answer = ask(address, "notes", id="0")
+    assert (answer["write"], [one["who"] for one in answer["values"]]) == (None, ["bob"])
+    assert len(given(path)) == 1
+
+
+def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Serve) -> None:
+    address, other = serve(path, who="anna"), serve(path)
+    with another_writer(path) as writer:
+        writer.send_signal(signal.SIGSTOP)
+        assert post(address, wish("0.5"))[0] == 200  # the writer is not waited for
+        assert post(address, wish("x", "text"))[0] == 200  # contradicts what waits, which is known later
+        for viewer in (address, other):
+            assert told(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "inbox")]
+            assert told(viewer, "1") == []
+        writer.send_signal(signal.SIGCONT)
+        while len(os.listdir(path / "inbox")) > 1 or told(other)[0][2] == "inbox":
+            pass
+        for viewer in (address, other):
+            assert told(viewer) == [("judge", 0.5, "store"), ("judge", "x", "refused")]
+        (_, refused) = ask(address, "notes", id="0")["values"]
+        assert "a text, but the values of this name are numbers here" in refused["why"]
+
+
+def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
+    servers = [serve(path, who=who) for who in ("anna", "bob")]
+    with ThreadPoolExecutor(8) as pool:
+        wishes = [(server, wish(str(number))) for number in range(6) for server in servers]
+        assert list(pool.map(lambda one: post(*one), wishes)) == [(200, "")] * 12
+    assert sorted(given(path)) == sorted(
+        ("judge", float(number), who) for number in range(6) for who in ("anna", "bob")
+    )
+    assert told(servers[0]) == told(servers[1])
+
+
+def test_damage_in_the_inbox_and_in_clocks_hides_nothing(path: Path, serve: Serve) -> None:
+    address = serve(path, who="anna")
+    with another_writer(path) as writer:
+        writer.send_signal(signal.SIGSTOP)
+        assert post(address, wish("1"))[0] == 200
+        (whole,) = (path / "inbox").iterdir()
+        for number, data in enumerate((b"", b"\xff", b"{}", whole.read_bytes()[:-9])):
+            (path / "inbox" / f"{number}.json").write_bytes(data)
+        assert told(address) == [("judge", 1.0, "inbox")]
+
+
+def test_a_run_and_a_pin(tmp_path: Path, serve: Serve) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / "run" / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(number) for number in range(2)])
+            writer.points.pin("kept")
+            writer.evict([0])
+    run = serve(tmp_path / "run", who="anna")
+    assert post(run, wish("0.5", shown="1/1"))[0] == 200
+    assert (told(run, "1/1"), told(run, "1")) == ([("judge", 0.5, "store")], [])
+    assert get(run, "/api/notes?id=2/0")[0] == 404
+    pinned = serve(tmp_path / "run" / "rank_1", who="bob", pin="kept")
+    assert post(pinned, wish("7"))[0] == 200  # evicted, and kept by the pin
+    assert told(pinned) == [("judge", 7.0, "store")]
+    assert ask(pinned, "facts", id="0")["judge"] == 7.0
+    with TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_1", pin="kept") as reader:
+        assert [row["judge"] for row in reader.query().select("judge").rows()] == [7.0, 0.5]
+
+
+def test_a_directory_of_rlinf_takes_no_values(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
+    rlinf = next(one for one in sorted((shared_fixtures / "rlinf").iterdir()) if (one / "metadata.json").is_file())
+    assert ask(serve(rlinf), "notes", id="0")["values"] == []
+    for absent in (rlinf, tmp_path / "none"):
+        with pytest.raises(StoreNotFoundError):
+            serve(absent, who="anna")
+
+
+def test_the_command_says_who(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "trajstore", "view", str(path), "--port", "0", "--write"]
+    environment = {**os.environ, "LOGNAME": "login"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().strip().rstrip("/")
+            assert post(address, wish("1")) == (200, "")
+        finally:
+            process.terminate()
+    assert given(path) == [("judge", 1.0, "login")]
+    for words, said in (
+        ([str(path), "--who", "anna"], "--who has no effect without --write"),
+        ([str(tmp_path / "none"), "--write"], "none"),
+    ):
+        assert main(["view", "--port", "0", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+# -- in a browser --------------------------------------------------------------------------------------
+
+FORM = "document.querySelector('form.give:not([hidden])')"
+STATUS = "document.querySelector('.late [role=status]').textContent"
+REFUSED = "document.querySelector('.late [role=alert]').textContent"
+CELLS = "[...row.cells].slice(0, 3).map((one) => one.textContent).join('|')"
+VALUES = f"[...document.querySelectorAll('.given tbody tr')].map((row) => {CELLS})"
+ENTER, TAB, SHIFT = "\ue007", "\ue004", "\ue008"
+
+
+def enter(page: Page, name: str, value: str, kind: str = "number") -> None:
+    """Fill in the form and give it, with the keyboard."""
+    page.run("for (const one of document.querySelectorAll('#late-name, #late-value')) one.value = ''")
+    page.keys("#late-name", name, TAB)
+    page.keys("#late-kind", kind)
+    page.keys("#late-value", value, ENTER)
+
+
+def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve, page: Page) -> None:
+    annotate(path, 0, {"known": "x"}, who="bob")
+    with writer_to(path) as writer:
+        address = serve(path, who="anna")
+        page.open(f"{address}/#/trajectory/0")
+        page.until(FORM)
+        first = page.driver.current_window_handle
+        page.driver.switch_to.new_window("tab")
+        second = page.driver.current_window_handle
+        page.open(f"{serve(path)}/#/trajectory/0")  # another server, without --write
+        page.until("document.querySelector('.late:not([hidden]) summary').textContent.includes('known x')")
+        assert page.run(f"return {FORM} === null && document.querySelector('.given button') === null")
+        page.driver.switch_to.window(first)
+        enter(page, "outcome", "-0.25")
+        page.until(f"{STATUS} === 'Given: outcome. It is in the store.' || {STATUS} === 'It is in the store.'")
+        page.until(f"{VALUES}[0] === 'outcome|-0.25|anna' && {VALUES}[1] === 'known|x|bob'")
+        page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")
+        page.driver.switch_to.window(second)
+        page.until(f"{VALUES}[0] === 'outcome|-0.25|anna'")
+        page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")
+        page.driver.close()
+        page.driver.switch_to.window(first)
+        page.keys("[aria-label='Take outcome away']", ENTER)
+        page.until(f"{VALUES}[0] === 'outcome|taken away|anna'")
+        page.until("document.querySelector('.facts .outcome').textContent === '0'")
+        assert page.run("return document.activeElement.id") == "late-name"
+        assert [note.value for note in notes_of(writer, 0)] == ["x", -0.25, None]
+
+
+def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
+    path: Path, serve: Serve, page: Page
+) -> None:
+    page.open(f"{serve(path, who=HOSTILE)}/#/trajectory/0")
+    page.until(FORM)
+    page.expected_errors.append("status of 400")
+    for name, value, kind, said in (
+        ("1x", "1", "number", "must be a name"),
+        ("<b>", "1", "number", "must be a name"),
+        ("judge", "9007199254740993", "number", "too high to be kept exactly"),
+        ("judge", "1,5", "number", "is no number"),
+        ("outcome", "good", "text", "takes the place of a number"),
+    ):
+        enter(page, name, value, f"a {kind}")
+        page.until(f"{REFUSED}.includes(arguments[0])", said)
+        assert page.run("return document.querySelector('#late-value').value") == value  # to be put right
+    assert given(path) == []
+    page.run("document.querySelector('#late-name').value = 'tag'; document.querySelector('#late-kind').value = 'text'")
+    page.run("document.querySelector('#late-value').value = arguments[0]", HOSTILE)  # drivers type no emoji
+    page.keys("#late-value", ENTER)
+    page.until(f"{VALUES}.length === 1")
+    assert given(path) == [("tag", HOSTILE, HOSTILE)]
+    text = page.run("return document.querySelector('.late').textContent")
+    assert "\\x1b[2J" in text
+    assert "\\u{202e}" in text
+    assert not set("\x1b\u202e\u202c") & set(text)
+    assert page.run("return document.querySelectorAll('main script, main img').length") == 0
+    assert page.run("return [window.stolen, document.querySelector('#late-value').value]") == [None, ""]
+    labels = (
+        "[...document.querySelectorAll('.give input, .give select, .give textarea')].map((one) => one.labels.length)"
+    )
+    assert page.run(f"return {labels}") == [1, 1, 1]
+    size = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    assert page.run("return document.documentElement.scrollWidth") <= 360
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path, serve: Serve, page: Page) -> None:
+    page.open(f"{serve(path, who='anna')}/#/trajectory/0")
+    page.until(FORM)
+    with another_writer(path) as writer:
+        writer.send_signal(signal.SIGSTOP)
+        enter(page, "judge", "0.5")
+        page.until(f'{STATUS}.startsWith("One value waits in the store\'s inbox")')
+        page.until("document.querySelector('.given tr.inbox').textContent.includes('waits for the writer')")
+        assert not page.run("return document.querySelector('.given button')")
+        writer.send_signal(signal.SIGCONT)
+        page.until(f"{STATUS} === 'It is in the store.' && document.querySelector('.given tr.latest.store')")
+    assert given(path) == [("judge", 0.5, "anna")]

@@ -1,0 +1,297 @@
+"""The page in a real Chromium, over stores that are being written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stores import writer_to
+from tests.view.conftest import Serve
+from tests.view.rollouts import rollout
+from tools.browser import Page
+from trajstore import Reward
+from trajstore.store.sealed import INDEX_NAME
+from trajstore.testing.witness import witness
+
+ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => one.textContent)"
+
+HOSTILE = (
+    "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'> \x1b[2J\x1b]0;title\x07 \u202egnp.exe "
+    "\u202c &amp; {{7*7}} javascript:alert(1) \u2028 \U0001f600"
+)
+
+
+def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(400)])
+        writer.flush()
+        address = serve(tmp_path)
+        page.open(f"{address}/#/table")
+        assert page.until(f"{ROWS}[0] === '399' && {ROWS}")[:3] == ["399", "398", "397"]
+        assert page.run("return document.querySelectorAll('.row').length") < 100
+        writer.add_trajectories([rollout(400)])
+        writer.flush()
+        page.until(f"{ROWS}[0] === '400'")  # at the top, what is new comes by itself
+        page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
+        page.until("document.querySelector('.total').textContent === '40 trajectories'")
+        page.click(".heads > div:nth-child(1) button")
+        page.until(f"{ROWS}[0] === '5'")
+        assert page.run("return document.querySelector('[aria-sort=ascending]').textContent").startswith("id")
+        page.keys(".grid", "\ue010")  # End
+        page.until(f"{ROWS}.at(-1) === '387'")
+        page.keys(".grid", "\ue011", "\ue015", "\ue015")  # Home, down, down
+        page.until("document.querySelector('[aria-selected=true]').getAttribute('aria-rowindex') === '4'")
+        link = page.run("return location.href")
+        page.keys(".grid", "\ue007")  # Enter
+        page.until("location.hash === '#/trajectory/25' && document.querySelector('.token')")
+        page.open(link)
+        page.until(f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
+        page.run("document.querySelector('#filter').value = ''")
+        page.keys("#filter", "taks = 1\n")
+        page.expected_errors.append("status of 400")
+        page.until("document.querySelector('.refused').textContent.includes(\"there is no fact 'taks'\")")
+
+
+def test_a_long_table_is_scrolled_to_any_row(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number, messages=[], metadata={}) for number in range(3000)])
+    page.open(f"{serve(tmp_path)}/#/table?order=trajectory_id")
+    page.until(f"{ROWS}[0] === '0'")
+    page.run("const grid = document.querySelector('.grid'); grid.scrollTop = grid.scrollHeight")
+    page.until(f"{ROWS}.at(-1) === '2999'")
+    page.run("document.querySelector('.grid').scrollTop = 34 * 1500")
+    page.until(f"{ROWS}.includes('1500')")
+
+
+def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
+    odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(1, rollout_log_probs=odd)])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0?color=old_log_probs")
+    page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
+    said = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
+    assert said == ["message system", "message user", "message assistant"]
+    calls = "document.querySelector('.message details:not([open]) > summary')"
+    assert page.run(f"return {calls}.textContent") == "calls find"
+    colors = "[...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)"
+    found = page.run(f"return {colors}")
+    assert set(found[:4]) == {""}  # the prompt has no log-probs
+    assert len(set(found[8:])) > 8
+    page.keys(".scroller", *["\ue014"] * 7)  # right: from no token to token 6
+    page.until("document.querySelector('#token').textContent.includes('token 6')")
+    assert "log-prob (trainer) -0.2857143" in page.run("return document.querySelector('#token').textContent")
+    assert "token=6" in page.run("return location.hash")
+    page.run(
+        "const select = document.querySelector('#color'); select.value = 'rollout_log_probs';"
+        "select.dispatchEvent(new Event('change'))"
+    )
+    page.until("document.querySelectorAll('.token.odd').length === 10")
+    assert "10 not finite" in page.run("return document.querySelector('.legend').textContent")
+    page.keys(".scroller", "\ue012")  # left
+    page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
+
+
+def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
+    long = "x" * 1_000_000
+    calls = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
+    messages = [
+        {"role": HOSTILE, "content": HOSTILE, "author": HOSTILE, HOSTILE: HOSTILE},
+        {"role": "assistant", "content": [{"type": HOSTILE, "text": HOSTILE}, {"type": "text", "text": HOSTILE}, 7]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [calls, 3],
+        },
+        {"role": "tool", "content": long},
+        {"role": "user", "content": long + HOSTILE},
+    ]
+    reward = Reward(outcome=1.0, metadata={HOSTILE: 0.5, "a": HOSTILE})
+    hostile = rollout(0, messages=messages, task_id=HOSTILE, reward=reward, metadata={HOSTILE: HOSTILE})
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([hostile, rollout(1, task_id=HOSTILE)])
+    address = serve(tmp_path)
+    counted = "document.querySelectorAll('.message').length === 5 && document.querySelectorAll('.token').length === 24"
+    for place, shown in (
+        ("trajectory/0", counted),
+        ("table", "document.querySelectorAll('.row .id a').length === 2"),
+        ("overview", "document.querySelector('.task .of')"),
+    ):
+        page.open(f"{address}/#/{place}")
+        page.until(shown)
+        page.run("for (const one of document.querySelectorAll('details')) one.open = true")
+        text = page.run("return document.querySelector('main').textContent")
+        assert "<script>window.stolen = 1</script>" in text, place
+        assert "\\x1b[2J" in text, place
+        assert "\\u{202e}" in text, place
+        assert not set("\x1b\x07\u202e\u2028") & set(text), place
+        assert page.run("return document.querySelectorAll('main script, main img').length") == 0
+    page.click(".task")
+    page.until("document.querySelectorAll('.sibling').length === 2")
+    assert page.run("return window.stolen") is None
+    assert page.run("return document.title") == f"{tmp_path.name} · trajstore"
+
+
+def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page: Page) -> None:
+    written = '{"id": 9007199254740993,  "id": 1.0}'
+    run = {"function": {"name": "run", "arguments": '{"command": "ls  -l"}'}}
+    calls = [{"function": {"name": "find", "arguments": written}}, {"name": "find", "input": {"id": 2**63 - 1}}, run]
+    messages = [{"role": "assistant", "content": {"at": 2**53 + 1}, "tool_calls": calls, "score": 1.0}]
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, messages=messages)])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0")
+    page.until("document.querySelector('.message')")
+    begun = page.run("return [...document.querySelectorAll('.call code')].map((one) => one.textContent)")
+    assert [begun[0], begun[2]] == ['{"id": 9007199254740993, "id": 1.0}', "ls  -l"]
+    page.run("for (const one of document.querySelectorAll('.message details')) one.open = true")
+    for said in (written, str(2**63 - 1), str(2**53 + 1), '"score": 1.0'):
+        page.until("document.querySelector('.message').textContent.includes(arguments[0])", said)
+
+
+def test_damage_is_said_and_hides_nothing_else_while_others_write(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        for number in range(3):
+            writer.add_trajectories([rollout(number)])
+            writer.flush()
+        address = serve(tmp_path)
+        shard = tmp_path / "shards" / "shard_00000001.pt"
+        shard.write_bytes(shard.read_bytes()[:1000])
+        page.open(f"{address}/#/table")
+        page.until(f"{ROWS}.length === 3")
+        page.expected_errors.append("status of 500")
+        for at, shown in (("1", ".trouble[role=alert]"), ("0", ".message")):
+            page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
+            page.until("document.querySelector(`main ${arguments[0]}`)", shown)
+        page.expected_errors.append("status of 400")
+        page.run("location.hash = '#/trajectory/%'")
+        page.until("document.querySelector('main .trouble')?.textContent.includes('%')")
+    metadata = tmp_path / "metadata.json"  # a writer that is open would mend it within a second
+    whole = metadata.read_bytes()
+    metadata.write_bytes(b"\xff")
+    page.until("document.querySelector('#trouble').textContent.includes('metadata.json')")
+    page.run("location.hash = '#/table'")
+    page.until(f"{ROWS}.length === 3")
+    metadata.write_bytes(whole)
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(3)])
+        writer.flush()
+        page.until(f"document.querySelector('#trouble').hidden && {ROWS}[0] === '3'")
+
+
+@pytest.mark.parametrize(
+    "damaged", ["metadata.json", "rank_1/trajectory_index.json", "rank_1/shards/shard_00000001.pt"]
+)
+def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
+    tmp_path: Path, serve: Serve, page: Page, damaged: str
+) -> None:
+    of_run = damaged.startswith("rank")
+    for rank in range(1 + of_run):
+        with writer_to(tmp_path / f"rank_{rank}" if of_run else tmp_path) as writer:
+            for number in range(3):
+                writer.add_trajectories([rollout(number)])
+                writer.flush()
+    (tmp_path / damaged).write_bytes(b"\xff")
+    whole = {"metadata.json": 3, f"rank_1/{INDEX_NAME}": 3}.get(damaged, 5)
+    page.open(f"{serve(tmp_path)}/#/table")
+    page.until(f"{ROWS}.length === {whole}")
+    page.until("document.querySelector('#trouble').textContent.includes(arguments[0])", damaged.rsplit("/", 1)[-1])
+    page.run("location.hash = '#/overview'")
+    page.until("document.querySelector('main.overview')?.getAttribute('aria-busy') === 'false'")
+    page.run("document.location.hash = `#/trajectory/${arguments[0]}`", "0/0" if of_run else "0")
+    page.until("document.querySelector('main .message')")
+
+
+def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, 200_000, metadata={})])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0?show=tokens")
+    page.until("document.querySelector('.token')")
+    page.run("const pane = document.querySelector('.scroller'); pane.scrollTop = pane.scrollHeight / 2")
+    page.until("Number(document.querySelector('.token').dataset.at) > 90000")
+    assert page.run("return document.querySelectorAll('.token').length") < 3000
+    page.keys(".scroller", "\ue010")  # End
+    page.until("document.querySelector('#token').textContent.includes('token 199,999')")
+    page.open(page.run("return location.href").replace("199999", "150000"))  # a link brings its token into sight
+    page.until("document.querySelector('.token.selected').dataset.at === '150000'")
+
+
+def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(28)])
+        writer.flush()
+        page.open(f"{serve(tmp_path)}/#/group?task=task-1")
+        page.until("document.querySelectorAll('.sibling .message').length === 4")
+        assert "The first 2 messages are the same" in page.run("return document.querySelector('.same').textContent")
+        outcomes = page.run("return [...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent)")
+        assert outcomes == ["0", "1", "0", "1"]
+        assert "advantage -0.866" in page.run("return document.querySelector('.sibling').textContent")
+        assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "3"
+        writer.add_trajectories([rollout(24, policy_version=9)])
+        writer.flush()
+        page.until("document.querySelector('.versions [aria-current]')?.textContent === '9'")
+        page.click(".versions a")
+        page.until(
+            "document.querySelector('.versions [aria-current]').textContent === '0' && "
+            "document.querySelectorAll('.sibling').length === 4"
+        )
+
+
+def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(80)])
+        writer.add_trajectories([rollout(80, reward=None)])
+        writer.flush()
+        page.open(f"{serve(tmp_path)}/#/overview")
+        page.until("document.querySelectorAll('.curves canvas').length === 4")
+        assert page.run("return document.querySelector('.lacking').textContent").startswith(
+            "1 rollouts have no outcome"
+        )
+        writer.add_trajectories([rollout(81)])
+        writer.flush()
+        page.until("document.querySelector('.figures dd').textContent === '82'")
+        page.click_at("[data-curve=count] .u-over", 3, 20)
+        page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
+        assert "version_high" in page.run("return document.querySelector('#filter').value")
+
+
+def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:
+    block = witness(7)
+    assert block.rewards is not None
+    steps, batch = block.rewards.shape[:2]
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([block])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0?environment={batch - 1}")
+    page.expected_errors.append("willReadFrequently")  # this test looks at pixels
+    page.until("document.querySelector('[data-curve=rewards] canvas')")
+    pixel = "[...document.querySelector('.large').getContext('2d').getImageData(2, 1, 1, 1).data].slice(0, 3).join()"
+    for step in (0, steps - 1):
+        page.run(
+            "const slider = document.querySelector('input[type=range]'); slider.value = arguments[0];"
+            "slider.dispatchEvent(new Event('input'))",
+            step,
+        )
+        color = ",".join(str(value) for value in block.curr_obs["image"][step, batch - 1, 1, 2].tolist())
+        page.until(f"{pixel} === arguments[0]", color)
+    assert f"step {steps - 1} of {steps}" in page.run("return document.querySelector('.total').textContent")
+    assert f"step={steps - 1}" in page.run("return location.hash") or steps == 1
+
+
+def test_light_dark_and_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(30)])
+    address = serve(tmp_path)
+    page.open(f"{address}/#/trajectory/0")
+    page.until("document.querySelector('.token')")
+    before = page.run("return getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.run("return getComputedStyle(document.body).backgroundColor") != before
+    page.click("#theme")
+    size: dict[str, Any] = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for place in ("overview", "table", "trajectory/0", "trajectory/0?show=tokens", "group?task=task-1"):
+        page.run("location.hash = `#/${arguments[0]}`", place)
+        page.until("arguments[0].startsWith(document.querySelector('main[aria-busy=false]').className)", place)
+        assert page.run("return document.documentElement.scrollWidth") <= 360, place
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -1,0 +1,324 @@
+"""What the server answers, over real HTTP, without a browser."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import torch
+
+from tests.stores import writer_to
+from tests.test_golden import GOLDEN
+from tests.view.conftest import Serve
+from tests.view.rollouts import PROMPT, rollout
+from tools.browser import PATIENCE
+from trajstore.errors import ConfigurationError
+from trajstore.testing.witness import witness
+from trajstore.view.page import STATIC
+from trajstore.view.rollout import texts_of
+from trajstore.view.server import listening
+
+
+def get(
+    address: str, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> tuple[int, Any, bytes]:
+    """Return status, headers and body of an answer."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
+    connection.request(method, path, headers=dict(headers or {}))
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, answer.headers, body
+
+
+def ask(address: str, path: str, **asked: Any) -> Any:
+    """Return an answer of JSON."""
+    status, _, body = get(address, f"/api/{path}?{urlencode(asked, doseq=True)}")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def trajectory(address: str, shown: str) -> tuple[Any, dict[str, np.ndarray[Any, Any]]]:
+    """Return what is told of a trajectory, and its arrays by name."""
+    status, _, body = get(address, f"/api/rollout?{urlencode({'id': shown})}")
+    assert status == 200, body
+    (length,) = struct.unpack_from("<I", body)
+    told = json.loads(body[4 : 4 + length])
+    behind = body[4 + length :]
+    assert (4 + length) % 8 == 0
+    arrays = {}
+    for one in told["arrays"]:
+        values = np.frombuffer(behind, f"<{one['type']}", int(np.prod(one["shape"])), one["at"])
+        arrays[one["name"]] = values.reshape(one["shape"])
+    return told, arrays
+
+
+def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path, serve: Serve) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(40)])
+        writer.flush()
+        address = serve(tmp_path)
+        told = ask(address, "about")
+        names = [column["name"] for column in told["columns"]]
+        question = writer.query().where("outcome > 0").order_by("version_high", "trajectory_id desc")
+        asked = {"where": "outcome > 0", "order": ["version_high", "trajectory_id desc"], "count": 7}
+        pages = [ask(address, "page", **asked, first=first) for first in range(0, 21, 7)]
+        assert [page["total"] for page in pages] == [20] * 3
+        rows = [dict(zip(names, row, strict=True)) for page in pages for row in page["rows"]]
+        assert [int(row["trajectory_id"]) for row in rows] == question.ids().tolist()
+        assert [row["reward_judge"] for row in rows] == [row["reward_judge"] for row in question.rows()]
+        writer.evict([39])
+        writer.add_trajectories([rollout(41)])
+        writer.flush()
+        seen = told["state"]
+        while not ask(address, "page", where="trajectory_id = 40")["total"]:
+            seen, _ = stream(address, seen)
+        again = ask(address, "page", **asked, first=0, state=told["state"])
+        assert [row[0] for row in again["rows"]] == [row[0] for row in pages[0]["rows"]]
+        last = ask(address, "page", **asked, first=14, state=told["state"])
+        evicted = next(row for row in last["rows"] if row[0] == "39")
+        assert evicted[1:] == [None] * (len(names) - 1)
+        now = ask(address, "page", **{**asked, "count": 100})
+        assert "39" not in {row[0] for row in now["rows"]}
+        assert "40" in {row[0] for row in now["rows"]}
+
+
+def stream(address: str, seen: str | None = None) -> tuple[str, Any]:
+    """Return id and data of the first state that a page is told that has seen another one."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=PATIENCE)
+    connection.request("GET", "/api/events", headers={} if seen is None else {"Last-Event-ID": seen})
+    answer = connection.getresponse()
+    name = ""
+    for line in answer:
+        if line.startswith(b"id: "):
+            name = line[4:].strip().decode()
+        if line.startswith(b"data: "):
+            connection.close()
+            return name, json.loads(line[6:])
+    raise AssertionError("the stream ended")
+
+
+def test_a_page_that_was_cut_off_is_told_of_what_it_missed(tmp_path: Path, serve: Serve) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)])
+        writer.flush()
+        address = serve(tmp_path)
+        first, told = stream(address)
+        assert (told["state"], told["trajectories"], told["trouble"]) == (first, 1, None)
+        writer.add_trajectories([rollout(number) for number in range(1, 5)])
+        writer.flush()
+        second, told = stream(address, first)
+        assert second != first
+        assert told["trajectories"] == 5
+        assert stream(address, first)[0] == second  # not told what it had seen, but what is
+        assert stream(address, "of a server before")[0] == second
+    assert ask(address, "page", count=10)["total"] == 5
+
+
+def test_numbers_of_a_rollout_are_exact_and_where_they_belong(tmp_path: Path, serve: Serve) -> None:
+    odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3e-9] * 5)
+    narrow = torch.linspace(0, 1, 20).to(torch.bfloat16)
+    ids = torch.arange(24) + 2**40
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, old_log_probs=odd, entropys=narrow, input_ids=ids)])
+        writer.add_trajectories([rollout(1, input_ids=None, loss_mask=None, attention_mask=None)])
+        writer.add_trajectories([rollout(2, messages=[], metadata={"advantages": [0.5], "why": "\u202e\x1b[2J"})])
+    address = serve(tmp_path)
+    told, arrays = trajectory(address, "0")
+    assert (told["tokens"], told["parts"]) == (24, [["prompt", 0, PROMPT], ["model", PROMPT, 20]])
+    assert {one["name"]: one["first"] for one in told["arrays"]} == {
+        **dict.fromkeys(("input_ids", "attention_mask", "loss_mask"), 0),
+        **dict.fromkeys(("old_log_probs", "entropys", "response_mask", "rollout_log_probs", "metadata.advantages"), 4),
+    }
+    np.testing.assert_array_equal(arrays["old_log_probs"], odd.numpy())
+    np.testing.assert_array_equal(arrays["entropys"], narrow.float().numpy())
+    np.testing.assert_array_equal(arrays["input_ids"], ids.numpy())
+    assert arrays["metadata.advantages"].tolist() == [1.0, -1.0] * 10
+    assert trajectory(address, "1")[0]["tokens"] == 20
+    told, arrays = trajectory(address, "2")
+    assert "metadata.advantages" not in arrays
+    assert "\u202e" in json.loads(told["metadata"])["why"]
+
+
+def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(rank), witness(7)])
+    address = serve(tmp_path)
+    assert [row[0] for row in ask(address, "page", order=["trajectory_id"])["rows"]] == ["0", "1", "1/0", "1/1"]
+    assert ask(address, "facts", id="1/0")["task"] == "task-0"
+    told, arrays = trajectory(address, "1/1")
+    block = witness(7)
+    assert block.rewards is not None
+    steps, batch = block.rewards.shape[:2]
+    assert (told["kind"], told["steps"], told["batch"]) == ("step", steps, batch)
+    np.testing.assert_array_equal(arrays["rewards"].reshape(block.rewards.shape), block.rewards.numpy())
+    assert arrays["dones"].shape[:2] == (steps, batch)  # without the rows that begin an epoch
+    asked = {"id": "1/1", "name": "curr_obs.image", "environment": batch - 1}
+    _, _, frames = get(address, f"/api/frames?{urlencode({**asked, 'step': [steps - 1, 0]}, doseq=True)}")
+    assert frames == block.curr_obs["image"][[steps - 1, 0], batch - 1].numpy().tobytes()
+    status, _, body = get(address, "/api/rollout?id=5/1")
+    assert (status, "5/1" in json.loads(body)["error"]) == (404, True)
+    rlinf = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
+    address = serve(rlinf)
+    rows = ask(address, "page")["rows"]
+    assert len(rows) == ask(address, "about")["trajectories"] > 0
+    assert trajectory(address, rows[0][0])[0]["kind"] == "step"
+
+
+def test_a_damaged_rollout_hides_no_other(tmp_path: Path, serve: Serve) -> None:
+    """Of a store whose layout has the facts in the rollouts alone."""
+    shutil.copytree(GOLDEN / "rollouts_5", tmp_path / "store")
+    shard = tmp_path / "store" / "shards" / "shard_00000001.pkl"
+    content = shard.read_bytes()
+    at = content.index(b'"second"')
+    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+    address = serve(tmp_path / "store")
+    told = ask(address, "overview")
+    assert (told["unreadable_count"], told["unreadable"]) == (1, ["1"])
+    status, _, body = get(address, "/api/rollout?id=1")
+    assert (status, "error" in json.loads(body)) == (500, True)
+    assert trajectory(address, "2")[0]["tokens"] == 6
+
+
+def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(40)])
+        writer.add_trajectories([rollout(40, reward=None, task_id="", policy_version=None), witness(3)])
+        writer.flush()
+        address = serve(tmp_path)
+        told = ask(address, "overview")
+        assert (told["trajectories"], told["agents"], told["tasks"], told["outcome"]) == (42, 41, 5, 0.5)
+        assert (told["without_outcome"], told["unreadable_count"]) == (1, 0)
+        versions = writer.query().where("version_high is not null").group_by("version_high")
+        curve = {row["version_high"]: row["n"] for row in versions.select("count(*) as n").rows()}
+        assert {at: told["by_version"]["count"][told["by_version"]["x"].index(at)] for at in curve} == curve
+        assert sum(told["by_time"]["count"]) == 42
+        assert [row["count"] for row in told["by_task"]] == [8] * 5
+        assert ask(address, "overview", where="task = 'task-1'")["trajectories"] == 8
+        assert ask(address, "overview", where="task = 'none'")["by_version"]["x"] == []
+        group = ask(address, "group", task="task-1")
+        assert group["versions"] == [0, 3]
+        assert [row["trajectory_id"] for row in group["rollouts"]] == ["24", "25", "26", "27"]
+        assert len(ask(address, "group", task="task-1", version=0)["rollouts"]) == 4
+        assert ask(address, "group", task="' or 1 = 1")["rollouts"] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("page?where=taks%20%3D%201", "where: 'taks = 1': there is no fact 'taks'"),
+        ("page?order=nothing", "order_by: 'nothing'"),
+        ("page?first=-1", "first"),
+        ("page?count=x", "count: 'x', must be a whole number"),
+        ("overview?where=outcome", "not true or false"),
+        ("group?task=x&version=1.5", "version"),
+        ("rollout?id=../x", "trajectory_id"),
+        ("frames?id=0&name=x", "frames: block 0 has 24 steps and 1 environments"),
+        ("frames?id=0&name=x&step=24", "frames: block 0 has 24 steps and 1 environments"),
+        ("frames?id=0&name=x&step=y", "step: 'y', must be a whole number"),
+        ("facts?id=", "trajectory_id"),
+    ],
+)
+def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve, path: str, said: str) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)])
+    status, _, body = get(serve(tmp_path), f"/api/{path}")
+    assert (status, said in json.loads(body)["error"]) == (400, True), body
+
+
+def test_other_sites_names_and_methods_are_refused(tmp_path: Path, serve: Serve) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)])
+    address = serve(tmp_path)
+    refused: list[dict[str, str]] = [
+        {"Host": "evil.example"},
+        {"Host": f"evil.example:{urlsplit(address).port}"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "[::1"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ]
+    for headers in refused:
+        assert get(address, "/api/about", headers)[0] == 403, headers
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert get(address, "/api/about", method=method)[0] == 403, method
+    own = {"Origin": address, "Sec-Fetch-Site": "same-origin"}
+    for headers in ({"Host": f"localhost:{urlsplit(address).port}"}, own):
+        status, said, _ = get(address, "/", headers)
+        assert status == 200, headers
+        assert said["content-security-policy"].startswith("default-src 'self'; ")
+        assert said["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in said
+    for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py", "/api/none"):
+        assert get(address, path)[0] == 404, path
+
+
+def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)])
+    address = serve(tmp_path, "secret")
+    for path in ("/", "/api/about", "/static/app.js", "/?token=", "/?token=secre", "/?token=other"):
+        assert get(address, path)[0] == 401, path
+    status, said, _ = get(address, "/?token=secret", {"Host": "node7:8421"})
+    cookie = said["set-cookie"]
+    assert (status, said["location"]) == (303, "/")
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert get(address, "/api/about", {"Cookie": cookie.split(";")[0]})[0] == 200
+    assert get(address, "/api/about", {"Cookie": cookie.split("=")[0] + "=other"})[0] == 401
+    assert get(address, "/api/about", {"Cookie": cookie.split(";")[0], "Origin": "http://evil.example"})[0] == 403
+
+
+def test_the_command_prints_where_it_listens(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)])
+    command = [sys.executable, "-m", "trajstore", "view", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        address = process.stdout.readline().strip()
+        assert ask(address, "about")["trajectories"] == 1
+        with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"):
+            listening("127.0.0.1", urlsplit(address).port or 0)
+        with urlopen(f"{address}api/events", timeout=PATIENCE) as events:  # a page is open
+            assert events.readline().startswith(b"id: ")
+            process.terminate()
+            assert "Error" not in process.stderr.read()
+
+
+def test_text_of_tokens_is_that_of_the_whole() -> None:
+    """A tokenizer of bytes that drops the space with which a text begins, as some do."""
+    text = " für 😀 das\nEnde é"
+    ids = list(text.encode())
+
+    def decode(some: Any) -> str:
+        return bytes(some).decode(errors="replace").removeprefix(" ")
+
+    told = texts_of(ids, decode)
+    words = dict(zip(told["ids"], told["words"], strict=True))
+    joined = {place: (count, said) for place, count, said in told["joined"]}
+    found, at = "", 0
+    while at < len(ids):
+        count, said = joined.get(at, (1, words[ids[at]]))
+        found += said
+        at += count
+    assert found.removeprefix(" ") == text.removeprefix(" ")
+    assert len(told["ids"]) == len(set(ids))
+
+
+def test_the_page_is_small() -> None:
+    assert sum(path.stat().st_size for path in STATIC.rglob("*") if path.is_file()) <= 300_000

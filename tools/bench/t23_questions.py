@@ -1,0 +1,121 @@
+"""T23: questions about the facts of 100,000 and of 1,000,000 rollouts, beside DuckDB over the same facts in Parquet.
+
+The stores are made as for T8, with 1,000 tasks, outcomes and scores that differ. Times are of a question asked again of
+the same contents, as ``rows()``; the first one, which makes the table of facts, is a figure of its own without a
+target. ``processor_ms`` is the time of all threads: of a busy machine, it says what the clock would on a quiet one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.t08_open import write_store
+from trajstore import TrajectoryReplayBuffer
+from trajstore.files.opening import open_directory
+from trajstore.querying import Query
+from trajstore.store.catalog import Catalog
+from trajstore.store.packing import StringTable
+
+_TASKS = 1000
+
+QUESTIONS: dict[str, tuple[Callable[[Query], object], str]] = {
+    "where": (
+        lambda query: query.where("task = 'task-7' and outcome > 0").rows(),
+        "select * from facts where task = 'task-7' and outcome > 0",
+    ),
+    "group_by": (
+        lambda query: query.group_by("task").select("avg(outcome) as mean", "count(*) as n").order_by("mean").rows(),
+        "select task, avg(outcome) as mean, count(*) as n from facts group by task order by mean",
+    ),
+    "order_by": (
+        lambda query: query.order_by("reward_judge desc").limit(10).rows(),
+        "select * from facts order by reward_judge desc limit 10",
+    ),
+    "sql": (
+        lambda query: query.sql("select version_high, avg(outcome) from trajectories group by version_high").rows(),
+        "select version_high, avg(outcome) from facts group by version_high",
+    ),
+}
+"""By name: the question, and the same for DuckDB."""
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield each question's time at both sizes, and what facts take in memory."""
+    try:
+        import duckdb
+        import polars  # noqa: F401
+    except ImportError as error:
+        raise SkippedError(f"needs {error.name}") from error
+    for full, target in ((100_000, 20.0), (1_000_000, 200.0)):
+        total = options.count(full, 800)
+        folder = options.folder / f"store_{full}"
+        write_store(folder, total, 100, _facts)
+        reader = TrajectoryReplayBuffer.open(folder)
+        query = reader.query()
+        table, first = _timed(query.table)
+        parquet = options.folder / f"facts_{full}.parquet"
+        table.write_parquet(parquet)
+        connection = duckdb.connect()
+        connection.execute(f"create view facts as select * from '{parquet}'")
+        for name, (ask, text) in QUESTIONS.items():
+            ours, theirs = _in_turn(
+                options.repeats,
+                partial(ask, query),
+                partial(lambda connection, text: connection.execute(text).fetchall(), connection, text),
+            )
+            details = {"processor_ms": ours[1], "duckdb_ms": theirs[0], "duckdb_processor_ms": theirs[1]}
+            wanted = target if full == 100_000 or name == "group_by" else None
+            yield Figure("T23", f"{name}, {total:,} rollouts", ours[0], wanted, "ms", details=details)
+        details = {"processor_ms": 1000 * first[1]}
+        yield Figure("T23", f"first question, {total:,} rollouts", 1000 * first[0], None, "ms", details=details)
+        yield from _memory(folder, total, table.estimated_size())
+        connection.close()
+        reader.close()
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    """Return what a call returns, and its seconds by the clock and of the process's threads."""
+    clock, processor = time.perf_counter(), time.process_time()
+    found = call()
+    return found, (time.perf_counter() - clock, time.process_time() - processor)
+
+
+def _in_turn(repeats: int, *works: Callable[[], object]) -> list[tuple[float, float]]:
+    """Return the median milliseconds of several things timed in turn, by the clock and of the process's threads."""
+    times: list[list[tuple[float, float]]] = [[] for _ in works]
+    for repeat in range(-1, repeats):
+        for kept, work in zip(times, works, strict=True):
+            taken = _timed(work)[1]
+            if repeat >= 0:
+                kept.append(taken)
+    return [(1000 * median(one[0] for one in kept), 1000 * median(one[1] for one in kept)) for kept in times]
+
+
+def _memory(folder: Path, total: int, table: int) -> Iterator[Figure]:
+    index = Catalog.open(open_directory(folder)).index
+    columns = sum(index[name].nbytes for name in index.facts)
+    yield Figure("T23", f"facts in the index, {total:,} rollouts", columns / total, None, "bytes a rollout")
+    yield Figure("T23", f"table of the last answer, {total:,} rollouts", table / total, None, "bytes a rollout")
+
+
+def _facts(total: int, texts: StringTable) -> dict[str, npt.NDArray[Any]]:
+    random = np.random.default_rng(1)
+    tasks = np.array([texts.add(f"task-{number}") for number in range(_TASKS)], np.int32)
+    versions = np.arange(total, dtype=np.int64) // 512
+    return {
+        "task": tasks[random.integers(0, _TASKS, total)],
+        "outcome": random.integers(0, 2, total).astype(np.float64),
+        "reward_judge": random.random(total),
+        "turns": random.integers(1, 20, total).astype(np.int32),
+        "version_low": versions,
+        "version_high": versions,
+    }

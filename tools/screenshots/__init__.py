@@ -1,0 +1,1 @@
+"""Pictures of the page over a store, for the documentation."""

@@ -1,0 +1,63 @@
+"""Sessions of threads, each in a process of its own: one that dies has found something, and ends nothing else."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools import campaigns
+from tools.crash.forked import forking
+from tools.threads.session import FOUND, TOLD, Found, run
+
+_LAST_LINES = 60
+
+
+@dataclass
+class Result(campaigns.Result):
+    """What a campaign has found so far."""
+
+    sessions: int = 0
+    replaced: int = 0
+    changed: int = 0
+    read: int = 0
+    checked: int = 0
+
+
+def run_session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> Found:
+    """Return what one session found; its death is a problem."""
+    folder.mkdir(parents=True)
+    child = forking().Process(target=run, args=(folder, replacer, form, seconds, seed))
+    child.start()
+    child.join()
+    code = child.exitcode or 0
+    if code == 0:
+        return Found(**json.loads((folder / FOUND).read_bytes()))
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    told = "\n".join((folder / TOLD).read_text(errors="replace").splitlines()[-_LAST_LINES:])
+    return Found(problems=[f"the process ended by {how}:\n{told}"])
+
+
+def run_campaign(
+    folder: Path,
+    replacers: Sequence[str],
+    formats: Sequence[str],
+    seconds: float,
+    seed: int,
+    tell: Callable[[Result], None],
+) -> Result:
+    """Run a session for each replacer and each format."""
+    result = Result()
+    for replacer in replacers:
+        for form in formats:
+            found = run_session(folder / f"{replacer}-{form}", replacer, form, seconds, seed)
+            result.sessions += 1
+            result.replaced += found.replaced
+            result.changed += found.changed
+            result.read += sum(found.read.values())
+            result.checked += found.checked
+            result.problems += [f"{replacer}, {form}, seed {seed}: {problem}" for problem in found.problems]
+            tell(result)
+    return result

@@ -1,0 +1,170 @@
+"""Values that come late: a judge's score, a correction, a tag. From the writer, and from any other process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.arguments import path_or_url, text
+from trajstore.buffer.internals import internals_of
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, StoreLockedError, StoreNotFoundError, StoreWriteError
+from trajstore.files.base import Directory
+from trajstore.files.opening import check_options, open_directory
+from trajstore.querying.facts import FACTS
+from trajstore.reading.places import kind_of, nothing_at, rank_of, ranks_of
+from trajstore.store.catalog import Catalog
+from trajstore.store.notes import Note, Said, Value, check_names
+from trajstore.store.run_ids import ids_from, own_id, rank_of_id, shown_id
+from trajstore.writing.inbox import Inbox, put, waiting
+from trajstore.writing.unattended import held_log
+
+Values = Value | Sequence[Value] | np.ndarray[Any, Any] | torch.Tensor
+"""One value for all trajectories, or one for each."""
+
+
+def annotate(
+    store: str | Path | TrajectoryReplayBuffer,
+    ids: int | str | Sequence[int | str],
+    values: Mapping[str, Values],
+    *,
+    who: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Give trajectories values that come late: numbers, or texts such as tags. They are durable when this returns.
+
+    The latest value of a name counts, and is a column of questions (``query()``); all others stay in the history
+    (:func:`notes_of`). A number called ``outcome``, ``success_rate`` or ``reward_NAME`` takes the place of what the
+    rollout says of it. A rollback to an earlier point takes values back that came after it.
+
+    Any process may call this with the path of a store or of a run, whoever writes there: the values wait in the store's
+    inbox until its writer takes them in, a second later, or are taken in at once where nobody writes.
+
+    Args:
+        store: path or URL of a store or run directory; or the buffer that writes the store.
+        ids: of the trajectories.
+        values: by name: a finite number, a bool, a text of up to 4,096 characters, or None, which takes back what there
+            is; one for all trajectories or one for each.
+        who: gives them, for the history; None: nobody says.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        ConfigurationError: a name or value cannot be kept, or contradicts the kind that a name has; nothing was given.
+        TrajectoryUnavailableError: an id is not in the store; nothing was given.
+        StoreNotFoundError: there is no store.
+        StoreError: the buffer has no store.
+        StoreWriteError: it could not be written.
+    """
+    said = _said(ids, values, "" if who is None else text("who", who))
+    if isinstance(store, TrajectoryReplayBuffer):
+        if said.ids and said.values:
+            internals_of(store).backing.annotate(said)
+        return
+    stores = _stores(store, storage_options or {})
+    parts = []
+    for rank in sorted({rank_of_id(number) for number in said.ids}):
+        if rank not in stores:
+            there = ", ".join(map(str, sorted(stores)))
+            raise StoreNotFoundError(f"{store}: there is no rank {rank} here (there are: {there})")
+        part = said.without({number for number in said.ids if rank_of_id(number) != rank})
+        part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
+        catalog = Catalog.open(stores[rank])
+        catalog.check_known(part.ids)
+        catalog.notes.check(part)
+        parts.append((stores[rank], catalog.store_id, part))
+    for directory, store_id, part in parts if said.values else ():
+        try:
+            put(directory, store_id, part)
+        except OSError as error:
+            raise StoreWriteError(f"{error}: nothing was given to the trajectories of {directory.url}") from error
+        _take_in(directory)
+
+
+def notes_of(
+    store: str | Path | TrajectoryReplayBuffer,
+    trajectory_id: int | str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Note]:
+    """Return every value that a trajectory was given late, the earliest first, with who gave it and when.
+
+    Args:
+        store: path or URL of a store or run directory; or the buffer that writes the store.
+        trajectory_id: of the trajectory.
+        storage_options: passed on to the fsspec file system.
+
+    Raises:
+        TrajectoryUnavailableError: the id is not in the store.
+        StoreNotFoundError: there is no store.
+        StoreError: the buffer has no store.
+        CorruptStoreError: it is damaged.
+    """
+    (number,) = ids_from("trajectory_id", [trajectory_id])
+    if isinstance(store, TrajectoryReplayBuffer):
+        return internals_of(store).backing.history(number)
+    directory = _stores(store, storage_options or {}).get(rank_of_id(number))
+    if directory is None:
+        raise StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here")
+    catalog = Catalog.open(directory)
+    catalog.check_known([own_id(number)])
+    return catalog.notes.history(own_id(number))
+
+
+def _take_in(directory: Directory) -> None:
+    """Take in what the inbox of a store has, unless somebody writes there, who does it.
+
+    It is looked at again once the lock is free: who came meanwhile saw that it was held, and left the rest to us.
+    """
+    before: list[str] = []
+    while (there := waiting(directory)) != before:
+        try:
+            with held_log(directory) as log:
+                Inbox(log).look()
+        except StoreLockedError:
+            return
+        before = [name for name in there if name in waiting(directory)]
+
+
+def _said(ids: Any, values: Any, who: str) -> Said:
+    """Return what is said, checked but for what is there already.
+
+    Raises:
+        ConfigurationError: it cannot be kept.
+    """
+    wanted = ids_from("ids", [ids] if isinstance(ids, int | str) else ids)
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise ConfigurationError("values: must be a dict of values by name")
+    listed = {name: _listed(some, len(wanted)) for name, some in values.items()}
+    said = Said(tuple(wanted), listed, who, time.time_ns() // 1000)
+    said.check()
+    check_names(values, FACTS)
+    return said
+
+
+def _listed(value: Any, count: int) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else [value] * count
+
+
+def _stores(path: str | Path, storage_options: Mapping[str, Any]) -> dict[int, Directory]:
+    """Return the store at a path, or those of a run, by rank.
+
+    Raises:
+        StoreNotFoundError: there is none.
+    """
+    check_options(path, storage_options)
+    directory = open_directory(path_or_url("store", path), **storage_options)
+    if kind_of(directory) == "store":
+        return {0: directory}
+    stores = {rank_of(one): one for one in ranks_of(directory).directories if kind_of(one) == "store"}
+    if not stores:
+        raise nothing_at(path, directory)
+    return stores

@@ -1,0 +1,55 @@
+"""Tells when rollouts are added that are certainly wrong, or that were added before. No I/O.
+
+Takes no lock: of two threads that add at once, both may tell the same.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from trajstore.columns.doubts import doubts
+from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.limits import shown
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1 << 16
+
+
+class ContentWatch:
+    """Looks at what one process adds; warns at the 1st, 10th, 100th, ... rollout with the same thing wrong.
+
+    A rollout was added before if its task, ``rollout_id`` and policy version are those of one of the newest 65,536.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._newest: dict[int, None] = {}
+
+    def look(self, trajectory: AnyTrajectory, flat: FlatTrajectory) -> None:
+        """Look at a trajectory that is about to be added, as it came and as columns."""
+        if not isinstance(trajectory, AgentTrajectory):
+            return
+        found = [*doubts(flat, trajectory.response_start)]
+        if trajectory.rollout_id and self._was_added(trajectory):
+            found.append("the task_id, rollout_id and policy_version of another one")
+        for doubt in found:
+            count = self._counts[doubt] = self._counts.get(doubt, 0) + 1
+            if count == 10 ** (len(str(count)) - 1):
+                logger.warning(
+                    "%d added so far: rollouts with %s; the newest is rollout %s of task %s. They are kept as they are",
+                    count,
+                    doubt,
+                    shown(trajectory.rollout_id),
+                    shown(trajectory.task_id),
+                )
+
+    def _was_added(self, rollout: AgentTrajectory) -> bool:
+        key = hash((rollout.task_id, rollout.rollout_id, rollout.policy_version))
+        if key in self._newest:
+            return True
+        self._newest[key] = None
+        if len(self._newest) > _REMEMBERED:
+            self._newest.pop(next(iter(self._newest)))
+        return False

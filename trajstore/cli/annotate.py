@@ -1,0 +1,110 @@
+"""``trajstore annotate``: scores, corrections and tags that come late."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TextIO
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output
+from trajstore.errors import ConfigurationError, TrajstoreError
+
+_TOGETHER = 10_000
+"""Trajectories in one commit."""
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store or run directory; path or URL")
+    parser.add_argument("ids", metavar="ID", nargs="*", help="ids of trajectories, as list shows them (17, 3/17)")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a number, true, false, null (takes back what there is), or else a text; may come several times",
+    )
+    parser.add_argument(
+        "--file", metavar="FILE", help='JSON lines: {"trajectory_id": "3/17", "NAME": VALUE, ...}; - = standard input'
+    )
+    parser.add_argument("--who", metavar="NAME", help="gives the values, for the history")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _run(options: Namespace, out: Output) -> int:
+    from trajstore.buffer.annotating import annotate
+
+    if bool(options.ids) == bool(options.file) or bool(options.ids) != bool(options.set):
+        raise ConfigurationError("annotate: give ids with --set NAME=VALUE, or --file")
+    given = 0
+    if options.ids:
+        values = dict(_assignment(item) for item in options.set)
+        annotate(options.path, options.ids, values, who=options.who)
+        given = len(options.ids)
+    else:
+        with nullcontext(sys.stdin) if options.file == "-" else Path(options.file).open(encoding="utf-8") as file:
+            try:
+                for ids, columns in _portions(file, options.file):
+                    annotate(options.path, ids, columns, who=options.who)
+                    given += len(ids)
+            except TrajstoreError:
+                out.line(f"{options.path}: only the first {given:,} trajectories of {options.file} have their values")
+                raise
+    if options.json:
+        out.json({"path": options.path, "trajectories": given})
+    else:
+        out.line(f"{options.path}: {given:,} trajectories have their values")
+    return 0
+
+
+def _assignment(item: str) -> tuple[str, Any]:
+    name, equals, value = item.partition("=")
+    if not equals:
+        raise ConfigurationError(f"annotate: --set {item}: must be NAME=VALUE")
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+    return name, value if isinstance(found, dict | list) else found
+
+
+def _portions(file: TextIO, name: str) -> Iterator[tuple[list[Any], dict[str, list[Any]]]]:
+    """Yield ids and values of lines that follow each other and have the same names."""
+    ids: list[Any] = []
+    columns: dict[str, list[Any]] = {}
+    there: set[Any] = set()
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = dict(json.loads(line))
+            trajectory_id = values.pop("trajectory_id")
+            hash(trajectory_id)
+        except (json.JSONDecodeError, TypeError, ValueError, KeyError) as error:
+            raise ConfigurationError(f'{name}, line {number}: must be {{"trajectory_id": ..., ...}}') from error
+        if ids and (values.keys() != columns.keys() or trajectory_id in there or len(ids) == _TOGETHER):
+            yield ids, columns
+            ids, columns, there = [], {}, set()
+        ids.append(trajectory_id)
+        there.add(trajectory_id)
+        for key, value in values.items():
+            columns.setdefault(key, []).append(value)
+    if ids:
+        yield ids, columns
+
+
+COMMAND = Command(
+    name="annotate",
+    summary="give trajectories scores, corrections and tags that come late",
+    description=(
+        "Give trajectories values after they were added: numbers, or texts such as tags. Whoever writes the store "
+        "takes them in within a second; where nobody writes, this does. The latest value of a name is a column of list "
+        "and query, the history stays."
+    ),
+    configure=_configure,
+    run=_run,
+)

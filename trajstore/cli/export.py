@@ -1,0 +1,55 @@
+"""``trajstore export``: rollouts as JSON lines or Parquet."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, ProgressBar
+
+_SHOWN = 50  # problems written one by one
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
+    parser.add_argument("target", metavar="OUT", help="file (jsonl) or folder (parquet) to make; must be absent")
+    parser.add_argument("--to", choices=("jsonl", "parquet"), default="jsonl", help="default: %(default)s")
+    parser.add_argument("--where", metavar="CONDITION", help='only those of which it holds, e.g. "outcome > 0"')
+    parser.add_argument("--pin", metavar="NAME", help="export the trajectories of a pin")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _run(options: Namespace, out: Output) -> int:
+    from trajstore.inspection.export import export_rollouts
+
+    with ProgressBar("exporting", sys.stderr) as bar:
+        done = export_rollouts(
+            options.path, options.target, options.to, where=options.where, pin=options.pin, progress=bar
+        )
+    if options.json:
+        out.json(done.to_json())
+        return int(bool(done.problems))
+    for name, problem in list(done.problems.items())[:_SHOWN]:
+        out.line(f"{options.path}: trajectory {name} was left out: {problem}")
+    if len(done.problems) > _SHOWN:
+        out.line(f"{options.path}: and {len(done.problems) - _SHOWN:,} more; --json lists all")
+    if done.steps:
+        out.line(
+            f"{options.path}: {done.steps:,} step trajectories were left out; they have neither messages nor tokens"
+        )
+    out.line(f"{done.target}: {done.rollouts:,} rollouts")
+    return int(bool(done.problems))
+
+
+COMMAND = Command(
+    name="export",
+    summary="write rollouts as JSON lines or Parquet",
+    description=(
+        "Write rollouts with messages, tokens, masks and log-probabilities to a file of JSON lines or a folder of "
+        "Parquet files, which datasets, pandas, DuckDB and Polars read. The target appears when it is whole. Needs "
+        "Polars (extra 'query')."
+    ),
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,78 @@
+"""``trajstore prune`` and ``trajstore compact``: trajectories that a condition names leave a store, and dead rows."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, format_bytes
+
+
+def _configure_prune(parser: ArgumentParser) -> None:
+    _configure_path(parser)
+    parser.add_argument(
+        "--where", metavar="CONDITION", required=True, help='evict those of which it holds, e.g. "outcome = 0"'
+    )
+    parser.add_argument("--yes", action="store_true", help="do it; without, nothing is changed")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _configure_compact(parser: ArgumentParser) -> None:
+    _configure_path(parser)
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _configure_path(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store or run directory that nobody writes; path or URL")
+
+
+def _prune(options: Namespace, out: Output) -> int:
+    from trajstore.inspection.mending import prune
+
+    pruned = prune(options.path, options.where, dry_run=not options.yes)
+    if options.json:
+        out.json({**pruned.to_json(), "dry_run": not options.yes})
+        return 0
+    what = f"{pruned.trajectories:,} trajectories ({format_bytes(pruned.nbytes)})"
+    would = "were evicted" if options.yes else "would be evicted"
+    out.line(f"{pruned.path}: {what} {would}, {pruned.kept:,} stay")
+    if not options.yes:
+        out.line("  nothing was changed; --yes does it")
+    return 0
+
+
+def _compact(options: Namespace, out: Output) -> int:
+    from trajstore.inspection.mending import compact
+
+    done = compact(options.path)
+    if options.json:
+        out.json(done.to_json())
+        return 0
+    held = f"; {format_bytes(done.held_bytes)} go when readers let go of them" if done.held_bytes else ""
+    before, after = format_bytes(done.bytes_before), format_bytes(done.bytes_after)
+    out.line(f"{done.path}: shards had {before}, have {after} now{held}")
+    return 0
+
+
+PRUNE = Command(
+    name="prune",
+    summary="evict the trajectories of which a condition holds",
+    description=(
+        "Evict the trajectories of a store or run directory of which a condition on facts holds (trajstore list PATH "
+        "--facts). Says first how many they are and changes nothing; --yes evicts them, of each store in one commit. "
+        "No writer may be at work then. What pins name stays readable. Needs Polars (extra 'query')."
+    ),
+    configure=_configure_prune,
+    run=_prune,
+)
+
+COMPACT = Command(
+    name="compact",
+    summary="give back the disk space of evicted trajectories, and unite small shards",
+    description=(
+        "Rewrite the shards of a store, or of each store of a run directory, until no row is dead and no two small "
+        "shards are left. No writer may be at work. Nothing is lost when it is interrupted: run it again."
+    ),
+    configure=_configure_compact,
+    run=_compact,
+)

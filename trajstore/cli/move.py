@@ -1,0 +1,117 @@
+"""``trajstore merge``, ``split`` and ``convert``: new stores of the trajectories of others."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, ProgressBar, format_bytes
+
+if TYPE_CHECKING:
+    from trajstore.inspection.copying import Copied
+
+_SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
+
+
+def _configure_merge(parser: ArgumentParser) -> None:
+    parser.add_argument("sources", metavar="SRC", nargs="+", help=_SOURCE)
+    _configure_target(parser)
+
+
+def _configure_split(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help=_SOURCE)
+    _configure_target(parser)
+    into = parser.add_mutually_exclusive_group(required=True)
+    into.add_argument("--ranks", type=int, metavar="N", help="into a run of N ranks, rank_0 and so on")
+    into.add_argument("--count", type=int, metavar="N", help="into part_0 and so on, of N trajectories each")
+    into.add_argument("--where", metavar="CONDITION", help="into matching, of which it holds, and rest")
+
+
+def _configure_convert(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help=_SOURCE)
+    _configure_target(parser)
+    parser.add_argument("--format", choices=("pt", "pkl", "zarr"), required=True, help="format of the shards")
+
+
+def _configure_target(parser: ArgumentParser) -> None:
+    parser.add_argument("target", metavar="OUT", help="where to; absent, empty, or what this command has made before")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _merge(options: Namespace, out: Output) -> int:
+    from trajstore.inspection.moving import merge
+
+    with ProgressBar("verifying", sys.stderr) as bar:
+        return _write(merge(options.sources, options.target, bar), options, out)
+
+
+def _split(options: Namespace, out: Output) -> int:
+    from trajstore.inspection.moving import split
+
+    into = {"ranks": options.ranks, "count": options.count, "where": options.where}
+    with ProgressBar("verifying", sys.stderr) as bar:
+        return _write(split(options.source, options.target, bar, **into), options, out)
+
+
+def _convert(options: Namespace, out: Output) -> int:
+    from trajstore.inspection.moving import convert
+
+    with ProgressBar("verifying", sys.stderr) as bar:
+        return _write(convert(options.source, options.target, options.format, bar), options, out)
+
+
+def _write(copied: Copied, options: Namespace, out: Output) -> int:
+    """Write what was made; return 1 if something of the sources was left out."""
+    if options.json:
+        out.json(copied.to_json())
+        return int(not copied.is_whole)
+    for one in (*copied.parts, copied):
+        for problem in one.problems:
+            out.line(problem if one is copied else f"{one.source}: {problem}")
+        for note in one.notes:
+            out.line(f"{one.source}: note: {note}")
+        if lost := one.lost_in_words:
+            out.line(f"{one.source}: left out: {lost}")
+    out.line(f"{copied.target}: {copied.trajectories:,} trajectories, {format_bytes(copied.nbytes)}, verified")
+    return int(not copied.is_whole)
+
+
+_LEFT_OUT = (
+    "UUIDs stay. What is damaged is left out and named; the exit code is 1 then. An interrupted command leaves nothing "
+    "at OUT: run it again."
+)
+
+MERGE = Command(
+    name="merge",
+    summary="make one store of several",
+    description=(
+        "Write a store of the trajectories of several, in the order of their commits; one that several have is taken "
+        f"once. Files are hard links where the file system can. Ids are given anew, from 0. {_LEFT_OUT}"
+    ),
+    configure=_configure_merge,
+    run=_merge,
+)
+
+SPLIT = Command(
+    name="split",
+    summary="make several stores of one",
+    description=(
+        "Write stores of the trajectories of a store or run directory into folders of OUT. Files are hard links where "
+        f"the file system can. Ids stay; those of a run are given anew, from 0. {_LEFT_OUT}"
+    ),
+    configure=_configure_split,
+    run=_split,
+)
+
+CONVERT = Command(
+    name="convert",
+    summary="make a store of another format",
+    description=(
+        "Write a store, or each store of a run directory, with shards of another format. Ids stay. A directory of "
+        f"RLinf becomes a store. {_LEFT_OUT}"
+    ),
+    configure=_configure_convert,
+    run=_convert,
+)

@@ -1,0 +1,148 @@
+"""``trajstore list`` and ``trajstore query``: the facts of trajectories, asked."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+    from trajstore.querying import Query
+
+SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version_high", "committed")
+"""Facts that ``list`` shows unless told otherwise, those left out that are null for all."""
+
+
+def _configure_query(parser: ArgumentParser) -> None:
+    _configure_place(parser)
+    parser.add_argument("sql", metavar="SQL", help="statement about the table 'trajectories'")
+    _configure_form(parser)
+
+
+def _configure_list(parser: ArgumentParser) -> None:
+    _configure_place(parser)
+    parser.add_argument("--where", metavar="CONDITION", help='show those of which it holds, e.g. "outcome > 0"')
+    parser.add_argument("--columns", metavar="NAMES", help=f"facts to show, with commas (default: {','.join(SHOWN)})")
+    parser.add_argument(
+        "--sort", metavar="NAMES", default="trajectory_id desc", help="facts to sort by (default: %(default)s)"
+    )
+    parser.add_argument("--limit", metavar="N", type=int, default=20, help="show N; 0 = all (default: %(default)s)")
+    parser.add_argument("--facts", action="store_true", help="show which facts there are, and end")
+    _configure_form(parser)
+
+
+def _configure_place(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
+    parser.add_argument("--pin", metavar="NAME", help="ask about the trajectories of a pin")
+
+
+def _configure_form(parser: ArgumentParser) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="write the rows as JSON")
+    form.add_argument("--csv", action="store_true", help="write the rows as CSV")
+
+
+def _query(options: Namespace) -> Query:
+    from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+
+    return TrajectoryReplayBuffer.open(options.path, pin=options.pin).query()
+
+
+def _run_query(options: Namespace, out: Output) -> int:
+    _write(_query(options).sql(options.sql), options, out)
+    return 0
+
+
+def _run_list(options: Namespace, out: Output) -> int:
+    if options.facts:
+        from trajstore.querying import FACTS
+
+        out.table(list(FACTS.items()))
+        return 0
+    question = _query(options).order_by(*_names(options.sort))
+    if options.where:
+        question = question.where(options.where)
+    total = question.count()
+    found = (question.limit(options.limit) if options.limit else question).table()
+    if options.columns:
+        found = found.select(*_known(_names(options.columns), found))
+    else:
+        found = found.select(name for name in SHOWN if name == SHOWN[0] or found[name].null_count() < len(found))
+    _write(found, options, out)
+    if not (options.json or options.csv) and len(found) < total:
+        out.line(f"{len(found):,} of {total:,} trajectories; --limit 0 shows all")
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _known(names: list[str], table: DataFrame) -> list[str]:
+    from trajstore.errors import ConfigurationError, listed
+
+    unknown = [name for name in names if name not in table.columns]
+    if unknown:
+        raise ConfigurationError(f"--columns: there is no fact {unknown[0]!r}; there are {listed(table.columns, 40)}")
+    return names
+
+
+def _write(table: DataFrame, options: Namespace, out: Output) -> None:
+    if options.json:
+        out.json([{name: plain(value) for name, value in row.items()} for row in table.to_dicts()])
+        return
+    if options.csv:
+        for line in table.write_csv().splitlines():
+            out.line(line)
+        return
+    numbers = [at for at, kind in enumerate(table.dtypes) if kind.is_numeric()]
+    rows = [
+        [shown_fact(name, value) for name, value in zip(table.columns, row, strict=True)] for row in table.iter_rows()
+    ]
+    out.table([table.columns, *rows], right=numbers)
+
+
+def plain(value: Any) -> Any:
+    """Return a fact as JSON has it."""
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+def shown_fact(name: str, value: Any) -> str:
+    """Return a fact as a table shows it."""
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if name == "trajectory_id":
+        from trajstore.store.run_ids import shown_id
+
+        return shown_id(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+LIST = Command(
+    name="list",
+    summary="list trajectories and their facts",
+    description=(
+        "List trajectories of a store, checkpoint, run directory or directory of RLinf, the newest first, with facts "
+        "such as task, outcome and policy version. Needs Polars (extra 'query')."
+    ),
+    configure=_configure_list,
+    run=_run_list,
+)
+
+QUERY = Command(
+    name="query",
+    summary="answer a question in SQL about trajectories",
+    description=(
+        "Answer a statement of SQL about the table 'trajectories', one row each, facts as columns "
+        "(trajstore list PATH --facts). Needs Polars (extra 'query')."
+    ),
+    configure=_configure_query,
+    run=_run_query,
+)

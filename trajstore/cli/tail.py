@@ -1,0 +1,111 @@
+"""``trajstore tail``: what is committed, as it comes."""
+
+from __future__ import annotations
+
+import logging
+import time
+from argparse import ArgumentParser, Namespace
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output
+from trajstore.cli.query import SHOWN, plain, shown_fact
+
+if TYPE_CHECKING:
+    from trajstore.inspection.tailing import News
+
+logger = logging.getLogger(__name__)
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store or run directory; path or URL")
+    parser.add_argument("--since", metavar="CURSOR", help="go on after what an earlier call has shown")
+    parser.add_argument(
+        "--last", metavar="N", type=int, default=10, help="without --since, begin with the newest N (default: 10)"
+    )
+    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
+    parser.add_argument(
+        "--every", metavar="SECONDS", type=float, default=1.0, help="with --follow, between two looks (default: 1)"
+    )
+    parser.add_argument("--where", metavar="CONDITION", help='show those of which it holds, e.g. "outcome > 0"')
+    parser.add_argument("--json", action="store_true", help="write a line of JSON for each, with the cursor after it")
+
+
+def _run(options: Namespace, out: Output) -> int:
+    from trajstore.errors import ConfigurationError, StoreError
+    from trajstore.inspection.tailing import Cursor, Tail
+
+    if not options.every > 0 or options.last < 0:
+        raise ConfigurationError("tail: --every must be above 0, --last at least 0")
+    since = None if options.since is None else Cursor.parse(options.since)
+    with closing(Tail(options.path, since)) as tail:
+        last, trouble = options.last if since is None else None, ""
+        try:
+            while True:
+                _show(tail.news(), options, out, last)
+                last = None
+                if not options.follow:
+                    break
+                time.sleep(options.every)
+                try:
+                    tail.refresh()
+                    trouble = ""
+                except (StoreError, OSError) as error:  # perhaps for a moment only: a run that begins anew
+                    if str(error) != trouble:
+                        trouble = str(error)
+                        logger.warning("%s: %s", options.path, error)
+        finally:
+            if not options.json:
+                out.line(f"go on with: trajstore tail {options.path} --since {tail.cursor}")
+    return 0
+
+
+def _show(news: News, options: Namespace, out: Output, last: int | None) -> None:
+    from trajstore.querying import Query
+    from trajstore.store.run_ids import shown_id
+
+    for rank in news.replaced:
+        logger.warning(
+            "%s: another store lies there than before (rank %d); all that it has is shown", options.path, rank
+        )
+    for rank in news.older:
+        logger.warning(
+            "%s: an older copy of the store lies there (rank %d); what is committed to it from now on is shown",
+            options.path,
+            rank,
+        )
+    if news.left:
+        logger.warning(
+            "%s: %d ids before the newest have no trajectory: evicted or rolled back before they could be shown, or "
+            "never given",
+            options.path,
+            news.left,
+        )
+    table = news.table.with_row_index("_at")
+    if options.where:
+        table = Query(lambda: news.table.with_row_index("_at")).where(options.where).table()
+    if last is not None:
+        table = table.tail(last)
+    for row in table.iter_rows(named=True):
+        at = row.pop("_at")
+        if options.json:
+            facts = {name: plain(value) for name, value in row.items()}
+            facts |= {"trajectory_id": shown_id(row["trajectory_id"]), "cursor": str(news.cursors[at])}
+            out.json(facts, indent=None)
+        else:
+            out.line("  ".join(f"{name} {shown_fact(name, row[name])}" for name in SHOWN if row[name] is not None))
+    out.flush()
+
+
+COMMAND = Command(
+    name="tail",
+    summary="show trajectories as they are committed",
+    description=(
+        "Show the newest trajectories of a store or run directory with their facts, and with --follow those that come, "
+        "one line each. A cursor says where to go on later: nothing is shown twice, over restarts of writers and "
+        "readers and new ranks, and what left unseen is counted. Needs Polars (extra 'query')."
+    ),
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,130 @@
+"""``trajstore view``: a page over a store, in a browser."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from contextlib import closing
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, ProgressBar, format_bytes
+from trajstore.errors import ConfigurationError
+
+_HOST = "127.0.0.1"
+_PORT = 8421
+
+_SHOWN = 50  # problems written one by one
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
+    parser.add_argument("--pin", metavar="NAME", help="show the trajectories of a pin")
+    parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any that is free (default: {_PORT})")
+    parser.add_argument(
+        "--host",
+        metavar="NAME",
+        help=f"address to listen on; other machines need the token that is printed (default: {_HOST})",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="folder or name of the tokenizer that makes text of tokens (default: the folder that a rollout names)",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="let the page give trajectories scores, corrections and tags"
+    )
+    parser.add_argument("--who", metavar="NAME", help="gives what the page gives, for the history (default: the login)")
+    parser.add_argument(
+        "--bundle",
+        metavar="DIR",
+        help="serve nothing; write the page into a folder that any server of files shows: absent, empty or a bundle",
+    )
+    parser.add_argument(
+        "--where", metavar="CONDITION", help='of a bundle: only those of which it holds, e.g. "outcome > 0"'
+    )
+
+
+def _run(options: Namespace, out: Output) -> int:
+    without = ("host", "port", "write", "who") if options.bundle is not None else ("where",)
+    for name in without:
+        if getattr(options, name):
+            what = (
+                "with --bundle: nothing is served" if options.bundle is not None else "without --bundle: the page asks"
+            )
+            raise ConfigurationError(f"view: --{name} has no effect {what}")
+    return _serve(options, out) if options.bundle is None else _bundle(options, out)
+
+
+def _bundle(options: Namespace, out: Output) -> int:
+    from trajstore.view.bundle import write_bundle
+    from trajstore.view.living import Living
+
+    with (
+        closing(Living(options.path, pin=options.pin, tokenizer=options.tokenizer)) as living,
+        ProgressBar("writing", sys.stderr) as bar,
+    ):
+        done = write_bundle(living, options.bundle, where=options.where or "", progress=bar)
+    if done.trouble is not None:
+        out.line(f"{options.path}: {done.trouble}")
+    for name, problem in list(done.problems.items())[:_SHOWN]:
+        out.line(f"{options.path}: trajectory {name} cannot be read: {problem}")
+    if len(done.problems) > _SHOWN:
+        out.line(f"{options.path}: and {len(done.problems) - _SHOWN:,} more; the page names them")
+    out.line(f"{done.target}: {done.trajectories:,} trajectories, {format_bytes(done.bytes)}")
+    return int(bool(done.problems or done.trouble))
+
+
+def _serve(options: Namespace, out: Output) -> int:
+    import secrets
+
+    from trajstore.errors import MissingDependencyError
+
+    if options.who is not None and not options.write:
+        raise ConfigurationError("view: --who has no effect without --write")
+    host, port = options.host or _HOST, _PORT if options.port is None else options.port
+    try:
+        from trajstore.view.correcting import Correcting
+        from trajstore.view.guard import is_loopback
+        from trajstore.view.living import Living
+        from trajstore.view.server import listening, server_of
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise MissingDependencyError(error.name, "view") from None
+    token = None if is_loopback(host) else secrets.token_urlsafe(24)
+    correcting = Correcting(options.path, options.who or _login()) if options.write else None
+    with listening(host, port) as listener:
+        living = Living(options.path, pin=options.pin, tokenizer=options.tokenizer)
+        name = f"[{host}]" if ":" in host else host
+        out.line(f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
+        out.line("Ctrl-C ends it")
+        out.flush()
+        try:
+            server_of(living, token, correcting).run(sockets=[listener])
+        finally:
+            living.close()
+    return 0
+
+
+def _login() -> str | None:
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container's user may have no name
+        return None
+
+
+COMMAND = Command(
+    name="view",
+    summary="show a store as a page in a browser, live",
+    description=(
+        "Show a store, checkpoint, run directory or directory of RLinf as a page in a browser: a table of "
+        "trajectories, rollouts as conversations and coloured tokens, groups, curves. What is written meanwhile "
+        "appears; the writer never waits. Nothing is written, unless --write lets the page give values to "
+        "trajectories, as annotate does; nothing is loaded from elsewhere. Needs the extra 'view'. With --bundle, a "
+        "folder to publish is written instead."
+    ),
+    configure=_configure,
+    run=_run,
+)

@@ -1,0 +1,46 @@
+"""What a rollout can hold and still be certainly wrong: a mask that contradicts another, log-probs above 0. Pure.
+
+A store keeps such a rollout, for it may be all that there is of an expensive generation. Who adds it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from trajstore.columns.flat import FlatTrajectory
+
+_HALF = (torch.bfloat16, torch.float16)
+_COMPARED = (*_HALF, torch.float32, torch.float64)  # torch finds no least value of some of the others
+
+
+def doubts(rollout: FlatTrajectory, response_start: int | None) -> Iterator[str]:
+    """Yield what is certainly wrong with a rollout that can be stored, each as the end of "rollouts with ..."."""
+    columns = dict(zip((column.name for column in rollout.schema.columns), rollout.tensors, strict=True))
+    ids, mask, written = columns.get("input_ids"), columns.get("response_mask"), columns.get("loss_mask")
+    if ids is not None and len(ids) and ids.dtype.is_signed and ids.min() < 0:
+        yield "negative token ids in input_ids"
+    if written is not None and response_start is not None:
+        written = written[response_start:].bool()
+        if mask is not None and not torch.equal(written, mask.bool()):
+            yield "a response_mask that is not loss_mask[response_start:]"
+    on_model = written if mask is None else mask.bool()
+    for name in ("old_log_probs", "rollout_log_probs"):
+        log_probs = columns.get(name)
+        if log_probs is None or _possible(log_probs):
+            continue
+        if on_model is None or len(on_model) != len(log_probs) or not _possible(log_probs[on_model]):
+            yield f"{name} that are above 0 or not finite where the model wrote"
+
+
+def _possible(log_probs: torch.Tensor) -> bool:
+    """Return whether these can be logarithms of probabilities, as far as their dtype can say."""
+    if not len(log_probs):
+        return True
+    if log_probs.is_complex():
+        return False
+    wide = log_probs if log_probs.dtype in _COMPARED else log_probs.double()
+    low, high = torch.aminmax(wide)
+    most = 0.1 if log_probs.dtype in _HALF else 1e-3  # what rounding may add to the logarithm of 1
+    return bool(high <= most) and bool(low > -torch.inf)  # a NaN is neither

@@ -1,0 +1,61 @@
+"""Facts of a rollout: what is asked of it most, without its messages and tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+DOCUMENT_FACTS: Mapping[str, str] = {
+    "task": "task_id of the rollout",
+    "data_id": "data_id of the rollout",
+    "rollout_id": "rollout_id of the rollout",
+    "outcome": "reward.outcome",
+    "success_rate": "reward.success_rate",
+    "turns": "messages of the model",
+    "messages": "messages in all",
+    "response_start": "tokens of the prompt, as the rollout says",
+    "terminated": "is_terminated of the rollout",
+}
+"""Names of the facts, and what each is. An empty text counts as absent."""
+
+GIVEN, RECORDED = "trajstore.notes", "trajstore.recorded"
+"""Keys of a rollout's ``metadata``: all values that it was given late, and what of its reward they replace."""
+
+SCORE = "reward_"
+"""Begins the name of a fact that is a number or bool of ``reward.metadata``."""
+
+_TEXTS = (("task", "task_id"), ("data_id", "data_id"), ("rollout_id", "rollout_id"))
+
+_NUMBERS = (int, float, np.integer, np.floating, np.bool_)
+
+
+def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that a document tells, by name; what it lacks is not among them.
+
+    Args:
+        document: fields of an agent trajectory that are no tensors, as they were given or as they are stored.
+    """
+    reward, messages = document.get("reward") or {}, document.get("messages")
+    if isinstance(reward, int | float):  # earlier versions took a bare number for a reward
+        reward = {"outcome": reward}
+    start, terminated = document.get("response_start"), document.get("is_terminated")
+    facts: dict[str, Any] = {}
+    for name, field in _TEXTS:
+        if text := document.get(field):
+            facts[name] = str(text)
+    for name in ("outcome", "success_rate"):
+        if (value := reward.get(name)) is not None:
+            facts[name] = float(value)
+    if messages:
+        facts["turns"] = [message.get("role") for message in messages].count("assistant")
+        facts["messages"] = len(messages)
+    if start is not None:
+        facts["response_start"] = int(start)
+    if terminated is not None:
+        facts["terminated"] = bool(terminated)
+    for name, value in (reward.get("metadata") or {}).items():
+        if isinstance(value, _NUMBERS):
+            facts[f"{SCORE}{name}"] = float(value)
+    return facts

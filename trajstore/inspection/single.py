@@ -1,0 +1,108 @@
+"""One trajectory of a store or of a run directory, read while its writer may go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trajstore.columns.schema import DOCUMENT
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
+from trajstore.files.base import Directory
+from trajstore.inspection.live import announced, needed_now
+from trajstore.reading.places import find_place, is_of_rank, rank_of
+from trajstore.reading.shard_access import ShardAccess
+from trajstore.store.catalog import Catalog
+from trajstore.store.index import TrajectoryEntry
+from trajstore.store.notes import Note
+from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore.store.salvage import open_leniently
+from trajstore.trajectory import AnyTrajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """A trajectory with what its store says of it.
+
+    Attributes:
+        url: of the store or run.
+        trajectory_id: its id there.
+        kind: ``"agent"`` or ``"step"``.
+        shard: the first file of its shard.
+        entry: of the index.
+        trajectory: itself.
+        tensors: its columns but the document, ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent).
+        notes: values that came late, the earliest first.
+    """
+
+    url: str
+    trajectory_id: int
+    kind: str
+    shard: str
+    entry: TrajectoryEntry
+    trajectory: AnyTrajectory
+    tensors: dict[str, torch.Tensor]
+    notes: list[Note]
+
+
+def read_single(path: str | Path, trajectory_id: int | str) -> Single:
+    """Return one trajectory of a store or a run directory.
+
+    Args:
+        path: local path or URL.
+        trajectory_id: its id; of a run directory as a number, or as it is shown (``"3/17"``: 17 of rank 3).
+
+    Raises:
+        TrajectoryUnavailableError: no trajectory has this id.
+        ConfigurationError: it is no id, or the path is no store.
+        CorruptStoreError: the trajectory, or the index, is damaged.
+    """
+    number = id_from("trajectory_id", trajectory_id)
+    run = find_place(path)
+    ranks = {rank_of(part.directory): part for part in run.parts if is_of_rank(part.name)}
+    place = ranks.get(rank_of_id(number)) if ranks else run
+    if place is None:
+        raise TrajectoryUnavailableError(f"{path}: trajectory {shown_id(number)} is of a rank that it does not have")
+    if place.kind != "store":
+        what = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
+        folder = "a run directory" if place.rank_names else "a folder"
+        found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
+    catalog, position, trajectory, columns = _read(place.directory, own_id(number) if ranks else number)
+    entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
+    return Single(
+        url=run.url,
+        trajectory_id=number,
+        kind=catalog.shards.schema(row).kind,
+        shard=catalog.shards.manifest(row).files[0].name,
+        entry=entry,
+        trajectory=trajectory,
+        tensors={name: tensor for name, tensor in columns.items() if name != DOCUMENT},
+        notes=catalog.notes.history(entry.trajectory_id),
+    )
+
+
+def _read(directory: Directory, trajectory_id: int) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
+    """Return a trajectory of a store that may be written, its columns, and where in which catalog it was found.
+
+    Raises:
+        TrajectoryUnavailableError: no trajectory has this id, or none any more.
+        CorruptStoreError: it is damaged.
+    """
+    with announced(directory) as lease:
+        while True:
+            catalog, _ = open_leniently(directory)
+            lease.settle(catalog.generation)
+            position = catalog.index.position_of(trajectory_id)
+            access = ShardAccess(catalog)
+            try:
+                trajectory = access.trajectory(catalog.index, position)
+                return catalog, position, trajectory, access.columns(catalog.index, position)
+            except CorruptStoreError:  # evicted or moved since, if no file that is needed now is missing
+                files = {file.name for file in catalog.shards.manifest(catalog.index.at("shard", position)).files}
+                _, needed = needed_now(directory)
+                if files & needed:
+                    raise
+            finally:
+                access.close()

@@ -1,0 +1,264 @@
+"""Facts of all trajectories that are shown, one row each, as a table.
+
+The index has them. Facts of rollouts that an earlier layout did not write are read from the documents once, and noted.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.facts import DOCUMENT_FACTS, SCORE, facts_of
+from trajstore.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
+from trajstore.columns.schema import DOCUMENT
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError, listed
+from trajstore.querying.engine import polars
+from trajstore.reading.contents import Contents
+from trajstore.reading.slots import UNAVAILABLE
+from trajstore.reading.tokens import TokenRows, token_rows
+from trajstore.store.facts import NOTE, NOTE_TEXT, TEXTS, TOLD, is_text
+from trajstore.store.index import TrajectoryIndex
+from trajstore.store.packing import StringTable
+from trajstore.store.run_ids import rank_of_id, shown_id
+
+if TYPE_CHECKING:
+    from polars import DataFrame, Series
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+IntArray = npt.NDArray[np.int64]
+
+FACTS: Mapping[str, str] = {
+    "trajectory_id": "id, as get() and evict() take it",
+    "rank": "rank of a run directory; 0 for a store that is read alone",
+    "kind": "agent, or step for a block [T, B]",
+    "samples": "T * B of a block; 1 of a rollout",
+    "steps": "T of a block; tokens of a rollout",
+    "batch": "B of a block; 1 of a rollout",
+    "response": "tokens of the response that have a value each, such as a log-probability; 0 of a block",
+    "bytes": "bytes of the tensors and the document",
+    "version_low": "lowest policy version",
+    "version_high": "highest policy version",
+    "committed": "when it became durable (UTC); in memory only, when it was added",
+    "model_weights_id": "which weights acted",
+    "max_episode_length": "as the block says; 0 for none",
+    **DOCUMENT_FACTS,
+    "readable": "false where the files are missing, or the facts had to be read and could not",
+}
+"""Names of the facts, and what each is. From ``version_low`` on they are null where they are not known.
+
+Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
+"""
+
+_TOGETHER = 1024
+"""Documents that are read at a time; those that add or draw meanwhile wait no longer than for these."""
+
+
+Keep = Callable[[IntArray, npt.NDArray[np.void], list[dict[str, Any]]], None]
+
+
+class Locked(Protocol):
+    """Calls with the contents of a buffer, whose lock is held meanwhile."""
+
+    def __call__(self, call: Callable[[Contents], T]) -> T:
+        """Return what the call returns."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shown:
+    """Which entries an index has; an entry itself changes only when it is committed."""
+
+    index: weakref.ref[TrajectoryIndex]
+    revision: tuple[int, ...]
+    committed: IntArray
+
+    @classmethod
+    def of(cls, index: TrajectoryIndex) -> _Shown:
+        revision = index.revision, index.noted, index.first, index.end
+        return cls(weakref.ref(index), revision, index["committed"].copy())
+
+    def same(self, other: _Shown) -> bool:
+        return (
+            self.index() is other.index()
+            and self.revision == other.revision
+            and np.array_equal(self.committed, other.committed)
+        )
+
+
+class Facts:
+    """The facts of what a buffer shows.
+
+    Args:
+        locked: gives access to the contents.
+        keep: is given what documents told, for the store: ids, UUIDs and facts of rollouts.
+    """
+
+    def __init__(
+        self, locked: Locked, keep: Callable[[IntArray, npt.NDArray[Any], list[dict[str, Any]]], None]
+    ) -> None:
+        self._locked = locked
+        self._keep = keep
+        self._answer: tuple[_Shown, DataFrame] | None = None
+        """The last table, and of which entries it is."""
+        self._texts: tuple[weakref.ref[StringTable], Series] | None = None
+        """The texts that the index numbers."""
+
+    def table(self) -> DataFrame:
+        """Return all facts, the oldest trajectory first.
+
+        Raises:
+            MissingDependencyError: Polars is not installed.
+        """
+        polars()
+        before = self._answer
+        if before is not None and self._locked(lambda contents: _Shown.of(contents.index).same(before[0])):
+            return before[1]
+        untold = self._locked(_untold)
+        failed = self._tell(*untold) if len(untold[0]) else 0
+        shown, table = self._locked(self._of_index)
+        if not failed:
+            self._answer = shown, table
+        return table
+
+    def _tell(self, ids: IntArray, uuids: npt.NDArray[Any]) -> int:
+        """Let the index know what the documents of rollouts tell; return of how many it cannot be read."""
+        found = self._read(ids)
+        there = np.array([one is not None for one in found], np.bool_)
+        facts = [one for one in found if one is not None]
+        if facts:
+            self._locked(lambda contents: contents.index.tell(ids[there], uuids[there], facts))
+            self._keep(ids[there], uuids[there], facts)
+        return len(ids) - len(facts)
+
+    def _of_index(self, contents: Contents) -> tuple[_Shown, DataFrame]:
+        """Return which entries are shown and what the index says of them, with the lock of the contents held."""
+        pl = polars()
+        index = contents.index
+        ids, texts = index["trajectory_id"].copy(), self._texts_of(index.texts)
+        agents = _agents(contents)
+        readable = (index["slot"] != UNAVAILABLE) & (np.arange(index.first, index.end) >= contents.start)
+        columns = {
+            "trajectory_id": pl.Series(ids),
+            "rank": pl.Series(rank_of_id(ids)),
+            "kind": pl.Series(["step", "agent"]).gather(agents.astype(np.uint32)),
+            "samples": pl.Series(index["num_samples"].copy()),
+            "steps": pl.Series(index["steps"].copy()),
+            "batch": pl.Series(index["batch"].copy()),
+            "response": pl.Series(np.where(agents, index["extra"], 0)),
+            "bytes": pl.Series(index["nbytes"].copy()),
+            "version_low": _known(index["version_low"], UNKNOWN_VERSION),
+            "version_high": _known(index["version_high"], UNKNOWN_VERSION),
+            "committed": _known(index["committed"], UNKNOWN_TIME).cast(pl.Datetime("us", "UTC")),
+            "model_weights_id": texts.gather(index["weights"]).replace("", None),
+            "max_episode_length": pl.Series(index["max_episode_length"].copy()),
+        }
+        for name in (*DOCUMENT_FACTS, *(name for name in index.facts if name.startswith(SCORE))):
+            column = index.fact(name)
+            if name in TEXTS:
+                columns[name] = texts.gather(np.where(column < 0, len(texts) - 1, column))
+            elif column.dtype.kind == "f":
+                columns[name] = pl.Series(column.copy()).fill_nan(None)
+            else:
+                columns[name] = _known(column, -1)
+        for name in index.notes:
+            plain = name.removeprefix(NOTE_TEXT).removeprefix(NOTE)
+            if plain not in columns:
+                given = index[name]
+                columns[plain] = (
+                    texts.gather(np.where(given < 0, len(texts) - 1, given))
+                    if is_text(name)
+                    else pl.Series(given.copy()).fill_nan(None)
+                )
+        columns["terminated"] = columns["terminated"].cast(pl.Boolean)
+        columns["readable"] = pl.Series(readable & ((index.fact(TOLD) != 0) | ~agents))
+        return _Shown.of(index), pl.DataFrame(columns)
+
+    def _texts_of(self, table: StringTable) -> Series:
+        """Return the texts of a table, and a null after them; those that were there the last time are kept."""
+        pl = polars()
+        before = self._texts
+        known = before[1] if before is not None and before[0]() is table else pl.Series([], dtype=pl.String)
+        if before is None or len(known) < len(table) or before[0]() is not table:
+            known = pl.concat([known, pl.Series(table.texts(len(known)), dtype=pl.String)])
+            self._texts = weakref.ref(table), known
+        texts: Series = pl.concat([known, pl.Series([None], dtype=pl.String)])
+        return texts
+
+    def _read(self, ids: IntArray) -> list[dict[str, Any] | None]:
+        """Return what the documents of rollouts tell; None of those that cannot be read, which a warning names."""
+        found: list[dict[str, Any] | None] = []
+        faults: list[tuple[int, Exception]] = []
+        for first in range(0, len(ids), _TOGETHER):
+            some = ids[first : first + _TOGETHER]
+            try:
+                found += self._read_together(some)
+            except (TrajstoreError, OSError):  # one spoils it for all: one by one
+                for number in some:
+                    try:
+                        found += self._read_together(np.array([number]))
+                    except (TrajstoreError, OSError) as error:
+                        found.append(None)
+                        faults.append((int(number), error))
+        if faults:
+            logger.warning(
+                "the facts of %d trajectories cannot be read and are null in this question: %s; the first: %s",
+                len(faults),
+                listed(shown_id(number) for number, _ in faults),
+                faults[0][1],
+            )
+        return found
+
+    def _read_together(self, ids: IntArray) -> list[dict[str, Any] | None]:
+        def find(contents: Contents) -> TokenRows:
+            positions = contents.index.find_many(ids)
+            if len(gone := ids[positions < 0]):
+                raise TrajectoryUnavailableError(f"trajectory {shown_id(int(gone[0]))} has been evicted meanwhile")
+            return token_rows(contents, positions, [DOCUMENT])
+
+        rows = self._locked(find)
+        try:
+            return [facts_of(document) for document in rows.documents()]
+        except (TypeError, AttributeError, ValueError) as error:
+            raise CorruptStoreError(
+                f"a document of trajectories {listed(map(shown_id, ids.tolist()))}: {error}"
+            ) from error
+        finally:
+            rows.end()
+
+
+def _known(column: npt.NDArray[Any], unknown: int) -> Series:
+    """Return a column with null where a number stands for what is not known."""
+    pl = polars()
+    values = pl.Series("known", column.copy())
+    known: Series = values.set(values == unknown, None)
+    return known
+
+
+def _untold(contents: Contents) -> tuple[IntArray, npt.NDArray[Any]]:
+    """Return ids and UUIDs of the rollouts whose facts the index does not know; with the lock held."""
+    index = contents.index
+    untold = (index.fact(TOLD) == 0) & (index["document"] > 0) & (index["slot"] != UNAVAILABLE)
+    if untold.any():
+        untold &= _agents(contents)
+    return index["trajectory_id"][untold], index["uuid"][untold]
+
+
+def _agents(contents: Contents) -> npt.NDArray[np.bool_]:
+    """Return which trajectories are rollouts, without reading any: of those with a document, the schema says it."""
+    index = contents.index
+    slots = index["slot"]
+    told: npt.NDArray[np.bool_] = index.fact(TOLD) != 0
+    asked = ~told & (index["document"] > 0) & (slots != UNAVAILABLE)
+    if not asked.any():
+        return told
+    agents = [slot for slot in np.unique(slots[asked]).tolist() if contents.schema_of(slot).kind == "agent"]
+    told |= asked & np.isin(slots, agents)
+    return told

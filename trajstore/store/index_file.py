@@ -1,0 +1,85 @@
+"""An index as a directory has it: JSON values. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.limits import UNKNOWN_TIME
+from trajstore.errors import CorruptStoreError
+from trajstore.store.entry_checks import EntryGate, check_lengths, range_faults
+from trajstore.store.facts import MOST_SCORES, fact_dtype, is_fact
+from trajstore.store.index import COLUMNS, TrajectoryIndex
+from trajstore.store.packing import StringTable, declared_rows, pack, unpack
+
+
+def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None) -> dict[str, Any]:
+    """Return all kept entries as JSON values.
+
+    Args:
+        index: has them.
+        shard: rows of their shards, where they are to be others than in the index.
+    """
+    columns = {name: index[name] for name in COLUMNS} | ({} if shard is None else {"shard": shard})
+    facts = {name: pack(index[name]) for name in index.facts}
+    return {
+        "columns": {name: pack(column) for name, column in columns.items()},
+        **({"facts": facts} if facts else {}),
+        "weights": index.texts.to_json(),
+    }
+
+
+def index_from_json(value: Any, shards: int, gate: EntryGate | None = None) -> TrajectoryIndex:
+    """Return the index that :func:`index_to_json` described.
+
+    Args:
+        value: the JSON values.
+        shards: number of shards in the table that the entries refer to.
+        gate: what becomes of entries that cannot be served; None refuses them.
+
+    Raises:
+        CorruptStoreError: it does not describe an index, or columns disagree.
+    """
+    index = TrajectoryIndex()
+    try:
+        packed = value["columns"]
+        facts = {name: column for name, column in value.get("facts", {}).items() if is_fact(name)}
+        _check_declared(packed, facts)
+        columns = {name: unpack(packed[name], dtype) for name, dtype in COLUMNS.items() if name in packed}
+        columns.setdefault("committed", np.full(len(columns["trajectory_id"]), UNKNOWN_TIME))
+        if columns.keys() != COLUMNS.keys():
+            raise KeyError(*(COLUMNS.keys() - columns.keys()))
+        columns |= {name: unpack(column, fact_dtype(name)) for name, column in facts.items()}
+        index.texts = StringTable.from_json(value["weights"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CorruptStoreError(f"not an index: {error}") from error
+    check_lengths(columns)
+    index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.texts))))
+    return index
+
+
+_LEAST_NBYTES = 2  # of an entry within a file: its UUID, of which earlier versions chose many with the same beginning
+
+_MOST_FACTS = MOST_SCORES + 16
+
+
+def _check_declared(packed: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse columns that claim more entries than their bytes can hold, before memory is taken for them.
+
+    Raises:
+        CorruptStoreError: they do.
+        KeyError, TypeError, ValueError: they are no packed arrays.
+    """
+    count = declared_rows(packed["trajectory_id"])
+    if len(facts) > _MOST_FACTS:
+        raise CorruptStoreError(
+            f"the index has {len(facts)} facts of each rollout, the most that can be is {_MOST_FACTS}"
+        )
+    for name, column in (*((name, packed[name]) for name in COLUMNS.keys() & packed.keys()), *facts.items()):
+        if declared_rows(column) != count:
+            raise CorruptStoreError(f"index column {name} has {declared_rows(column)} entries, not {count}")
+    if count * _LEAST_NBYTES > len(packed["uuid"]["data"]) + 1024:
+        raise CorruptStoreError(f"the index claims {count} entries, more than its bytes can hold")

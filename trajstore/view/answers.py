@@ -1,0 +1,91 @@
+"""What the page is told about many trajectories: tables of facts as JSON values. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.columns.facts import SCORE
+from trajstore.querying import FACTS
+from trajstore.querying.engine import polars
+from trajstore.store.run_ids import shown_id
+
+if TYPE_CHECKING:
+    from polars import DataFrame, DataType
+
+Answer = dict[str, Any]
+
+_OF_KINDS = {"kind": {"agent", "step"}, "batch": {"step"}, "response": {"agent"}}
+"""Facts that tell something only where there are trajectories of these kinds."""
+
+LONGEST = 300
+"""Characters of a fact that a table shows at most."""
+
+
+def columns_of(table: DataFrame) -> list[Answer]:
+    """Return the facts of a table: ``{"name", "type", "note", "known"}``, ``known`` being whether any is not null.
+
+    Which kind a trajectory is, is known from the others where there is only one.
+    """
+    kinds = set(table["kind"].unique())
+    return [
+        {
+            "name": name,
+            "type": "id" if name == "trajectory_id" else _type(kind),
+            "note": FACTS.get(name, _note_of_others(name)),
+            "known": table[name].null_count() < len(table) and not (name in _OF_KINDS and not _OF_KINDS[name] <= kinds),
+        }
+        for name, kind in table.schema.items()
+    ]
+
+
+def _note_of_others(name: str) -> str:
+    return f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "came late"
+
+
+def _type(kind: DataType) -> str:
+    pl = polars()
+    if kind == pl.Boolean:
+        return "bool"
+    return "number" if kind.is_numeric() else "time" if kind.is_temporal() else "text"
+
+
+def rows_of(table: DataFrame, ids: npt.NDArray[np.int64]) -> list[list[Any]]:
+    """Return the facts of trajectories, a list for each in the order of the table's columns.
+
+    Args:
+        table: facts of all.
+        ids: which ones. Of one that the table has not (it was evicted) everything but the id is None.
+    """
+    pl = polars()
+    wanted = pl.DataFrame({"trajectory_id": ids})
+    some = table.filter(pl.col("trajectory_id").is_in(wanted["trajectory_id"].implode()))
+    found = wanted.join(some, on="trajectory_id", how="left", maintain_order="left").select(table.columns)
+    at = table.columns.index("trajectory_id")
+    return [[shown_id(value) if n == at else plain(value) for n, value in enumerate(row)] for row in found.iter_rows()]
+
+
+def named_rows(table: DataFrame) -> list[Answer]:
+    """Return rows as dicts of JSON values, ids as they are shown."""
+    return [{**plain_dict(row), "trajectory_id": shown_id(row["trajectory_id"])} for row in table.iter_rows(named=True)]
+
+
+def plain_dict(row: Mapping[str, Any]) -> Answer:
+    """Return a row with each value as :func:`plain` returns it."""
+    return {name: plain(value) for name, value in row.items()}
+
+
+def plain(value: Any) -> Any:
+    """Return a fact as JSON has it: times as milliseconds since 1970, NaN as text, long texts cut."""
+    if isinstance(value, datetime):
+        return round(value.replace(tzinfo=value.tzinfo or UTC).timestamp() * 1000)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, str) and len(value) > LONGEST:
+        return f"{value[:LONGEST]} ... ({len(value) - LONGEST:,} more characters)"
+    return value

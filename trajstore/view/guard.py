@@ -1,0 +1,122 @@
+"""What a request must be like before it is answered, and what every answer says to the browser."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trajstore.view.page import POLICY
+
+SAID_TO_BROWSERS = {
+    "content-security-policy": f"{POLICY}; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine's own, which no other machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, writable: bool) -> str | None:
+    """Return why a request is refused; None if it is not.
+
+    Args:
+        method: of HTTP.
+        headers: by name in small letters.
+        only_loopback: whether ``Host`` must name this machine. A page elsewhere whose name was made to lead here has
+            its own name there.
+        writable: whether the page itself may change something. A form or script of another site can send no JSON
+            unasked, and browsers name the site with every POST.
+    """
+    if method not in ("GET", "HEAD", "POST") or (method == "POST" and not writable):
+        return f"method {method}: nothing can be changed here; with --write, `trajstore view` takes values"
+    host = headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if only_loopback and not is_loopback(name):
+        return f"Host {host!r}: this server answers for this machine's own names only"
+    origin = headers.get("origin")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        return f"Origin {origin!r}: other sites get nothing"
+    if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        return "Sec-Fetch-Site: other sites get nothing"
+    if method == "POST":
+        return _not_of_the_page(headers)
+    return None
+
+
+def _not_of_the_page(headers: Mapping[str, str]) -> str | None:
+    """Return why a POST is none of the page's own; None if it is."""
+    if "origin" not in headers:
+        return "POST without Origin: only the page changes something; `trajstore annotate` is for scripts"
+    kind = headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        return f"Content-Type {kind!r}: must be application/json"
+    return None
+
+
+class Guard:
+    """Stands before an application: refuses what is not its own page, and lets nobody in without the token.
+
+    Args:
+        app: the application.
+        token: what must be known to be let in; None where only this machine can ask.
+        writable: whether the page may change something.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, writable: bool) -> None:
+        self._app = app
+        self._token = token
+        self._writable = writable
+        self._cookie = "trajstore-" + hashlib.sha256((token or "").encode()).hexdigest()[:8]
+        """A name of its own for each token: cookies of all ports of a machine are together."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it on."""
+
+        async def send_saying(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(SAID_TO_BROWSERS)
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await (self._instead(scope) or self._app)(scope, receive, send_saying)
+
+    def _instead(self, scope: Scope) -> Response | None:
+        """Return what is answered instead of what was asked for; None if it may be answered."""
+        headers = Headers(scope=scope)
+        why = refusal(scope["method"], headers, only_loopback=self._token is None, writable=self._writable)
+        if why is not None:
+            return PlainTextResponse(why, 403)
+        if self._token is None or self._is_token(HTTPConnection(scope).cookies.get(self._cookie, "")):
+            return None
+        if self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        return PlainTextResponse("The address that `trajstore view` has printed is needed: it has a token.", 401)
+
+    def _is_token(self, given: str) -> bool:
+        return self._token is not None and secrets.compare_digest(given.encode(), self._token.encode())

@@ -1,0 +1,60 @@
+"""The values of a trajectory that came late, as the page is told them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trajstore.errors import ConfigurationError
+from trajstore.store.notes import Note, Notes, Said, Value
+
+Answer = dict[str, Any]
+
+MOST_VALUES = 200
+"""Values in the store that are told, the newest."""
+
+
+def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> Answer:
+    """Return ``{"values", "earlier", "names"}``: values, the earliest first; how many came before; kinds by name.
+
+    A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``: the time in milliseconds since 1970,
+    ``place`` one of ``"store"``, ``"inbox"`` (it waits for the writer), ``"refused"`` (it is in the inbox, and ``why``
+    says why the writer does not take it in) and ``"rollback"`` (which has taken it back). ``latest`` is the one that
+    counts for its name.
+
+    Args:
+        trajectory_id: of the trajectory, in its store.
+        notes: of the store.
+        waiting: what the inbox had a moment before, the oldest first.
+    """
+    history = notes.history(trajectory_id)
+    counts = {note.name: at for at, note in enumerate(history) if note.in_force}
+    values = [_of_store(note, counts.get(note.name) == at) for at, note in enumerate(history)]
+    told = values[-MOST_VALUES:]
+    for said in waiting:
+        if said.source not in notes.sources and trajectory_id in said.ids:
+            why, at = _refusal(said, notes), said.ids.index(trajectory_id)
+            told += [_of_inbox(said, name, some[at], why) for name, some in said.values.items()]
+    return {"values": told, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
+
+
+def _of_store(note: Note, latest: bool) -> Answer:
+    place = "store" if note.in_force else "rollback"
+    return _told(note.name, note.value, note.who, note.time, place) | {"latest": latest}
+
+
+def _of_inbox(said: Said, name: str, value: Value, why: str | None) -> Answer:
+    return _told(name, value, said.who, said.time, "inbox" if why is None else "refused") | {"why": why}
+
+
+def _told(name: str, value: Value, who: str, time: int, place: str) -> Answer:
+    told = {"name": name, "value": value, "who": who, "time": time // 1000, "place": place}
+    return told | {"latest": False, "why": None}
+
+
+def _refusal(said: Said, notes: Notes) -> str | None:
+    try:
+        notes.check(said)
+    except ConfigurationError as error:
+        return str(error)
+    return None

@@ -1,0 +1,299 @@
+"""A store as the page shows it: a reader that follows what is written, and its answers."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.buffer.internals import internals_of
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.columns.fields import walk
+from trajstore.errors import (
+    ConfigurationError,
+    StoreError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+    UnsupportedVersionError,
+)
+from trajstore.inspection.trajectory_report import Decode, decoder, tokenizer_of
+from trajstore.querying.engine import polars
+from trajstore.sampling import Drawn
+from trajstore.store.notes import Notes
+from trajstore.store.run_ids import id_from, own_id, rank_of_id
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.view.answers import columns_of, named_rows, plain_dict, rows_of
+from trajstore.view.late import late_values
+from trajstore.view.overview import overview
+from trajstore.view.rollout import answer_of
+from trajstore.writing.inbox import InboxView
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+logger = logging.getLogger(__name__)
+
+Answer = dict[str, Any]
+
+_QUESTIONS = 4
+"""Questions whose ids are kept."""
+
+
+_FRAMES = 64
+"""Pictures that are given at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is shown at a moment.
+
+    Attributes:
+        name: another one for each state, also of a server that was started again.
+        trajectories: how many are shown.
+        trouble: why nothing newer can be shown, or what was damaged when the store was opened; None if all is well.
+    """
+
+    name: str
+    trajectories: int
+    trouble: str | None = None
+
+
+class Living:
+    """The reader of a directory, and what it answers.
+
+    :meth:`refresh`, :meth:`page` and what else asks about many are called by one thread, what reads a single
+    trajectory by one that may be another.
+
+    Args:
+        path: directory or URL; see :meth:`TrajectoryReplayBuffer.open`.
+        pin: name of a pin, whose trajectories are shown.
+        tokenizer: folder or name of the tokenizer that makes text of tokens. None: the folder that a rollout names.
+    """
+
+    def __init__(self, path: str | Path, *, pin: str | None = None, tokenizer: str | Path | None = None) -> None:
+        self.path = str(path)
+        self._reader, self._damage = _opened(path, pin)
+        self._tokenizer = tokenizer
+        self._decoders: dict[str | None, Decode | None] = {}
+        self._inboxes: dict[str, InboxView] = {}
+        """Of the stores, by URL."""
+        self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
+        self._start, self._number = secrets.token_hex(4), 0
+        self.state = State(self._name(), len(self._reader), self._damage)
+        """The present one; replaced whole, so that any thread may look at it."""
+
+    def close(self) -> None:
+        """Give the reader's lease back."""
+        self._reader.close()
+
+    def _name(self) -> str:
+        return f"{self._start}-{self._number}"
+
+    # -- about many ---------------------------------------------------------------------------------
+
+    def refresh(self) -> State:
+        """Show what was committed since, and return the state shown."""
+        try:
+            changed, trouble = self._reader.refresh(), self._damage
+        except (StoreError, OSError) as error:  # perhaps for a moment only: somebody may be replacing the directory
+            changed, trouble = False, str(error)
+            if trouble != self.state.trouble:
+                logger.warning("%s", trouble)
+        if changed or trouble != self.state.trouble:
+            self._number += 1
+            self.state = State(self._name(), len(self._reader), trouble)
+        return self.state
+
+    def about(self) -> Answer:
+        """Return what is shown: its path, the facts that there are, and the state."""
+        columns = columns_of(self._reader.query().table())
+        return {"path": self.path, "columns": columns, **_told(self.state)}
+
+    def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
+        """Return rows of the answer to a question: ``{"total", "first", "rows", "state"}``.
+
+        Args:
+            where: condition; empty for all.
+            order: expressions to sort by.
+            first: number of the first row.
+            count: how many.
+            state: that of the rows asked for before; if its ids are kept no longer, the answer is of the present one.
+
+        Raises:
+            ConfigurationError: an expression is wrong; says where.
+        """
+        key = state, where, tuple(order)
+        if key not in self._answers:
+            question = self._reader.query().order_by(*order) if order else self._reader.query()
+            key = self.state.name, where, tuple(order)
+            if key not in self._answers:
+                self._answers[key] = (question.where(where) if where else question).ids()
+        self._answers.move_to_end(key)
+        while len(self._answers) > _QUESTIONS:
+            self._answers.popitem(last=False)
+        ids = self._answers[key]
+        rows = rows_of(self._reader.query().table(), ids[first : first + count])
+        return {"total": len(ids), "first": first, "rows": rows, "state": key[0]}
+
+    def overview(self, where: str) -> Answer:
+        """Return figures and curves of the trajectories of which a condition holds; see ``view/overview``.
+
+        Raises:
+            ConfigurationError: the condition is wrong; says where.
+        """
+        return {**overview(self.table(where)), "state": self.state.name}
+
+    def table(self, where: str = "") -> DataFrame:
+        """Return the facts of the trajectories of which a condition holds, in the order of their ids.
+
+        Raises:
+            ConfigurationError: the condition is wrong; says where.
+        """
+        question = self._reader.query()
+        return (question.where(where) if where else question).table()
+
+    def group(self, task: str, version: int | None) -> Answer:
+        """Return the rollouts of a task: facts of those of one policy version, and which versions there are.
+
+        Args:
+            task: name of the task.
+            version: highest policy version of the rollouts; None: the newest.
+        """
+        pl = polars()
+        siblings = self._reader.query().table().filter(pl.col("task") == task)
+        known = siblings["version_high"].drop_nulls().unique().sort().to_list()
+        chosen = version if version is not None else known[-1] if known else None
+        if chosen is not None:
+            siblings = siblings.filter(pl.col("version_high") == chosen)
+        return {"task": task, "versions": known, "version": chosen, "rollouts": named_rows(siblings)} | {
+            "state": self.state.name
+        }
+
+    # -- about one ----------------------------------------------------------------------------------
+
+    def rollout(self, shown: str) -> bytes:
+        """Return a trajectory as :func:`trajstore.view.rollout.answer_of` tells it.
+
+        Args:
+            shown: its id, as it is shown.
+
+        Raises:
+            TrajectoryUnavailableError: there is none, or none any more.
+            CorruptStoreError: it is damaged.
+        """
+        return self.body(self.get(shown))
+
+    def get(self, shown: str) -> AnyTrajectory:
+        """Return a trajectory; raises what :meth:`rollout` does."""
+        return self._reader.get(shown)
+
+    def body(self, trajectory: AnyTrajectory) -> bytes:
+        """Return what :meth:`rollout` returns of a trajectory that was read."""
+        decode = self._decoder(trajectory) if isinstance(trajectory, AgentTrajectory) else None
+        return answer_of(trajectory, decode)
+
+    def frames(self, shown: str, name: str, environment: int, steps: Sequence[int]) -> bytes:
+        """Return pictures of a block, as bytes ``[n, height, width, channels]``.
+
+        Args:
+            shown: id of the block, as it is shown.
+            name: dotted name of the column.
+            environment: which one.
+            steps: which steps, in this order.
+
+        Raises:
+            ConfigurationError: the block has no such step or environment, or too much is asked for at once.
+            SchemaMismatchError: it has no such column.
+            TrajectoryUnavailableError: there is none, or none any more.
+        """
+        number = np.array([id_from("trajectory_id", shown)], np.int64)
+        (length,), (batch,) = internals_of(self._reader).extents(number)
+        if not 0 < len(steps) <= _FRAMES or environment >= batch or max(steps) >= length:
+            raise ConfigurationError(
+                f"frames: block {shown} has {length} steps and {batch} environments, and {_FRAMES} frames are given at "
+                "a time"
+            )
+        samples = np.array(steps, np.int64) * batch + environment
+        found = self._reader.read(Drawn(number.repeat(len(steps)), samples), columns=[name])
+        return b"".join(tensor.numpy().tobytes() for _, tensor in walk(found))
+
+    def facts(self, shown: str) -> Answer:
+        """Return the facts of a trajectory.
+
+        Raises:
+            TrajectoryUnavailableError: there is none, or none any more.
+        """
+        pl = polars()
+        number = id_from("trajectory_id", shown)
+        rows = self._reader.query().table().filter(pl.col("trajectory_id") == number)
+        if not len(rows):
+            raise _none_of(shown)
+        return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown}
+
+    def notes(self, shown: str) -> Answer:
+        """Return the values of a trajectory that came late, as :func:`trajstore.view.late.late_values` tells them.
+
+        Called by the thread that asks about many: it follows what is written.
+
+        Raises:
+            TrajectoryUnavailableError: there is none, or none any more.
+        """
+        number = id_from("trajectory_id", shown)
+        catalogs = internals_of(self._reader).catalogs_by_rank()
+        if not catalogs:  # a directory of RLinf has no values
+            return {**late_values(own_id(number), Notes(), []), "state": self.state.name}
+        before = catalogs.get(rank_of_id(number))
+        if before is None:
+            raise _none_of(shown)
+        inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
+        waiting = inbox.look(before.store_id)
+        self.refresh()  # after that: what was taken in between is in the store
+        catalog = internals_of(self._reader).catalogs_by_rank().get(rank_of_id(number))
+        if catalog is None or catalog.unknown([own_id(number)]):
+            raise _none_of(shown)
+        return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
+
+    def notes_shown(self, shown: str) -> Answer:
+        """Return the values of a trajectory that came late, of the state that is shown; what waits is none of them."""
+        number = id_from("trajectory_id", shown)
+        catalog = internals_of(self._reader).catalogs_by_rank().get(rank_of_id(number))
+        return late_values(own_id(number), Notes() if catalog is None else catalog.notes, [])
+
+    def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
+        name = tokenizer_of(trajectory)
+        if name not in self._decoders:
+            self._decoders[name] = decoder(trajectory, self._tokenizer)
+        return self._decoders[name]
+
+
+def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, str | None]:
+    """Return a reader of a directory, and what is damaged there; None if all is whole. The rest is shown then.
+
+    Raises:
+        StoreNotFoundError: there is nothing that can be shown.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
+    """
+    try:
+        return TrajectoryReplayBuffer.open(path, pin=pin), None
+    except (StoreNotFoundError, UnsupportedVersionError):
+        raise
+    except StoreError as error:
+        reader = TrajectoryReplayBuffer.open(path, pin=pin, strict=False)
+        damage = f"not all of it can be shown, as it was when the page was started: {error}"
+        logger.warning("%s", damage)
+        return reader, damage
+
+
+def _none_of(shown: str) -> TrajectoryUnavailableError:
+    return TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+
+
+def _told(state: State) -> Answer:
+    return {"state": state.name, "trajectories": state.trajectories, "trouble": state.trouble}

@@ -1,0 +1,86 @@
+"""What the page is told of all trajectories together: figures, and curves over policy versions and time. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trajstore.querying.engine import polars
+from trajstore.store.run_ids import shown_id
+from trajstore.view.answers import plain
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+Answer = dict[str, Any]
+
+SPANS = 60
+"""Spans of equal length in which curves over time are told."""
+
+_MOST_TASKS = 200
+
+
+def overview(table: DataFrame) -> Answer:
+    """Return figures of the trajectories of a table of facts, curves, and tasks with the lowest mean outcome first."""
+    pl = polars()
+    agents = table.filter(pl.col("kind") == "agent")
+    readable = table.filter(pl.col("readable"))
+    return {
+        "trajectories": len(table),
+        "agents": len(agents),
+        "samples": int(table["samples"].sum()),
+        "bytes": int(table["bytes"].sum()),
+        "tasks": table["task"].n_unique() - int(bool(table["task"].null_count())),
+        "outcome": plain(table["outcome"].mean()),
+        "unreadable": [shown_id(number) for number in table.filter(~pl.col("readable"))["trajectory_id"][:20]],
+        "unreadable_count": len(table) - len(readable),
+        "without_outcome": agents["outcome"].null_count(),
+        "without_version": table["version_high"].null_count(),
+        "begun": plain(table["committed"].min()),
+        "ended": plain(table["committed"].max()),
+        "by_version": _curves(table.drop_nulls("version_high").with_columns(x=pl.col("version_high"))),
+        "by_time": _curves(_spans(table)),
+        "by_task": _tasks(table),
+    }
+
+
+def _spans(table: DataFrame) -> DataFrame:
+    """Return a table with ``x``, when the span of each trajectory began, in seconds since 1970."""
+    pl = polars()
+    known = table.drop_nulls("committed").with_columns(x=pl.col("committed").dt.epoch("us"))
+    if not len(known):
+        return known
+    moments = known["x"].to_numpy()
+    first = int(moments.min())
+    width = (int(moments.max()) - first) // SPANS + 1
+    return known.with_columns(x=(first + (pl.col("x") - first) // width * width) / 1e6)
+
+
+def _curves(table: DataFrame) -> Answer:
+    """Return curves over ``x``: how many, means, and the lowest and highest id."""
+    pl = polars()
+    found = (
+        table.group_by("x")
+        .agg(
+            count=pl.len(),
+            outcome=pl.col("outcome").mean(),
+            response=pl.col("response").filter(pl.col("kind") == "agent").mean(),
+            turns=pl.col("turns").mean(),
+            samples=pl.col("samples").sum(),
+            first=pl.col("trajectory_id").min(),
+            last=pl.col("trajectory_id").max(),
+        )
+        .sort("x")
+    )
+    return {name: [plain(value) for value in found[name]] for name in found.columns}
+
+
+def _tasks(table: DataFrame) -> list[Answer]:
+    pl = polars()
+    found = (
+        table.drop_nulls("task")
+        .group_by("task")
+        .agg(count=pl.len(), outcome=pl.col("outcome").mean(), response=pl.col("response").mean())
+        .sort("outcome", "task", nulls_last=True)
+        .head(_MOST_TASKS)
+    )
+    return [{name: plain(value) for name, value in row.items()} for row in found.iter_rows(named=True)]

@@ -1,0 +1,29 @@
+"""What a browser loads, and what it may do with it: the same over a server and in a bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'"
+"""Content security policy of the page."""
+
+_BUNDLED = {
+    '<meta charset="utf-8">': (
+        f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="referrer" content="no-referrer">\n<meta name="trajstore-bundle" content="1">'
+    ),
+    '<main id="main" tabindex="-1"></main>': (
+        '<main id="main" tabindex="-1"><p class="nothing">Loading … If this stays, the page was opened as a file: '
+        "it needs a server of files, such as <code>python3 -m http.server</code> in its folder.</p></main>"
+    ),
+}
+
+
+def bundled_index() -> str:
+    """Return the page of a bundle: nobody sends headers with it, so that it says the policy itself."""
+    text = (STATIC / "index.html").read_text()
+    for plain, bundled in _BUNDLED.items():
+        text = text.replace(plain, bundled)
+    return text

@@ -1,0 +1,217 @@
+"""One trajectory as the page is told it: JSON, and its numbers as raw arrays behind. Pure.
+
+The body of such an answer is: length of the JSON (uint32), the JSON, spaces up to a multiple of 8, arrays. All of it is
+little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import torch
+
+from trajstore.columns.fields import join_name, walk
+from trajstore.inspection.statistics import sampled_rows
+from trajstore.inspection.trajectory_report import token_parts
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory, Trajectory
+
+Answer = dict[str, Any]
+Decode = Callable[[Sequence[int]], str]
+AnyArray = npt.NDArray[Any]
+
+_ALIGNMENT = 8
+
+_MOST_CHANNELS = 16
+"""Values of a step and environment that are sent as curves; with more of them a column is no curve."""
+
+_MOST_CONTINUED = 8
+"""Tokens that may have to be taken together to make one character."""
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def body_of(answer: Answer, arrays: Iterable[tuple[Answer, AnyArray]]) -> bytes:
+    """Return the body of an answer.
+
+    Args:
+        answer: JSON values.
+        arrays: each with what is to be said of it. The JSON has that as ``arrays``, with ``type`` (``f4``, ``f8``,
+            ``i4``, ``i8`` or ``u1``), ``shape`` and ``at``, the place behind the JSON.
+    """
+    described, parts, at = [], [], 0
+    for said, array in arrays:
+        plain = _plain(array)
+        data = plain.tobytes()
+        parts += [data, bytes(-len(data) % _ALIGNMENT)]
+        described.append({**said, "type": plain.dtype.str[1:], "shape": list(plain.shape), "at": at})
+        at += len(data) + len(parts[-1])
+    head = orjson.dumps({**answer, "arrays": described})
+    head += b" " * (-(len(head) + 4) % _ALIGNMENT)
+    return b"".join([struct.pack("<I", len(head)), head, *parts])
+
+
+def _plain(array: AnyArray) -> AnyArray:
+    """Return an array in the narrowest of the dtypes of answers that has all its values exactly."""
+    if array.dtype == np.uint8 or array.dtype == np.float64:
+        return array
+    if array.dtype.kind == "f":
+        return array.astype("<f4")
+    limits = np.iinfo(np.int32)
+    fits = not array.size or (array.min() >= limits.min and array.max() <= limits.max)
+    return array.astype("<i4" if fits else "<i8")
+
+
+def answer_of(trajectory: AnyTrajectory, decode: Decode | None) -> bytes:
+    """Return the body of the answer about one trajectory.
+
+    Args:
+        trajectory: what the reader gives.
+        decode: makes text of tokens; None if no tokenizer is known.
+    """
+    if isinstance(trajectory, AgentTrajectory):
+        return _rollout(trajectory, decode)
+    return _block(trajectory)
+
+
+# -- rollouts ------------------------------------------------------------------------------------------
+
+
+def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
+    columns = {
+        name: tensor
+        for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
+        if (tensor := getattr(trajectory, name)) is not None
+    }
+    total = max((len(tensor) for tensor in columns.values()), default=0)
+    arrays, left_out = [], []
+    for name, tensor in columns.items():
+        if tensor.is_complex():
+            left_out.append(f"{name}: complex numbers have no colour")
+            continue
+        first = first_token(len(tensor), total, trajectory.response_start)
+        arrays.append(({"name": name, "first": first}, array_of(tensor)))
+    arrays += _noted(trajectory, total)
+    ids = trajectory.input_ids
+    texts = None if ids is None or decode is None else texts_of(ids.tolist(), decode)
+    answer = {
+        "kind": "agent",
+        "query": trajectory.query,
+        "messages": trajectory.messages,
+        "reward": None if trajectory.reward is None else _text(asdict(trajectory.reward)),
+        "metadata": _text(trajectory.metadata) if trajectory.metadata else None,
+        "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
+        "tokens": total,
+        "parts": [[part["part"], part["first"], part["tokens"]] for part in token_parts(trajectory)],
+        "texts": texts,
+        "left_out": left_out,
+    }
+    return body_of(answer, arrays)
+
+
+def first_token(length: int, total: int, response_start: int | None) -> int:
+    """Return at which of ``total`` tokens the first of ``length`` values is: those of the response begin with it."""
+    if length == total:
+        return 0
+    return total - length if response_start is None or response_start + length > total else response_start
+
+
+def array_of(tensor: torch.Tensor) -> AnyArray:
+    """Return a tensor of numbers as an array; numpy lacks bfloat16, of which float32 has all values."""
+    wide = tensor.float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    array: AnyArray = wide.numpy()
+    return array.astype(np.uint8) if array.dtype == np.bool_ else array
+
+
+def _noted(trajectory: AgentTrajectory, total: int) -> list[tuple[Answer, AnyArray]]:
+    """Return what ``metadata`` has for each token, or for each of the response: lists of numbers as long as these."""
+    start = trajectory.response_start
+    lengths = {total} if start is None else {total, total - start}
+    found = []
+    for name, values in trajectory.metadata.items():
+        if not isinstance(values, list) or not values or len(values) not in lengths:
+            continue
+        if all(isinstance(value, int | float) for value in values):
+            first = first_token(len(values), total, start)
+            found.append(({"name": f"metadata.{name}", "first": first}, np.array(values, np.float64)))
+    return found
+
+
+def _text(value: Any) -> str:
+    """Return JSON to be read: as text, since numbers of the browser are not exact."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+
+
+def texts_of(ids: Sequence[int], decode: Decode) -> Answer:
+    """Return the texts of tokens: ``{"ids", "words", "joined"}``.
+
+    ``words`` has the text of each of ``ids``, of which none is twice. A character that several tokens make is in
+    ``joined`` as ``[place of the first, how many, text]``.
+    """
+    before = decode(ids[:1])  # some tokenizers drop the space with which a text begins: so each follows the same one
+    words: dict[int, str] = {}
+    for number in dict.fromkeys(ids):
+        both = decode([ids[0], number])
+        words[number] = both[len(before) :] if both.startswith(before) else decode([number])
+    joined, place = [], 0
+    while place < len(ids):
+        count = 1
+        if words[ids[place]].endswith(_UNFINISHED):
+            for more in range(2, min(_MOST_CONTINUED, len(ids) - place) + 1):
+                text = decode(ids[place : place + more])
+                if not text.endswith(_UNFINISHED):
+                    joined.append([place, more, text])
+                    count = more
+                    break
+        place += count
+    return {"ids": list(words), "words": list(words.values()), "joined": joined}
+
+
+# -- blocks of steps -----------------------------------------------------------------------------------
+
+
+def _columns(trajectory: Trajectory) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Return the columns of a block by name, and of how many steps and environments it is."""
+    fields = {name: getattr(trajectory, name) for name in type(trajectory).__dataclass_fields__}
+    columns = {join_name(path): leaf for path, leaf in walk(fields) if isinstance(leaf, torch.Tensor)}
+    whole = next((columns[name] for name in ("prev_logprobs", "rewards") if name in columns), None)
+    steps, batch = (0, 0) if whole is None else whole.shape[:2]
+    return columns, steps, batch
+
+
+def pictures_of(trajectory: Trajectory) -> dict[str, torch.Tensor]:
+    """Return the pictures of a block by the name of their column, each uint8 ``[T, B, height, width, channels]``."""
+    columns, steps, _ = _columns(trajectory)
+    return {
+        name: sampled_rows(tensor, steps, name)
+        for name, tensor in columns.items()
+        if steps and picture_size(tensor) is not None
+    }
+
+
+def _block(trajectory: Trajectory) -> bytes:
+    columns, steps, batch = _columns(trajectory)
+    arrays: list[tuple[Answer, AnyArray]] = []
+    others: list[Answer] = []
+    for name, tensor in columns.items():
+        channels = tensor[0, 0].numel() if tensor.dim() >= 2 and tensor.numel() else 0
+        if steps and 0 < channels <= _MOST_CHANNELS and tensor.shape[1] == batch and not tensor.is_complex():
+            rows = sampled_rows(tensor, steps, name)
+            arrays.append(({"name": name}, array_of(rows).reshape(steps, batch, channels)))
+            continue
+        told = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        others.append({**told, "pictures": picture_size(tensor)})
+    return body_of({"kind": "step", "steps": steps, "batch": batch, "columns": others}, arrays)
+
+
+def picture_size(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Return height, width and channels of pictures ``[T, B, height, width, 1, 3 or 4]``; None for other columns."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 5 or tensor.shape[-1] not in (1, 3, 4):
+        return None
+    height, width, channels = tensor.shape[2:]
+    return (height, width, channels) if height > 1 and width > 1 else None

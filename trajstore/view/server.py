@@ -1,0 +1,266 @@
+"""The page over HTTP: routes, two threads that read, and streams of events. Thin."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from trajstore.arguments import whole
+from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.view.correcting import MOST_BYTES, Correcting
+from trajstore.view.guard import Guard
+from trajstore.view.living import Living, State
+from trajstore.view.page import STATIC
+
+T = TypeVar("T")
+
+WATCHED = 1.0
+"""Seconds between two looks for new commits while a page is open."""
+
+UNWATCHED = 30.0
+"""The same while none is: the reader's lease moves on all the same."""
+
+_ALIVE = 15.0
+"""Seconds after which something is sent over a stream of events, so that one whose reader has gone ends."""
+
+_MOST_ROWS = 1000
+
+
+class Service:
+    """Answers requests from what lives.
+
+    Args:
+        living: what is shown.
+        correcting: takes values from the page; None if nothing can be changed.
+    """
+
+    def __init__(self, living: Living, correcting: Correcting | None) -> None:
+        self._living = living
+        self._correcting = correcting
+        self._asking = ThreadPoolExecutor(1, "trajstore-view-asking")
+        self._reading = ThreadPoolExecutor(1, "trajstore-view-reading")
+        self._giving = ThreadPoolExecutor(1, "trajstore-view-giving")
+        self._changed = asyncio.Event()
+        self._watched = asyncio.Event()
+        self._watching = 0
+        self._ends = False
+
+    def end_streams(self) -> None:
+        """End the streams of events: they last as long as pages are open, and a server that stops waits for them."""
+        self._ends = True
+        self._changed.set()
+
+    async def _read(self, call: Callable[[], bytes]) -> Response:
+        body = await asyncio.get_running_loop().run_in_executor(self._reading, call)
+        return Response(body, media_type="application/octet-stream")
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._asking, call)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Follow what is written until the server ends."""
+        following = asyncio.create_task(self._follow())
+        yield
+        following.cancel()
+        self._asking.shutdown(cancel_futures=True)
+        self._reading.shutdown(cancel_futures=True)
+        self._giving.shutdown(cancel_futures=True)
+
+    async def _follow(self) -> None:
+        before = self._living.state
+        while True:
+            state = await self._ask(self._living.refresh)  # an answer may have done that already
+            if state != before:
+                before = state
+                told, self._changed = self._changed, asyncio.Event()
+                told.set()
+            if self._watching:
+                await asyncio.sleep(WATCHED)
+                continue
+            self._watched.clear()
+            await _within(UNWATCHED, self._watched)
+
+    # -- routes -------------------------------------------------------------------------------------
+
+    def routes(self) -> list[Route | Mount]:
+        """Return what is answered, by path."""
+        return [
+            Route("/", self._index),
+            Route("/api/about", self._about),
+            Route("/api/page", self._page),
+            Route("/api/facts", self._facts),
+            Route("/api/rollout", self._rollout),
+            Route("/api/frames", self._frames),
+            Route("/api/group", self._group),
+            Route("/api/overview", self._overview),
+            Route("/api/notes", self._notes),
+            Route("/api/annotate", self._annotate, methods=["POST"]),
+            Route("/api/events", self._events),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+
+    async def _index(self, _: Request) -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    async def _about(self, _: Request) -> Response:
+        return _json(await self._ask(self._living.about))
+
+    async def _page(self, request: Request) -> Response:
+        asked = request.query_params
+        first, count = _number(request, "first", 0), min(_number(request, "count", 100), _MOST_ROWS)
+        where, order, state = asked.get("where", ""), asked.getlist("order"), asked.get("state", "")
+        return _json(await self._ask(lambda: self._living.page(where, order, first, count, state)))
+
+    async def _facts(self, request: Request) -> Response:
+        return _json(await self._ask(lambda: self._living.facts(request.query_params.get("id", ""))))
+
+    async def _rollout(self, request: Request) -> Response:
+        shown = request.query_params.get("id", "")
+        return await self._read(lambda: self._living.rollout(shown))
+
+    async def _frames(self, request: Request) -> Response:
+        asked = request.query_params
+        environment = _number(request, "environment", 0)
+        steps = [_whole("step", text) for text in asked.getlist("step")]
+        return await self._read(
+            lambda: self._living.frames(asked.get("id", ""), asked.get("name", ""), environment, steps)
+        )
+
+    async def _overview(self, request: Request) -> Response:
+        return _json(await self._ask(lambda: self._living.overview(request.query_params.get("where", ""))))
+
+    async def _group(self, request: Request) -> Response:
+        asked = request.query_params
+        version = _number(request, "version", 0) if "version" in asked else None
+        return _json(await self._ask(lambda: self._living.group(asked.get("task", ""), version)))
+
+    async def _notes(self, request: Request) -> Response:
+        told = await self._ask(lambda: self._living.notes(request.query_params.get("id", "")))
+        return _json({**told, "write": None if self._correcting is None else {"who": self._correcting.who}})
+
+    async def _annotate(self, request: Request) -> Response:
+        if self._correcting is None:  # the guard has refused it before
+            return Response(status_code=405)
+        give, body = self._correcting.give, await _body(request)
+        await asyncio.get_running_loop().run_in_executor(self._giving, lambda: give(body))
+        return _json({})
+
+    async def _events(self, request: Request) -> Response:
+        stream = self._states(request.headers.get("last-event-id"))
+        return StreamingResponse(stream, media_type="text/event-stream")
+
+    async def _states(self, seen: str | None) -> AsyncIterator[bytes]:
+        """Yield each state that differs from the last one that the page has seen."""
+        self._watching += 1
+        self._watched.set()
+        try:
+            while not self._ends:
+                changed, state = self._changed, self._living.state
+                yield _event(state) if state.name != seen else b": alive\n\n"
+                seen = state.name
+                await _within(_ALIVE, changed)
+        finally:
+            self._watching -= 1
+
+
+def _event(state: State) -> bytes:
+    told = orjson.dumps({"state": state.name, "trajectories": state.trajectories, "trouble": state.trouble})
+    return b"id: " + state.name.encode() + b"\ndata: " + told + b"\n\n"
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    """Return when something has happened, or after some time."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise ConfigurationError(f"annotate: a request has at most {MOST_BYTES:,} bytes")
+    return body
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    return _whole(name, request.query_params.get(name, str(default)))
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.removeprefix("-").isdigit() or len(text) > 18:
+        raise ConfigurationError(f"{name}: {text!r}, must be a whole number")
+    return whole(name, int(text), 0)
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    """Return why something could not be answered, in a sentence."""
+    asked_wrongly = isinstance(error, ConfigurationError | SchemaMismatchError)
+    status = 400 if asked_wrongly else 404 if isinstance(error, TrajectoryUnavailableError) else 500
+    return Response(orjson.dumps({"error": str(error)}), status, media_type="application/json")
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.end_streams()
+        await super().shutdown(sockets)
+
+
+def server_of(living: Living, token: str | None = None, correcting: Correcting | None = None) -> uvicorn.Server:
+    """Return a server that shows what lives; ``run(sockets=[...])`` serves until a signal or ``should_exit`` ends it.
+
+    Args:
+        living: its reader belongs to the server from now on.
+        token: what must be known to be let in; None where only this machine can ask.
+        correcting: takes values from the page; None if nothing can be changed.
+    """
+    service = Service(living, correcting)
+    app = Starlette(
+        routes=service.routes(),
+        middleware=[Middleware(Guard, token=token, writable=correcting is not None)],
+        exception_handlers={TrajstoreError: _refused, OSError: _refused, ClientDisconnect: _refused},
+        lifespan=service.lifespan,
+    )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False
+    )
+    return _Server(config, service)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket on which a server can listen.
+
+    Raises:
+        ConfigurationError: there is no such address here, or the port is taken.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise ConfigurationError(
+            f"cannot listen on {host} port {port}: {error}; --port 0 takes any that is free"
+        ) from error

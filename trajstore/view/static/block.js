@@ -1,0 +1,193 @@
+// A block of steps: pictures as a strip and a player, and curves in step with them, for one environment at a time.
+
+import { askBytes } from "./api.js";
+import { fill, make } from "./dom.js";
+import { short } from "./numbers.js";
+
+const FIRST = ["rewards", "prev_values", "prev_logprobs", "actions", "versions"];
+const ENDS = ["dones", "terminations", "truncations"];
+const THUMBS = 12;
+const MOST_CURVES = 12;
+const AHEAD = 24; // frames asked for at a time while it plays
+const FRAME = 100; // milliseconds
+
+/** Returns curves of one environment: for each channel its values over the steps. */
+function curvesOf(array, batch, environment) {
+  const [steps, , channels] = array.shape;
+  return Array.from({ length: channels }, (_, channel) => Array.from({ length: steps }, (_, step) => {
+    const value = Number(array.values[(step * batch + environment) * channels + channel]);
+    return Number.isFinite(value) ? value : null;
+  }));
+}
+
+/** Draws a picture of bytes [height, width, channels]. */
+function paint(canvas, bytes, [height, width, channels]) {
+  canvas.width = width;
+  canvas.height = height;
+  const image = new ImageData(width, height);
+  for (let at = 0; at < width * height; at += 1) {
+    for (let part = 0; part < 3; part += 1) image.data[4 * at + part] = bytes[channels * at + (channels >= 3 ? part : 0)];
+    image.data[4 * at + 3] = channels === 4 ? bytes[channels * at + 3] : 255;
+  }
+  canvas.getContext("2d").putImageData(image, 0, 0);
+}
+
+export function showBlock(place, told, { parameters, keep, signal, id }) {
+  const { steps, batch } = told;
+  let environment = Math.min(Number(parameters.get("environment") ?? 0), Math.max(0, batch - 1));
+  let step = Math.min(Number(parameters.get("step") ?? 0), Math.max(0, steps - 1));
+  let plots = [], playing = null, frames = new Map(); // "column step": bytes, or null while they are on their way
+  const cameras = told.columns.filter((column) => column.pictures);
+  const others = told.columns.filter((column) => !column.pictures);
+
+  const choose = make("select", { id: "environment", change: () => {
+    environment = Number(choose.value);
+    keep({ environment: environment ? String(environment) : null });
+    frames = new Map();
+    lay();
+  } }, Array.from({ length: batch }, (_, number) => make("option", { value: number, selected: number === environment }, number)));
+  const slider = make("input", { type: "range", min: 0, max: Math.max(0, steps - 1), value: step, "aria-label": "Step", input: () => go(Number(slider.value)) });
+  const play = make("button", { type: "button", "aria-pressed": "false", click: () => (playing === null ? start() : stop()) }, "Play");
+  const says = make("span", { class: "total", role: "status" });
+  const pictures = make("div", { class: "cameras" });
+  const curves = make("div", { class: "curves" });
+  fill(place, make("div", { class: "bar" }, make("label", { for: "environment" }, "Environment"), choose, play, slider, says), make("div", { class: "seen" }, pictures, curves),
+    others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
+
+  const views = cameras.map((column) => {
+    const large = make("canvas", { class: "large", role: "img", "aria-label": `${column.name} at the chosen step` });
+    const strip = make("div", { class: "strip" }, Array.from({ length: Math.min(THUMBS, steps) }, (_, at) => {
+      const of = Math.round((at * (steps - 1)) / Math.max(1, Math.min(THUMBS, steps) - 1));
+      return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"));
+    }));
+    pictures.append(make("figure", { class: "camera" }, make("figcaption", {}, column.name), large, strip));
+    return { column, large, strip };
+  });
+
+  /** Brings the pictures of some steps here, as far as they are not, and draws them. */
+  async function bring(wanted) {
+    for (const view of views) {
+      const { name, pictures: size } = view.column;
+      const lacking = [...new Set(wanted)].filter((one) => one < steps && !frames.has(`${name} ${one}`));
+      if (!lacking.length) continue;
+      const mine = frames;
+      for (const one of lacking) mine.set(`${name} ${one}`, null);
+      const bytes = await askBytes("frames", { id, name, environment, step: lacking }, signal);
+      if (mine !== frames) return;
+      const length = size[0] * size[1] * size[2];
+      lacking.forEach((one, at) => mine.set(`${name} ${one}`, bytes.subarray(at * length, (at + 1) * length)));
+    }
+    drawPictures();
+  }
+
+  function drawPictures() {
+    for (const { column, large, strip } of views) {
+      const now = frames.get(`${column.name} ${step}`);
+      if (now) paint(large, now, column.pictures);
+      for (const button of strip.children) {
+        const bytes = frames.get(`${column.name} ${button.dataset.step}`);
+        if (bytes && !button.dataset.drawn) {
+          paint(button.firstChild, bytes, column.pictures);
+          button.dataset.drawn = "yes";
+        }
+      }
+    }
+  }
+
+  function go(to) {
+    step = Math.max(0, Math.min(to, steps - 1));
+    keep({ step: step ? String(step) : null });
+    slider.value = step;
+    mark();
+    bring([step]).catch(refuse);
+    drawPictures();
+  }
+
+  function start() {
+    play.setAttribute("aria-pressed", "true");
+    fill(play, "Stop");
+    playing = setInterval(() => {
+      if (step + 1 >= steps) return stop();
+      if (step % AHEAD === 0) bring(Array.from({ length: 2 * AHEAD }, (_, at) => step + at)).catch(refuse);
+      return go(step + 1);
+    }, FRAME);
+  }
+
+  function stop() {
+    clearInterval(playing);
+    playing = null;
+    play.setAttribute("aria-pressed", "false");
+    fill(play, "Play");
+  }
+
+  function refuse(error) {
+    if (!signal.aborted) fill(says, error.message);
+  }
+
+  const endsAt = () => ENDS.map((name) => told.arrays.find((array) => array.name === name)).filter(Boolean).map((array) => ({
+    name: array.name, steps: curvesOf(array, batch, environment).reduce((all, curve) => [...all, ...curve.flatMap((value, at) => (value ? [at] : []))], []),
+  }));
+
+  /** Says which step is chosen, and marks it in all curves. */
+  function mark() {
+    const ends = endsAt().filter((end) => end.steps.includes(step)).map(({ name }) => name);
+    const rewards = told.arrays.find(({ name }) => name === "rewards");
+    const reward = rewards ? curvesOf(rewards, batch, environment).reduce((sum, curve) => sum + (curve[step] ?? NaN), 0) : null;
+    fill(says, `step ${step} of ${steps}`, reward === null ? "" : ` · reward ${short(reward)}`, ends.length ? ` · ${ends.join(", ")}` : "");
+    for (const plot of plots) plot.redraw(false);
+  }
+
+  function lay() {
+    for (const plot of plots) plot.destroy();
+    const style = getComputedStyle(document.documentElement);
+    const color = (name) => style.getPropertyValue(name).trim();
+    const order = (array) => (FIRST.includes(array.name) ? FIRST.indexOf(array.name) : FIRST.length);
+    const isSaid = ({ name, values }) => name === "versions" && values.every((value) => value === values[0]); // in the facts
+    const drawn = told.arrays.filter((array) => !ENDS.includes(array.name) && !isSaid(array)).sort((a, b) => order(a) - order(b)).slice(0, MOST_CURVES);
+    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name))));
+    const ends = [...new Set(endsAt().flatMap((end) => end.steps))];
+    const light = color("--dark") === "1" ? 66 : 48; // lines that go with the ground
+    const x = Array.from({ length: steps }, (_, at) => at);
+    plots = drawn.map((array) => {
+      const figure = curves.querySelector(`[data-curve="${CSS.escape(array.name)}"]`);
+      const lines = curvesOf(array, batch, environment);
+      const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
+      const line = (plot, at, stroke, dash) => {
+        const left = plot.valToPos(at, "x", true);
+        plot.ctx.save();
+        plot.ctx.strokeStyle = stroke;
+        plot.ctx.setLineDash(dash);
+        plot.ctx.beginPath();
+        plot.ctx.moveTo(left, plot.bbox.top);
+        plot.ctx.lineTo(left, plot.bbox.top + plot.bbox.height);
+        plot.ctx.stroke();
+        plot.ctx.restore();
+      };
+      const plot = new uPlot({
+        width: Math.max(200, figure.clientWidth - 24), height: 124, padding: [8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
+        scales: { x: { time: false } }, axes: [axisOf({ size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
+        series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`, width: 1.5, points: { show: steps < 40, size: 4 } }))],
+        hooks: { draw: [(shown) => {
+          for (const at of ends) line(shown, at, color("--bad"), [4, 4]);
+          line(shown, step, color("--ink"), []);
+        }] },
+      }, [x, ...lines], figure);
+      plot.over.addEventListener("click", () => plot.cursor.idx !== null && go(plot.cursor.idx));
+      return plot;
+    });
+    for (const { strip } of views) for (const button of strip.children) delete button.dataset.drawn;
+    mark();
+    bring([step, ...views.flatMap(({ strip }) => [...strip.children].map((button) => Number(button.dataset.step)))]).catch(refuse);
+  }
+
+  if (!steps) fill(place, make("p", { class: "nothing" }, "This block has no steps."));
+  else lay();
+  window.addEventListener("theme", lay);
+  return {
+    leave() {
+      stop();
+      window.removeEventListener("theme", lay);
+      for (const plot of plots) plot.destroy();
+    },
+  };
+}

@@ -1,0 +1,77 @@
+// Messages as a conversation. What a model wrote is text, whatever it looks like.
+
+import { longText, make } from "./dom.js";
+import { count } from "./numbers.js";
+
+const BEGINNING = 300; // characters of a call's arguments that are shown while it is folded
+const FOLDED = 1500; // characters beyond which what a tool or the system says is folded
+
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
+
+/** Returns the parts of a message's content: { kind, text }. */
+function partsOf(content) {
+  if (content === null || content === undefined) return [];
+  if (!Array.isArray(content)) return [{ kind: "text", text: asText(content) }];
+  return content.map((part) => {
+    if (typeof part === "string") return { kind: "text", text: part };
+    if (part?.type === "text" && typeof part.text === "string") return { kind: "text", text: part.text };
+    return { kind: String(part?.type ?? "part"), text: asText(part) };
+  });
+}
+
+function folded(title, text, kind = null) {
+  const content = make("div", { class: "folded" });
+  const element = make("details", { class: kind }, make("summary", {}, title), content);
+  element.addEventListener("toggle", () => element.open && !content.firstChild && content.append(longText(text)));
+  return element;
+}
+
+/** Returns how the arguments of a call begin; of a single one, its value alone. */
+function beginningOf(given) {
+  let value = given;
+  try {
+    if (typeof given === "string" && given.length < FOLDED) value = JSON.parse(given);
+  } catch { /* no JSON: shown as it is */ }
+  const values = value !== null && typeof value === "object" ? Object.values(value) : [];
+  const said = values.length === 1 && typeof values[0] === "string" ? values[0] : asText(given).replaceAll(/\s+/g, " ");
+  return said.slice(0, BEGINNING);
+}
+
+function callOf(call) {
+  const told = call?.function ?? call ?? {};
+  const given = told.arguments ?? told.input;
+  return folded([`calls ${asText(told.name ?? "a tool")}`, (given ?? null) === null ? null : make("code", {}, beginningOf(given))], asText(given ?? told), "call");
+}
+
+/** Returns one message as an element. */
+export function messageOf(message, number) {
+  const told = message !== null && typeof message === "object" && !Array.isArray(message) ? message : { content: message };
+  const { role = "no role", content, author, tool_calls: calls, name, ...more } = told;
+  const parts = partsOf(content);
+  const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
+  const said = parts.map(({ kind, text }) => {
+    if (kind !== "text") return folded(`${kind}, ${count(text.length)} characters`, text);
+    const isLong = text.length > FOLDED && (known === "system" || known === "tool");
+    return isLong ? folded(`${text.slice(0, 120).split("\n")[0]} … ${count(text.length)} characters`, text) : longText(text);
+  });
+  return make("article", { class: `message ${known}`, "aria-label": `message ${number}, ${asText(role)}` },
+    make("header", {}, make("span", { class: "role" }, asText(role)), name ? make("span", {}, asText(name)) : null,
+      author ? make("span", { class: "author" }, asText(author)) : null, make("span", { class: "number" }, number)),
+    said, Array.isArray(calls) ? calls.map(callOf) : null,
+    Object.keys(more).length ? folded(Object.keys(more).join(", "), asText(more)) : null);
+}
+
+const AT_ONCE = 200; // messages
+
+/** Fills an element with messages; those beyond the first 200 come when they are asked for. */
+export function showConversation(place, messages, first = 0) {
+  const some = messages.slice(first, first + AT_ONCE);
+  place.append(...some.map((message, at) => messageOf(message, first + at)));
+  const next = first + some.length;
+  if (next >= messages.length) return;
+  const more = make("button", { type: "button", class: "more", click: () => {
+    more.remove();
+    showConversation(place, messages, next);
+  } }, `Show more (${count(messages.length - next)} messages left)`);
+  place.append(more);
+}

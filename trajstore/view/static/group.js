@@ -1,0 +1,114 @@
+// Rollouts of one task side by side: outcomes, tokens as strips, and what they say once they differ.
+
+import { ask, askTrajectory } from "./api.js";
+import { fillLegend, nameOf, scaleOf } from "./colors.js";
+import { messageOf, showConversation } from "./conversation.js";
+import { fill, make } from "./dom.js";
+import { count, short } from "./numbers.js";
+import { PREFERRED, columnsOf, drawStrip } from "./tokens.js";
+
+const AT_ONCE = 8; // rollouts read at a time
+
+/** Returns mean and standard deviation (of the sample) of numbers; null where there are none. */
+function spread(values) {
+  if (!values.length) return { mean: null, deviation: null };
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  const squares = values.reduce((sum, value) => sum + (value - mean) ** 2, 0);
+  return { mean, deviation: values.length > 1 ? Math.sqrt(squares / (values.length - 1)) : null };
+}
+
+/** Returns how many messages all conversations begin with. */
+function commonOf(conversations) {
+  if (conversations.length < 2) return 0;
+  const texts = conversations.map((messages) => messages.map((message) => JSON.stringify(message)));
+  let same = 0;
+  while (texts.every((one) => same < one.length && one[same] === texts[0][same])) same += 1;
+  return same;
+}
+
+export async function show(main, { parameters, keep, signal }) {
+  const task = parameters.get("task") ?? "";
+  const told = await ask("group", { task, version: parameters.get("version") }, signal);
+  const outcomes = told.rollouts.map((rollout) => rollout.outcome).filter((value) => typeof value === "number");
+  const { mean, deviation } = spread(outcomes);
+  const versions = make("nav", { class: "versions", "aria-label": "Policy versions" }, told.versions.length > 1
+    ? [make("span", { class: "quiet" }, "policy version"), ...told.versions.slice(-30).map((version) => make("a", {
+      href: `#/group?${new URLSearchParams({ task, version })}`, "aria-current": version === told.version ? "page" : null,
+    }, version))] : []);
+  const select = make("select", { id: "color", change: () => {
+    keep({ color: select.value });
+    dye();
+  } });
+  const legend = make("div", { class: "legend" });
+  const same = make("section", { class: "same" });
+  const siblings = make("div", { class: "siblings" });
+  const summary = [`${count(told.rollouts.length)} rollouts`, mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`,
+    deviation === null ? null : `standard deviation ${short(deviation)}`].filter(Boolean).join(" · ");
+  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)),
+    make("p", { class: "summary" }, summary, told.version === null ? "" : ` · policy version ${told.version}`), versions,
+    make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend), same, siblings);
+
+  const read = []; // { rollout, columns, strip, said } in the order of the siblings
+  async function more() {
+    const some = told.rollouts.slice(read.length, read.length + AT_ONCE);
+    const found = await Promise.all(some.map((row) => askTrajectory(row.trajectory_id, signal).catch((error) => ({ error: error.message }))));
+    if (signal.aborted) return;
+    some.forEach((row, at) => read.push(sibling(row, found[at])));
+    lay();
+  }
+
+  function sibling(row, rollout) {
+    const advantage = typeof row.outcome === "number" && deviation ? (row.outcome - mean) / deviation : null;
+    const strip = make("canvas", { class: "map", height: 16, "aria-hidden": "true" });
+    const said = make("div", { class: "said-by" });
+    const fact = (name, value) => (value === null ? null : make("span", { class: "pair" }, make("span", { class: "quiet" }, name), " ", value));
+    const mood = row.outcome > 0.5 ? "good" : row.outcome <= 0 ? "bad" : "middling";
+    const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
+      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id),
+        row.outcome === null ? make("span", { class: "quiet" }, "no outcome") : make("span", { class: `outcome ${mood}` }, short(row.outcome)),
+        fact("advantage", advantage === null ? null : make("span", { title: "(outcome − mean) ÷ standard deviation of these rollouts" }, short(advantage)))),
+      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns)),
+      rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);
+    return { rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, element };
+  }
+
+  function lay() {
+    const conversations = read.filter(({ rollout }) => !rollout.error).map(({ rollout }) => rollout.messages);
+    const shared = commonOf(conversations);
+    fill(same, shared ? make("details", {}, make("summary", {}, `The first ${count(shared)} messages are the same in all`),
+      conversations[0].slice(0, shared).map(messageOf)) : null);
+    for (const { rollout, said } of read) {
+      fill(said);
+      if (!rollout.error) showConversation(said, rollout.messages, shared);
+    }
+    const left = told.rollouts.length - read.length;
+    fill(siblings, read.map(({ element }) => element), left
+      ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} rollouts left)`) : null);
+    const names = [...new Set(read.flatMap(({ columns }) => columns.map(({ name }) => name)))].filter((name) => name !== "input_ids");
+    const wanted = parameters.get("color") ?? PREFERRED.find((name) => names.includes(name));
+    fill(select, names.map((name) => make("option", { value: name, selected: name === wanted }, nameOf(name))));
+    dye();
+  }
+
+  /** Colours the strips, all on one scale. */
+  function dye() {
+    const shown = read.map((one) => ({ ...one, column: one.columns.find(({ name }) => name === select.value) })).filter(({ column }) => column);
+    if (!shown.length) return;
+    const values = shown.flatMap(({ column }) => Array.from(column.values));
+    const scale = scaleOf(select.value, values);
+    fillLegend(legend, scale, values);
+    for (const { strip, column, rollout } of shown) drawStrip(strip, column, scale, rollout.tokens);
+  }
+
+  if (told.rollouts.length) await more();
+  else fill(siblings, make("p", { class: "nothing" }, "No rollout of this task is here."));
+  const known = told.rollouts.length;
+  return {
+    async changed(state) {
+      if (state.state === told.state) return;
+      told.state = state.state;
+      const now = await ask("group", { task, version: parameters.get("version") }, signal).catch(() => null);
+      if (now && !signal.aborted && (now.rollouts.length !== known || now.version !== told.version)) window.dispatchEvent(new Event("hashchange"));
+    },
+  };
+}

@@ -1,0 +1,139 @@
+// All trajectories together: figures, curves over policy versions and time, tasks.
+
+import { ask } from "./api.js";
+import { conditionField } from "./condition.js";
+import { fill, make } from "./dom.js";
+import { count, short, time } from "./numbers.js";
+
+const CURVES = [
+  { name: "outcome", title: "Mean outcome" },
+  { name: "response", title: "Mean response, tokens" },
+  { name: "turns", title: "Mean turns" },
+  { name: "count", title: "Trajectories" },
+];
+
+const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
+
+const size = (bytes) => {
+  const unit = Math.min(4, Math.floor(Math.log2(Math.max(1, bytes)) / 10));
+  return `${short(Number((bytes / 1024 ** unit).toPrecision(3)))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+};
+
+const linkTo = (where) => `#/table?${new URLSearchParams({ where })}`;
+
+export async function show(main, { parameters, keep, signal }) {
+  let told = null;
+  let over = parameters.get("over") ?? null;
+  let plots = [];
+  const field = conditionField(parameters.get("where") ?? "", "task = 't1'", () => {
+    keep({ where: field.condition() });
+    start();
+  });
+  const axis = make("div", { class: "switch", role: "group", "aria-label": "Curves over" },
+    [["version", "Policy version"], ["time", "Time"]].map(([name, title]) => make("button", {
+      type: "button", "data-over": name, click: () => {
+        over = name;
+        keep({ over });
+        lay();
+      },
+    }, title)));
+  const refused = make("p", { class: "refused", id: "refused", role: "alert" });
+  const figures = make("dl", { class: "figures" });
+  const lacking = make("ul", { class: "lacking" });
+  const curves = make("div", { class: "curves" });
+  const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, tasks);
+
+  async function start() {
+    fill(refused);
+    if (!told) fill(figures, make("p", { class: "nothing" }, "Reading facts …"));
+    try {
+      told = await ask("overview", { where: field.condition() }, signal);
+      lay();
+    } catch (error) {
+      if (!signal.aborted) fill(refused, error.message);
+    }
+  }
+
+  const within = (condition) => (field.condition() ? `(${field.condition()}) and ${condition}` : condition);
+
+  function lay() {
+    const isOver = over ?? (told.by_version.x.length > 1 ? "version" : "time");
+    for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver ? "true" : "false");
+    const pairs = [
+      ["trajectories", count(told.trajectories)],
+      ["mean outcome", told.outcome === null ? null : short(told.outcome)],
+      ["tasks", told.tasks ? count(told.tasks) : null],
+      ["policy versions", told.by_version.x.length ? `${short(told.by_version.x[0])} to ${short(told.by_version.x.at(-1))}` : null],
+      ["samples", told.agents < told.trajectories ? count(told.samples) : null],
+      ["size", size(told.bytes)],
+      ["first commit", told.begun === null ? null : time(told.begun)],
+      ["last commit", told.ended === null ? null : time(told.ended)],
+    ];
+    fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)) }, count(number)), ` ${text}`) : null);
+    fill(lacking,
+      say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
+      say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
+      told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts; each block shows its own.") : null,
+      say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null"));
+    draw(isOver);
+    fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks, those with the lowest outcome first"), ...told.by_task.map(taskRow)] : []);
+  }
+
+  const taskRow = (row) => {
+    const bar = make("span", { class: "bar-of" });
+    if (row.outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(row.outcome))));
+    return make("a", { class: "task", href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
+      bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, `${count(row.count)} rollouts`));
+  };
+
+  function draw(isOver) {
+    for (const plot of plots) plot.destroy();
+    plots = [];
+    const data = isOver === "version" ? told.by_version : told.by_time;
+    const kept = CURVES.filter(({ name }) => data[name].some((value) => value !== null));
+    fill(curves, data.x.length === 0 ? make("p", { class: "nothing" }, isOver === "version" ? "No policy version is known." : "Nothing here yet.")
+      : kept.map(({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver === "version" ? "policy versions" : "time"}` },
+        make("figcaption", {}, title))));
+    const style = getComputedStyle(document.documentElement);
+    const color = (name) => style.getPropertyValue(name).trim();
+    if (data.x.length) for (const { name } of kept) {
+      const figure = curves.querySelector(`[data-curve="${name}"]`);
+      const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
+      const plot = new uPlot({
+        width: Math.max(200, figure.clientWidth - 24), height: 158, padding: [8, 12, 0, 0], legend: { show: true, live: true },
+        cursor: { points: { size: 7 }, drag: { x: false, y: false } },
+        scales: { x: { time: isOver === "time" }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
+        axes: [axisOf(isOver === "version" ? { size: 28, incrs: WHOLE } : { size: 28 }), axisOf({ size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) })],
+        hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: data.x.length - 1 })] }, // else it is empty
+        series: [
+          { label: isOver === "version" ? "version" : "time" },
+          { label: name, stroke: color("--accent"), width: 1.75, fill: name === "count" ? color("--accent-back") : undefined, spanGaps: false,
+            points: { show: data.x.length < 80, size: 5, fill: color("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
+        ],
+      }, [data.x.map(Number), data[name].map((value) => (typeof value === "number" ? value : null))], figure);
+      plot.setLegend({ idx: data.x.length - 1 });
+      plot.over.addEventListener("click", () => {
+        const at = plot.cursor.idx;
+        if (at === null || at === undefined) return;
+        const condition = isOver === "version" ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
+        location.hash = linkTo(within(condition));
+      });
+      plots.push(plot);
+    }
+  }
+
+  const again = () => told && lay();
+  window.addEventListener("theme", again);
+  window.addEventListener("resize", again);
+  await start();
+  return {
+    leave() {
+      window.removeEventListener("theme", again);
+      window.removeEventListener("resize", again);
+      for (const plot of plots) plot.destroy();
+    },
+    changed: (state) => told && state.state !== told.state && start(),
+  };
+}

@@ -1,0 +1,47 @@
+// A rollout: its conversation, and its tokens beside it.
+
+import { showConversation } from "./conversation.js";
+import { fill, longText, make } from "./dom.js";
+import { count } from "./numbers.js";
+import { showTokens } from "./tokens.js";
+
+export function showRollout(place, told, { parameters, keep }) {
+  const conversation = make("section", { class: "conversation", "aria-label": "Conversation" });
+  const tokens = make("section", { class: "tokens", "aria-label": "Tokens" });
+  const both = make("div", { class: "both" }, conversation, tokens);
+  const hasMessages = told.messages.length > 0 || told.query;
+  const part = parameters.get("show") ?? (hasMessages ? "conversation" : "tokens");
+  const choose = (name) => {
+    both.dataset.show = name;
+    for (const button of tabs.children) button.setAttribute("aria-pressed", button.dataset.show === name ? "true" : "false");
+  };
+  const tabs = make("div", { class: "tabs", role: "group", "aria-label": "What is shown" },
+    [["conversation", "Conversation"], ["tokens", "Tokens"]].map(([name, title]) => make("button", {
+      type: "button", "data-show": name, click: () => {
+        choose(name);
+        keep({ show: name });
+        window.dispatchEvent(new Event("resize"));
+      },
+    }, title)));
+  fill(place, tabs, both);
+  choose(part);
+
+  if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
+  if (told.messages.length) showConversation(conversation, told.messages);
+  else conversation.append(make("p", { class: "nothing" }, "No messages were recorded."));
+  for (const [title, text] of [["Reward", told.reward], ["Metadata", told.metadata]]) {
+    if (!text) continue;
+    const isShort = text.length < 400;
+    conversation.append(make("details", { class: "json", open: isShort }, make("summary", {}, title), longText(text, { class: "code" })));
+  }
+  for (const text of told.left_out) tokens.append(make("p", { class: "refused" }, text));
+  if (!told.tokens) {
+    tokens.append(make("p", { class: "nothing" }, "No tokens were recorded."));
+    return {};
+  }
+  const leave = showTokens(tokens, told, { parameters, keep });
+  tokens.append(make("p", { class: "note" }, told.texts
+    ? `${count(told.tokens)} tokens`
+    : `${count(told.tokens)} tokens, shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text.`));
+  return { leave };
+}

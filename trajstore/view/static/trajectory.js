@@ -1,0 +1,51 @@
+// One trajectory: a rollout of an agent, or a block of steps.
+
+import { ask, askTrajectory } from "./api.js";
+import { fill, make } from "./dom.js";
+import { count, short, time } from "./numbers.js";
+import { showBlock } from "./block.js";
+import { showLate } from "./late.js";
+import { showRollout } from "./rollout.js";
+
+const SHOWN = {
+  outcome: "outcome", success_rate: "success rate", turns: "turns", steps: "steps", batch: "environments", response: "response tokens",
+  version_high: "policy version", committed: "committed", model_weights_id: "weights", data_id: "data", rollout_id: "rollout",
+};
+
+export async function show(main, { of: id, parameters, keep, signal }) {
+  const facts = make("dl", { class: "facts" });
+  const late = make("section", { class: "late", "aria-label": "Late values", hidden: true });
+  const place = make("div", { class: "body" });
+  fill(main, make("h1", {}, "Trajectory ", make("span", { class: "id" }, id)), facts, late, place);
+  const askFacts = () => ask("facts", { id }, signal).then((told) => tell(facts, told), (error) => {
+    if (!signal.aborted) fill(facts, make("p", { class: "refused" }, error.message));
+  });
+  askFacts();
+  const values = showLate(late, { id, signal, changed: askFacts });
+  const told = await askTrajectory(id, signal);
+  const view = (told.kind === "agent" ? showRollout : showBlock)(place, told, { parameters, keep, signal, id });
+  return { ...view, changed: values.changed };
+}
+
+function tell(facts, told) {
+  const pairs = [];
+  const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
+  if (told.task !== null) {
+    const group = new URLSearchParams(told.version_high === null ? { task: told.task } : { task: told.task, version: told.version_high });
+    add("task", make("a", { href: `#/group?${group}`, title: "All rollouts of this task" }, told.task));
+  }
+  for (const [name, title] of Object.entries(SHOWN)) {
+    const value = told[name];
+    if (value === null || (told.kind === "agent" && name === "batch") || (name === "response" && value === 0)) continue;
+    if (name === "outcome") {
+      const mood = value > 0.5 ? "good" : value <= 0 ? "bad" : "middling";
+      add(title, make("span", { class: `outcome ${mood}` }, short(value)));
+    } else add(told.kind === "agent" && name === "steps" ? "tokens" : title, name === "committed" ? time(value) : short(value));
+  }
+  for (const [name, value] of Object.entries(told)) {
+    if (name.startsWith("reward_") && value !== null) add(name.slice(7), short(value));
+  }
+  if (told.terminated !== null) add("terminated", told.terminated ? "yes" : "no");
+  add("size", `${count(told.bytes)} B`);
+  fill(facts, pairs);
+}
