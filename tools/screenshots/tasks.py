@@ -38,7 +38,7 @@ class Task:
 
 
 DETOURS = (
-    Step("Let me see where I am.", "pwd", "/home/agent/work"),
+    Step("Let me see where I am.", "pwd", "/srv/warehouse"),
     Step("First, which files are there?", "ls", "README.md  config  data  logs  src  tests"),
     Step(
         "Is there a note about it?", "cat README.md | head -3", "# Warehouse\n\nNightly jobs write to logs/ and data/."

@@ -111,8 +111,6 @@ class Internals(Choices):
         with self._view.contents.lock:
             return np.array(self._view.contents.index["uuid"])
 
-    # -- adding -----------------------------------------------------------------------------------
-
     def outcomes_given(self) -> dict[int, float]:
         """Return the outcomes that trajectories were given late, by id."""
 
@@ -123,6 +121,8 @@ class Internals(Choices):
             return dict(zip(ids.tolist(), given[there].tolist(), strict=True))
 
         return self._view.locked(look)
+
+    # -- adding -----------------------------------------------------------------------------------
 
     def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
         """Add what another process has checked and taken apart into columns; return the ids.

@@ -287,13 +287,14 @@ class Contents:
         stored, late = without_notes(columns)
         numbers, parts = self._columns.choose(self.index, located, first, stored)
         specs = self.residency.columns.specs
+        given = late_columns(self.index, located.position, late)
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
             [specs[number] for number in numbers],
             HeldRows(self.residency, located.slot),
             [(part, [specs[number] for number in part.numbers]) for part in parts],
-            late_columns(self.index, located.position, late),
+            given,
         )
         self.forget_decoded()
         return prepared
