@@ -126,7 +126,8 @@ def mean_entropy(entropys: torch.Tensor, response_mask: torch.Tensor) -> float |
     """
     if entropys.shape != response_mask.shape:
         return None
-    valid = entropys.detach()[response_mask.detach() == 1].double()
+    mask = response_mask.detach()
+    valid = entropys.detach()[mask if mask.dtype == torch.bool else mask == 1].double()
     if valid.numel() == 0:
         return None
     mean = float(valid.mean())
@@ -221,9 +222,10 @@ def token_refusal(trajectory: AgentTrajectory) -> Refusal | None:
     if log_probs is None:
         return None
     counted = log_probs[mask].double()  # some kinds of float have no comparison
-    if not bool(torch.isfinite(counted).all()):
+    low, high = map(float, torch.aminmax(counted))  # both are nan where one is
+    if not math.isfinite(low) or not math.isfinite(high):
         return Refusal.LOG_PROBS_MISMATCH
-    return Refusal.LOG_PROBS_ABOVE_ZERO if bool((counted > LOG_PROB_ROUNDING).any()) else None
+    return Refusal.LOG_PROBS_ABOVE_ZERO if high > LOG_PROB_ROUNDING else None
 
 
 def refusal_of(trajectory: AgentTrajectory, entropy: float | None) -> Refusal | None:
