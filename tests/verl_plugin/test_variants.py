@@ -95,7 +95,14 @@ VARIANTS = {
         value=lambda one: -outcome_of(one),
     ),
     "unclipped, random": Variant(
-        (*FEW_TASKS, f"{OPTION}clip_off_policy=false", f"{OPTION}exp_select_mode=random"),
+        # The policy soon leaves behind what it replays, so that clipping would show.
+        (
+            *FEW_TASKS,
+            f"{OPTION}clip_off_policy=false",
+            f"{OPTION}exp_select_mode=random",
+            "actor_rollout_ref.actor.optim.lr=5e-3",
+        ),
+        steps=5,
         loss=OffPolicyLoss(clip=False),
         histories=1,
         value=lambda one: 0.0,
@@ -154,6 +161,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
     counted = check_loss_rows(seen, rollouts, group=variant.group, separate=variant.separate, loss=variant.loss)
     assert counted.replayed_rows == sum(record["experience_replay/replayed_rows"] for record in records) > 0
     assert bool(counted.replayed_of_several) == variant.two_outputs
+    assert counted.beyond_clip or variant.loss is None or variant.loss.clip
     assert not any(record["experience_replay/other_prompts"] for record in records)
     left_out = sum(record["experience_replay/histories_without_room"] for record in records)
     if not variant.left_out:
