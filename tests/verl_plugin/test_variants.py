@@ -106,6 +106,7 @@ VARIANTS = {
         loss=OffPolicyLoss(clip=False),
         histories=1,
         value=lambda one: 0.0,
+        best=True,
     ),
     "mini-batches": Variant(
         (*TWO_MINI_BATCHES, f"{OPTION}offpolicy_trajectories_per_task=3", f"{OPTION}exp_ratio=1.0"),
