@@ -290,6 +290,10 @@ def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], s
 
 
 def test_the_package_that_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(MissingDependencyError, match=r"trajstore\[query\]"):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "polars", None)
+        with pytest.raises(MissingDependencyError, match=r"trajstore\[query\]"):
+            TrajectoryReplayBuffer().query().ids()
+    monkeypatch.setattr(pl, "__version__", "1.44.2")
+    with pytest.raises(MissingDependencyError, match=r"'polars>=2': .*trajstore\[query\]"):
         TrajectoryReplayBuffer().query().ids()
