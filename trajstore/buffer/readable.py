@@ -167,7 +167,9 @@ class ReadableBuffer(Moved):
         return self._internals.update(sampler, drawn, priorities)
 
     def get(self, trajectory_id: int | str) -> AnyTrajectory:
-        """Return a trajectory by id, its tensors copied.
+        """Return a copy of a trajectory, by id. What is changed in it does not reach the store.
+
+        Scores, corrections and tags of what is stored are given with :func:`trajstore.annotate`.
 
         Args:
             trajectory_id: as a number, or as it is shown: ``"3/17"`` of a run's rank 3.
