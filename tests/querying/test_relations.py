@@ -254,6 +254,19 @@ def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, ca
         assert len(set(reader.query("tokens").ids().tolist())) == 3  # the tokens of it are as they were
 
 
+@pytest.mark.parametrize("relation", ["tokens", "steps"])
+def test_a_lost_file_takes_the_same_rows_from_every_answer(tmp_path: Path, relation: str) -> None:
+    with writer_to(tmp_path) as writer:
+        for number in range(3):
+            writer.add_trajectories([tokens(4, 2, True) if relation == "tokens" else block(2, 2, 1, 0, number)])
+            writer.flush()
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        sorted((tmp_path / "shards").iterdir())[1].unlink()
+        assert reader.query(relation).ids().tolist() == [0, 2]
+        assert reader.query(relation).count() == len(reader.query(relation).rows()) == 8
+        assert reader.query().sql(f"select count(*) from {relation}").item() == 8
+
+
 def test_a_stream_is_of_one_moment_and_can_be_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     duckdb, pandas = pytest.importorskip("duckdb"), pytest.importorskip("pandas")
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")

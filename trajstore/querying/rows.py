@@ -119,6 +119,8 @@ def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[
     index = contents.index
     sizes, batches = (index.at(name, positions).astype(np.int64) for name in ("num_samples", "batch"))
     if not sizes.sum() or not stored:
+        contents.make_resident(positions)  # what cannot be read has no rows, whichever columns are asked for
+        contents.forget_decoded()
         return sizes, batches, None
     first = int(positions.min())
     begins = index.ends[positions] - sizes - index.samples_before(first)
