@@ -130,17 +130,19 @@ def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[
 
 def _step_values(name: str, rows: torch.Tensor) -> Series:
     """Return one value for each row of a column; null where it is an empty row, or no whole number that must be one."""
-    pl = polars()
+    dtype = getattr(polars(), STEPS[name][0])
     flat = rows.reshape(len(rows), -1)
+    values: torch.Tensor | list[None]
     if STEPS[name][0] == "Boolean":
-        return pl.Series(name, (flat != 0).any(dim=1).numpy())
-    if name in ("rewards", "prev_logprobs"):
-        return pl.Series(name, flat.to(torch.float64).sum(dim=1).numpy())
-    if not flat.shape[1]:
-        return pl.Series(name, [None] * len(flat), dtype=getattr(pl, STEPS[name][0]))
-    column = flat[:, 0]
-    first: Series = pl.Series(name, (column.to(torch.float64) if column.is_floating_point() else column).numpy())
-    return first.cast(getattr(pl, STEPS[name][0]), strict=False)
+        values = (flat != 0).any(dim=1)
+    elif name in ("rewards", "prev_logprobs"):
+        values = flat.to(torch.float64).sum(dim=1)
+    elif flat.shape[1]:
+        values = flat[:, 0].to(torch.float64) if flat.is_floating_point() else flat[:, 0]
+    else:
+        values = [None] * len(flat)
+    column: Series = polars().Series(name, values.numpy() if isinstance(values, torch.Tensor) else values)
+    return column.cast(dtype, strict=False)
 
 
 def _numpy(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.generic]:
