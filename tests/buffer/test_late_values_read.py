@@ -121,3 +121,35 @@ def test_blocks_of_different_columns_have_values_too(tmp_path: Path) -> None:
         batch = writer.sample(64, columns=["rewards", "notes.judge"])
         assert set(batch["notes"]["judge"].tolist()) == {1.0, 2.0}
         assert batch["rewards"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("kept", ["memory", "pt", "zarr"])
+def test_what_is_changed_in_a_copy_stays_there(tmp_path: Path, kept: Any) -> None:
+    recorded = rollout(1, messages=[{"role": "user", "content": "go"}], metadata={"own": [1, {"deep": 2}]})
+    block = Trajectory(rewards=torch.rand(3, 2, 1), curr_obs={"states": torch.rand(3, 2, 4)})
+    expected = block.rewards.clone()  # type: ignore[union-attr]
+    store = {} if kept == "memory" else {"auto_save": True, "auto_save_path": tmp_path, "trajectory_format": kept}
+    buffer = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=True, **store)
+    buffer.add_trajectories([recorded, block])
+    for _ in range(2):  # before it is committed, maybe, and from where it is then
+        for one in (
+            buffer.get(0),
+            *(each for each in buffer.sample_trajectories(2) if isinstance(each, AgentTrajectory)),
+        ):
+            one.reward.outcome = 0.0
+            one.reward.metadata["tests"] = "changed"
+            one.metadata["own"][1]["deep"] = 3
+            one.messages[0]["content"] = "changed"
+            one.input_ids += 7
+            one.task_id = "changed"
+        changed = buffer.get(1)
+        changed.rewards.fill_(9.0)
+        changed.curr_obs["states"].zero_()
+        assert same(buffer.get(0), recorded)
+        assert buffer.get(0).input_ids.tolist() == list(range(5))
+        assert torch.equal(buffer.get(1).rewards, expected)
+        buffer.flush()
+    buffer.close()
+    if kept != "memory":
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            assert same(reader.get(0), recorded)

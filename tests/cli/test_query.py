@@ -8,10 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.stores import Run, write_store
 from tests.querying.test_query import rollout
 from tests.stores import writer_to
+from trajstore import AgentTrajectory
 from trajstore.cli import FAILED
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -63,11 +65,41 @@ def test_query_answers_in_three_forms(run: Run, store: Path) -> None:
     assert all(row["committed"].startswith("20") for row in rows)
 
 
+def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> None:
+    odd = 'tab\there, "quoted"\r\nnext\u2028line'
+    with writer_to(tmp_path / "store") as buffer:
+        buffer.add_trajectories([rollout("odd"), rollout()])
+        said = [{"role": "user", "content": odd}, {"role": "tool", "content": "y" * 300}]
+        buffer.add_trajectories([AgentTrajectory(messages=said, input_ids=torch.arange(2), task_id="odd")])
+    text = "select role, count(*) as n from messages group by role order by n desc, role"
+    _, out, _ = run("query", tmp_path / "store", text)
+    assert [line.split() for line in out.splitlines()] == [
+        ["role", "n"],
+        ["user", "3"],
+        ["assistant", "2"],
+        ["tool", "1"],
+    ]
+    text = "select role, content from messages where task = 'odd'"
+    _, out, _ = run("query", tmp_path / "store", f"{text} and trajectory_id = 2", "--csv")
+    assert list(csv.reader(io.StringIO(out, newline=""))) == [["role", "content"], ["user", odd], ["tool", "y" * 300]]
+    _, out, _ = run("query", tmp_path / "store", f"{text} and role = 'tool'")
+    assert f"{'y' * 100} ... (200 more characters)" in out
+    _, out, _ = run("query", tmp_path / "store", f"{text} and role = 'nobody'", "--csv")
+    assert out == "role,content\n"
+    text = "select sum(loss_mask) as n, count(old_log_probs) as scored from tokens where task = 't1'"
+    _, out, _ = run("query", tmp_path / "store", text, "--json")
+    assert json.loads(out) == [{"n": None, "scored": 4}]
+    _, out, _ = run("list", tmp_path / "store", "--facts")
+    assert "messages.tool_calls" in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["query", "select from"], "sql: 'select from'"),
-        (["query", "select foo from trajectories"], "there is no fact 'foo'"),
+        (["query", "select foo from trajectories"], "there is no column 'foo'"),
+        (["query", "select foo from messages"], "there is no column 'foo'"),
+        (["query", "select foo from message"], "there is trajectories, messages, tokens, steps"),
         (["list", "--columns", "foo"], "--columns: there is no fact 'foo'"),
         (["list", "--limit", "-1"], "limit"),
         (["list", "--pin", "none"], "none"),

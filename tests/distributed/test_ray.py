@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajstore import Trajectory, TrajectoryReplayBuffer, run_points
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, run_points
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
     ConfigurationError,
@@ -118,6 +119,40 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path) -> None:
         assert verify(tmp_path / "run" / f"rank_{rank}").problems == []
     with pytest.raises(StoreNotFoundError):
         DistributedReplayBuffer.connect("whole")
+
+
+def test_facts_of_all_stores_are_asked(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with create("asked", tmp_path / "run", stores=2) as handle:
+        assert handle.query().rows() == []
+        receipts = [
+            handle.add_trajectories(
+                [
+                    AgentTrajectory(
+                        input_ids=torch.arange(4),
+                        task_id=f"t{n % 3}",
+                        reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 5 else {}),
+                    )
+                ]
+            )
+            for n in range(12)
+        ]
+        ids = [number for receipt in receipts for number in receipt.committed(120)]
+        wins = handle.query().where("outcome > 0 and task = 't1'").ids().tolist()
+        assert sorted(wins) == sorted([ids[1], ids[7]])
+        assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
+        by_rank = handle.query().sql("select rank, count(*) as n from trajectories group by rank order by rank").rows()
+        assert by_rank == sorted(Counter(number % 1024 for number in ids).items())
+        handle.evict(wins)
+        assert handle.query().group_by("task").order_by("task").select("count(*) as n").rows()[1] == {
+            "task": "t1",
+            "n": 2,
+        }
+        with pytest.raises(ConfigurationError, match=r"not asked over a handle.*open\('.*run'\).query\('messages'\)"):
+            handle.query("messages")
+        with pytest.raises(ConfigurationError, match="there is trajectories"):
+            handle.query().sql("select 1 from messages")
+        handle.stop()
 
 
 def test_the_same_seed_draws_the_same(cluster: Cluster, tmp_path: Path) -> None:

@@ -210,3 +210,33 @@ def test_a_pool_that_is_begun_among_other_trajectories_says_so(
         train(manager, make, 1)
         store.close()
         assert caplog.text.count("its store holds 2 trajectories that are none of a pool's") == told
+
+
+def test_a_pool_is_asked(make: Make, tmp_path: Path) -> None:
+    pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with pytest.raises(ConfigurationError, match=r"store=BufferStore.open\(path\)"):
+        ExperienceManager(RULES).query()
+    store = BufferStore.open(tmp_path / "pool")
+    manager = ExperienceManager(RULES, store=store)
+    assert manager.query().rows() == []
+    for number in range(37):
+        train(manager, make, number)
+    manager.get_offpolicy_batch(["t1"], 1)
+    held = manager.task2trajectories
+    rows = manager.query().rows()
+    assert sorted(row["rollout_id"] for row in rows) == sorted(one.rollout_id for kept in held.values() for one in kept)
+    difficulties = {task: number for number, tasks in manager.difficulty2task_dict.items() for task in tasks}
+    assert {row["task"]: row["difficulty"] for row in rows} == {task: difficulties.get(task) for task in held}
+    entropies = {one.rollout_id: one.entropy for kept in held.values() for one in kept}
+    assert {row["rollout_id"]: row["pool_entropy"] for row in rows} == entropies
+    assert manager.query().where("uses > 0").select("task", "uses", "demonstration").rows() == [
+        {"task": "t1", "uses": 1, "demonstration": False}
+    ]
+    said = manager.query("messages").where("role = 'assistant' and task = 't2'").select("content")
+    assert sorted(said.table()["content"]) == sorted(one.messages[1]["content"] for one in held["t2"])
+    scored = manager.query().sql("select count(*) from tokens where old_log_probs < -0.7 and response_mask = 1").item()
+    assert scored == len(rows)  # one of -1.0 in each
+    store.close()
+    reader = TrajectoryReplayBuffer.open(tmp_path / "pool")
+    assert reader.query().count() > len(rows)  # with the pool's own records, and what left the pool
+    assert isinstance(reader.query().table(), pl.DataFrame)

@@ -17,7 +17,7 @@ from tests.stores import writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, MissingDependencyError
-from trajstore.querying import FACTS, facts
+from trajstore.querying import FACTS, readable
 from trajstore.reading.contents import Contents
 from trajstore.sampling import GroupSampler
 from trajstore.testing.witness import witness
@@ -114,13 +114,13 @@ def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ids of the rollouts whose documents questions read."""
     ids: list[int] = []
-    token_rows = facts.token_rows
+    token_rows = readable.token_rows
 
     def noted(contents: Any, positions: Any, names: Any) -> Any:
         ids.extend(contents.index.at("trajectory_id", positions).tolist())
         return token_rows(contents, positions, names)
 
-    monkeypatch.setattr(facts, "token_rows", noted)
+    monkeypatch.setattr(readable, "token_rows", noted)
     return ids
 
 
@@ -265,16 +265,16 @@ def test_other_tools_read_the_table() -> None:
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda question: question.where("taks = 1").ids(), "where: 'taks = 1': there is no fact 'taks'; .* 'task'"),
+        (lambda question: question.where("taks = 1").ids(), "where: 'taks = 1': there is no column 'taks'; .* 'task'"),
         (lambda question: question.where("outcome >").ids(), "where: 'outcome >': unable to parse"),
         (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
-        (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all trajectories"),
+        (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all rows"),
         (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),
         (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
         (lambda question: question.where(" "), "must be an expression of SQL"),
         (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
         (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
-        (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no fact"),
+        (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
         (lambda question: question.limit(-1), "limit"),
         (lambda question: question.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
         (lambda question: question.sql("selec"), "sql: .selec.: it must be a SELECT"),
@@ -290,6 +290,10 @@ def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], s
 
 
 def test_the_package_that_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(MissingDependencyError, match=r"trajstore\[query\]"):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "polars", None)
+        with pytest.raises(MissingDependencyError, match=r"trajstore\[query\]"):
+            TrajectoryReplayBuffer().query().ids()
+    monkeypatch.setattr(pl, "__version__", "1.44.2")
+    with pytest.raises(MissingDependencyError, match=r"'polars>=2': .*trajstore\[query\]"):
         TrajectoryReplayBuffer().query().ids()

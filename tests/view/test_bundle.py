@@ -292,7 +292,7 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--bundle", "out", "--port", "8421"], "--port has no effect with --bundle"),
         (["--bundle", "out", "--host", "127.0.0.1"], "--host has no effect with --bundle"),
         (["--where", "outcome > 0"], "--where has no effect without --bundle"),
-        (["--bundle", "out", "--where", "taks = 1"], "there is no fact 'taks'"),
+        (["--bundle", "out", "--where", "taks = 1"], "there is no column 'taks'"),
     ],
 )
 def test_what_has_no_effect_is_refused(

@@ -52,7 +52,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.run("document.querySelector('#filter').value = ''")
         page.keys("#filter", "taks = 1\n")
         page.expected_errors.append("status of 400")
-        page.until("document.querySelector('.refused').textContent.includes(\"there is no fact 'taks'\")")
+        page.until("document.querySelector('.refused').textContent.includes(\"there is no column 'taks'\")")
 
 
 def test_a_long_table_is_scrolled_to_any_row(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -218,7 +218,7 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("page?where=taks%20%3D%201", "where: 'taks = 1': there is no fact 'taks'"),
+        ("page?where=taks%20%3D%201", "where: 'taks = 1': there is no column 'taks'"),
         ("page?order=nothing", "order_by: 'nothing'"),
         ("page?first=-1", "first"),
         ("page?count=x", "count: 'x', must be a whole number"),

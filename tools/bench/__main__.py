@@ -1,6 +1,6 @@
 """Run benchmarks: ``python -m tools.bench [t1 t2 ...] [--json] [--repeats 7] [--scale 1.0] [--folder DIR]``.
 
-Prints one JSON line per figure, and a table in the end. Needs up to 4 GB of disk and a few minutes
+Prints one JSON line per figure, and a table in the end. Needs up to 8 GB of disk and a few minutes
 for all, t16 (verl) eight more.
 """
 

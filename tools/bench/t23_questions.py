@@ -3,10 +3,17 @@
 The stores are made as for T8, with 1,000 tasks, outcomes and scores that differ. Times are of a question asked again of
 the same contents, as ``rows()``; the first one, which makes the table of facts, is a figure of its own without a
 target. ``processor_ms`` is the time of all threads: of a busy machine, it says what the clock would on a quiet one.
+
+Then questions about what lies in rollouts: 100,000 of 1,000 tokens and seven messages, each with text of its own,
+beside DuckDB over the same messages and tokens in Parquet. ``memory`` is the most memory that is no file's, of a
+process that asks, above what it had with the store open.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,9 +23,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.t08_open import write_store
+from tools.bench.timing import in_child, status_bytes
+from tools.bench.workloads import agent_trajectory
 from trajstore import TrajectoryReplayBuffer
 from trajstore.files.opening import open_directory
 from trajstore.querying import Query
@@ -46,6 +56,20 @@ QUESTIONS: dict[str, tuple[Callable[[Query], object], str]] = {
     ),
 }
 """By name: the question, and the same for DuckDB."""
+
+WITHIN: dict[str, tuple[str, str]] = {
+    "messages by role": ("messages", "select role, count(*) from messages group by role"),
+    "messages that have a text": (
+        "messages",
+        "select count(*) from messages where role = 'assistant' and content like '%zq%'",
+    ),
+    "messages of one task": ("messages", "select turn, content from messages where task = 'task-7'"),
+    "mean log-prob of tokens by version": (
+        "tokens",
+        "select version_high, avg(old_log_probs) from tokens where loss_mask = 1 group by version_high",
+    ),
+}
+"""By name: relation and statement."""
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -80,6 +104,59 @@ def figures(options: Options) -> Iterator[Figure]:
         yield from _memory(folder, total, table.estimated_size())
         connection.close()
         reader.close()
+    yield from _within(options)
+
+
+def _within(options: Options) -> Iterator[Figure]:
+    """Yield the time of each question about messages and tokens, and the memory of one that reads all of them."""
+    import duckdb
+
+    total = options.count(100_000, 800)
+    folder = options.folder / "rollouts"
+    random = torch.Generator().manual_seed(3)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(folder), sample_window_size=0) as writer:
+        for first in range(0, total, 100):
+            writer.add_trajectories([agent_trajectory(random, at) for at in range(first, min(first + 100, total))])
+    reader = TrajectoryReplayBuffer.open(folder)
+    connection = duckdb.connect()
+    for relation, own in {"messages": "turn, role, content", "tokens": "loss_mask, old_log_probs"}.items():
+        parquet = options.folder / f"{relation}.parquet"
+        stream = reader.query().stream(f"select trajectory_id, task, version_high, {own} from {relation}")
+        connection.register("stream", stream)
+        connection.execute(f"copy (select * from stream) to '{parquet}'")
+        connection.execute(f"create view {relation} as select * from '{parquet}'")
+        connection.unregister("stream")
+    for name, (_, text) in WITHIN.items():
+        ours, theirs = _in_turn(
+            options.repeats,
+            partial(lambda text: reader.query().sql(text).rows(), text),
+            partial(lambda text: connection.execute(text).fetchall(), text),
+        )
+        details = {"processor_ms": ours[1], "duckdb_ms": theirs[0], "duckdb_processor_ms": theirs[1]}
+        yield Figure("T23", f"{name}, {total:,} rollouts", ours[0], None, "ms", details=details)
+    for relation in ("messages", "tokens"):
+        text = next(text for one, text in WITHIN.values() if one == relation)
+        memory = in_child("tools.bench.t23_questions", folder, text)
+        yield Figure("T23", f"all {relation} of {total:,} rollouts, memory", memory / 1e6, None, "MB")
+    connection.close()
+    reader.close()
+
+
+def _child(folder: str, text: str) -> None:
+    reader = TrajectoryReplayBuffer.open(folder)
+    reader.query().table()
+    before, most, ended = status_bytes("RssAnon"), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            most[0] = max(most[0], status_bytes("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    reader.query().sql(text)
+    ended.set()
+    watcher.join()
+    sys.stdout.write(json.dumps(max(most[0] - before, 0)))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
@@ -119,3 +196,7 @@ def _facts(total: int, texts: StringTable) -> dict[str, npt.NDArray[Any]]:
         "version_low": versions,
         "version_high": versions,
     }
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

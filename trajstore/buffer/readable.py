@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.arguments import check_instance, check_kind, columns_or_none, whole
+from trajstore.arguments import check_instance, check_kind, columns_or_none, one_of, whole
 from trajstore.buffer.backing import Backing
 from trajstore.buffer.internals import Internals
 from trajstore.buffer.moved import OF_BUFFERS, Moved
@@ -17,7 +18,8 @@ from trajstore.buffer.view import View
 from trajstore.columns.fields import nest
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
-from trajstore.querying import Facts, Query
+from trajstore.querying import RELATIONS, Facts, Query
+from trajstore.querying.relations import TRAJECTORIES, scan
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
 from trajstore.sampling.base import Drawn, Sampler
@@ -165,7 +167,9 @@ class ReadableBuffer(Moved):
         return self._internals.update(sampler, drawn, priorities)
 
     def get(self, trajectory_id: int | str) -> AnyTrajectory:
-        """Return a trajectory by id, its tensors copied.
+        """Return a copy of a trajectory, by id. What is changed in it does not reach the store.
+
+        Scores, corrections and tags of what is stored are given with :func:`trajstore.annotate`.
 
         Args:
             trajectory_id: as a number, or as it is shown: ``"3/17"`` of a run's rank 3.
@@ -180,13 +184,25 @@ class ReadableBuffer(Moved):
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def query(self) -> Query:
-        """Ask about the facts of the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
+    def query(self, relation: str = "trajectories") -> Query:
+        """Ask about the trajectories: ``query().where("task = 't3' and outcome > 0").ids()``.
 
         The index has the facts of rollouts; those of earlier layouts are read with the first question, and kept.
+        Messages, tokens and steps are read from the trajectories of which the conditions on facts hold.
         Needs Polars (extra ``query``).
+
+        Args:
+            relation: what a row is: ``"trajectories"``; a message or token of a rollout (``"messages"``, ``"tokens"``);
+                a step of an environment of a block (``"steps"``).
+
+        Raises:
+            ConfigurationError: there is no such relation.
         """
-        return Query(self._facts.table)
+        return Query(
+            self._facts.table,
+            partial(scan, self._view.locked),
+            one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
+        )
 
     @property
     def seed(self) -> int | None:

@@ -49,6 +49,14 @@ class Output:
         shown = visible(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
         self._stream.write(shown + "\n")
 
+    def data(self, text: str) -> None:
+        """Write text for another program, unchanged; on a terminal it is made visible."""
+        if self._stream.isatty():
+            for line in text.splitlines():
+                self.line(line)
+            return
+        self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
+
     def text(self, text: str, limit: int) -> None:
         """Write text of any number of lines, each behind a bar, so that none passes for a line of the report."""
         kept, left = text[:limit], len(text) - limit

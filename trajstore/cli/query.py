@@ -1,4 +1,4 @@
-"""``trajstore list`` and ``trajstore query``: the facts of trajectories, asked."""
+"""``trajstore list`` and ``trajstore query``: trajectories, and what lies in them, asked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from trajstore.cli.command import Command
-from trajstore.cli.output import Output
+from trajstore.cli.output import Output, shortened
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -18,9 +18,13 @@ SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version
 """Facts that ``list`` shows unless told otherwise, those left out that are null for all."""
 
 
+_WIDTH = 100
+"""Characters of a cell in a table, which says how many more there are."""
+
+
 def _configure_query(parser: ArgumentParser) -> None:
     _configure_place(parser)
-    parser.add_argument("sql", metavar="SQL", help="statement about the table 'trajectories'")
+    parser.add_argument("sql", metavar="SQL", help="statement about 'trajectories', 'messages', 'tokens' or 'steps'")
     _configure_form(parser)
 
 
@@ -32,7 +36,11 @@ def _configure_list(parser: ArgumentParser) -> None:
         "--sort", metavar="NAMES", default="trajectory_id desc", help="facts to sort by (default: %(default)s)"
     )
     parser.add_argument("--limit", metavar="N", type=int, default=20, help="show N; 0 = all (default: %(default)s)")
-    parser.add_argument("--facts", action="store_true", help="show which facts there are, and end")
+    parser.add_argument(
+        "--facts",
+        action="store_true",
+        help="show which facts there are, and which columns 'query' has besides, and end",
+    )
     _configure_form(parser)
 
 
@@ -54,15 +62,20 @@ def _query(options: Namespace) -> Query:
 
 
 def _run_query(options: Namespace, out: Output) -> int:
-    _write(_query(options).sql(options.sql), options, out)
+    if options.csv:
+        for number, part in enumerate(_query(options).stream(options.sql)):
+            out.data(part.write_csv(include_header=number == 0))
+    else:
+        _write(_query(options).sql(options.sql), options, out)
     return 0
 
 
 def _run_list(options: Namespace, out: Output) -> int:
     if options.facts:
-        from trajstore.querying import FACTS
+        from trajstore.querying import FACTS, RELATIONS
 
-        out.table(list(FACTS.items()))
+        below = [(f"{name}.{column}", what) for name, own in RELATIONS.items() for column, what in own.items()]
+        out.table([*FACTS.items(), *below])
         return 0
     question = _query(options).order_by(*_names(options.sort))
     if options.where:
@@ -97,14 +110,13 @@ def _write(table: DataFrame, options: Namespace, out: Output) -> None:
         out.json([{name: plain(value) for name, value in row.items()} for row in table.to_dicts()])
         return
     if options.csv:
-        for line in table.write_csv().splitlines():
-            out.line(line)
+        out.data(table.write_csv())
         return
     numbers = [at for at, kind in enumerate(table.dtypes) if kind.is_numeric()]
     rows = [
         [shown_fact(name, value) for name, value in zip(table.columns, row, strict=True)] for row in table.iter_rows()
     ]
-    out.table([table.columns, *rows], right=numbers)
+    out.table([table.columns, *([shortened(cell, _WIDTH) for cell in row] for row in rows)], right=numbers)
 
 
 def plain(value: Any) -> Any:
@@ -138,10 +150,12 @@ LIST = Command(
 
 QUERY = Command(
     name="query",
-    summary="answer a question in SQL about trajectories",
+    summary="answer a question in SQL about trajectories, messages, tokens or steps",
     description=(
-        "Answer a statement of SQL about the table 'trajectories', one row each, facts as columns "
-        "(trajstore list PATH --facts). Needs Polars (extra 'query')."
+        "Answer a statement of SQL about the tables 'trajectories', one row each with facts as columns, 'messages' and "
+        "'tokens' of rollouts, and 'steps' of blocks; these have the facts of their trajectory besides "
+        "(trajstore list PATH --facts). What cannot be read is named and left out. In the table that is shown, long "
+        "texts are cut; --json and --csv have all of them. Needs Polars (extra 'query')."
     ),
     configure=_configure_query,
     run=_run_query,

@@ -246,7 +246,7 @@ class DrawingHandle(Moved):
             return sampler.update(drawn.ids, drawn.samples, priorities)
 
     def get(self, trajectory_id: int) -> AnyTrajectory:
-        """Return a trajectory by id.
+        """Return a copy of a trajectory, by id; see :meth:`TrajectoryReplayBuffer.get`.
 
         Raises:
             TrajectoryUnavailableError: there is none.

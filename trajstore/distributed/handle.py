@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from trajstore.arguments import check_kind
+from trajstore.arguments import check_kind, one_of
 from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import flatten_all
 from trajstore.closing import Closing
@@ -21,9 +21,15 @@ from trajstore.distributed.routes import Routes
 from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.starting import everywhere, start_stores
-from trajstore.errors import StoreNotFoundError, StoreUnreachableError
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError
 from trajstore.mirroring.options import MirrorState
+from trajstore.querying import RELATIONS, Query
+from trajstore.querying.engine import polars
+from trajstore.querying.relations import TRAJECTORIES
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 
 class DistributedReplayBuffer(RestorableHandle, Closing):
@@ -148,6 +154,42 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             StoreUnreachableError, StoreWriteError: see :meth:`Receipt.committed`.
         """
         self._outbox.flush(timeout)
+
+    # -- asking -----------------------------------------------------------------------------------
+
+    def query(self, relation: str = "trajectories") -> Query:
+        """Ask about the trajectories of all stores; see :meth:`TrajectoryReplayBuffer.query`.
+
+        Each answer takes the facts of all trajectories, some 126 bytes each, from the stores. Needs Polars (extra
+        ``query``), here and there.
+
+        Args:
+            relation: ``"trajectories"``; what lies in them is asked where their directories are.
+
+        Raises:
+            ConfigurationError: another relation is asked for; says how to ask it.
+            StoreUnreachableError: of the answer; a store does not answer.
+        """
+        one_of("relation", relation, (TRAJECTORIES, *RELATIONS))
+        if relation != TRAJECTORIES:
+            path = next(iter(self._stores.described().values())).path
+            raise ConfigurationError(
+                f"relation: {relation!r} is not asked over a handle, which has the facts of trajectories only; on a "
+                f"machine that has the directories: TrajectoryReplayBuffer.open({path!r}).query({relation!r})"
+            )
+        return Query(self._facts)
+
+    def _facts(self) -> DataFrame:
+        """Return the facts of all trajectories, the oldest first.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        self._check_open()
+        found = self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "facts")
+        tables = [found[rank] for rank in sorted(found)]
+        facts: DataFrame = polars().concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
+        return facts
 
     # -- changing ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from trajstore.mirroring.options import MirrorState, as_mirror
 from trajstore.sampling.base import Drawn, IntArray
 from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 MOST_STORES = 1024
 """Store r gives out ids that are r modulo this, so that ids tell whose they are, however many stores there are."""
@@ -216,6 +219,17 @@ class StoreServer:
             TrajectoryUnavailableError: there is no such one.
         """
         return [self._buffer.get(number) for number in ids]
+
+    def facts(self) -> DataFrame:
+        """Return the facts of the trajectories that are here; see :meth:`TrajectoryReplayBuffer.query`.
+
+        Raises:
+            MissingDependencyError: Polars is not installed on this node.
+        """
+        from trajstore.querying.engine import polars
+
+        rank = polars().lit(self._about.rank, polars().Int64).alias("rank")
+        return self._buffer.query().table().with_columns(rank)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories; see :meth:`Internals.extents`."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +37,11 @@ from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import is_worth_keeping, plan_admissions
 from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory, Reward
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+    from trajstore.querying import Query
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +129,45 @@ class KeptPool:
     def task2trajectories(self) -> dict[str, list[AgentTrajectory]]:
         """``{task_id: [trajectory, ...]}``, oldest first. Reads the whole pool from the store; all are copies."""
         return copy.deepcopy(self._held())
+
+    def query(self, relation: str = "trajectories") -> Query:
+        """Ask about the histories that the pool holds; see :meth:`TrajectoryReplayBuffer.query`.
+
+        Facts besides: ``difficulty`` of the task (null where it has none), ``pool_entropy`` (of the history when it
+        entered, in nats), ``uses`` (how often it was drawn), ``demonstration``. Needs Polars (extra ``query``).
+
+        Args:
+            relation: what a row is: ``"trajectories"``, ``"messages"``, ``"tokens"``.
+
+        Raises:
+            ConfigurationError: the pool is in memory; or there is no such relation.
+        """
+        whole = self._ledger.query(relation)
+        return replace(whole, facts=lambda: self._told(whole.facts()))
+
+    def _told(self, facts: DataFrame) -> DataFrame:
+        """Return the facts of what is in the pool, with those that only the pool knows."""
+        from trajstore.querying.engine import polars  # a pool in memory needs none of it
+
+        entries = list(self._state.all_entries())
+        known = polars().DataFrame(
+            {
+                "trajectory_id": [entry.trajectory_id for entry in entries],
+                "difficulty": [self._state.buckets.difficulty(entry.task_id) for entry in entries],
+                "pool_entropy": [entry.entropy for entry in entries],
+                "uses": self._state.uses_of(entries),
+                "demonstration": [entry.is_demonstration for entry in entries],
+            },
+            schema={
+                **dict.fromkeys(("trajectory_id", "difficulty"), polars().Int64),
+                "pool_entropy": polars().Float64,
+                "uses": polars().Int64,
+                "demonstration": polars().Boolean,
+            },
+        )
+        others = facts.drop(known.columns[1:], strict=False)
+        found: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
+        return found
 
     @property
     def tokenizer_fingerprint(self) -> str:

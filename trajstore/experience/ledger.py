@@ -12,10 +12,11 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajstore.errors import StoreError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.experience import journal
 from trajstore.experience.entry import Departure, PoolEntry
 from trajstore.experience.journal import PoolState, TaskChange
@@ -23,8 +24,11 @@ from trajstore.experience.outcomes import outcome_of
 from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
 from trajstore.experience.selection import AdmissionPlan
-from trajstore.experience.store import PoolStore
+from trajstore.experience.store import BufferStore, PoolStore
 from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.querying import Query
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +82,19 @@ class PoolLedger:
     def store_id(self) -> str:
         """Tells the stores of pools apart."""
         return self._store.store_id
+
+    def query(self, relation: str) -> Query:
+        """Ask about all that the store has.
+
+        Raises:
+            ConfigurationError: the store has no index.
+        """
+        if not isinstance(self._store, BufferStore):
+            raise ConfigurationError(
+                "query: the pool is not kept in a buffer, which would have the facts; give it one, "
+                "store=BufferStore.open(path)"
+            )
+        return self._store.query(relation)
 
     def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
         """Return entries with their records, which are not to be changed.

@@ -21,6 +21,7 @@ from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+    from trajstore.querying import Query
 
 LEAST_CAPACITY = 256
 """Trajectories that a store must keep at the least, so that it never evicts the newest snapshot of a pool."""
@@ -200,6 +201,10 @@ class BufferStore:
         from trajstore.buffer.internals import internals_of
 
         return internals_of(self._buffer).outcomes_given()
+
+    def query(self, relation: str) -> Query:
+        """Ask about all that is stored, the pool's own records and what has left the pool included."""
+        return self._buffer.query(relation)
 
     def flush(self) -> None:
         """As :meth:`PoolStore.flush`."""

@@ -11,10 +11,12 @@ def polars() -> ModuleType:
     """Return Polars.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: it is not installed, or a version before 2, whose scans and streams are others.
     """
     try:
         import polars
     except ImportError:
         raise MissingDependencyError("polars", "query") from None
+    if int(polars.__version__.partition(".")[0]) < 2:
+        raise MissingDependencyError("polars>=2", "query")
     return polars

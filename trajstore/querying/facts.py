@@ -5,34 +5,27 @@ The index has them. Facts of rollouts that an earlier layout did not write are r
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.facts import DOCUMENT_FACTS, SCORE, facts_of
 from trajstore.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
-from trajstore.columns.schema import DOCUMENT
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError, listed
 from trajstore.querying.engine import polars
+from trajstore.querying.readable import TOGETHER, Faults, Locked, of_documents, readable, tell
 from trajstore.reading.contents import Contents
 from trajstore.reading.slots import UNAVAILABLE
-from trajstore.reading.tokens import TokenRows, token_rows
 from trajstore.store.facts import NOTE, NOTE_TEXT, TEXTS, TOLD, is_text
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.packing import StringTable
-from trajstore.store.run_ids import rank_of_id, shown_id
+from trajstore.store.run_ids import rank_of_id
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 IntArray = npt.NDArray[np.int64]
 
@@ -58,18 +51,7 @@ FACTS: Mapping[str, str] = {
 Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
 """
 
-_TOGETHER = 1024
-"""Documents that are read at a time; those that add or draw meanwhile wait no longer than for these."""
-
-
 Keep = Callable[[IntArray, npt.NDArray[np.void], list[dict[str, Any]]], None]
-
-
-class Locked(Protocol):
-    """Calls with the contents of a buffer, whose lock is held meanwhile."""
-
-    def __call__(self, call: Callable[[Contents], T]) -> T:
-        """Return what the call returns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,44 +176,14 @@ class Facts:
 
     def _read(self, ids: IntArray) -> list[dict[str, Any] | None]:
         """Return what the documents of rollouts tell; None of those that cannot be read, which a warning names."""
-        found: list[dict[str, Any] | None] = []
-        faults: list[tuple[int, Exception]] = []
-        for first in range(0, len(ids), _TOGETHER):
-            some = ids[first : first + _TOGETHER]
-            try:
-                found += self._read_together(some)
-            except (TrajstoreError, OSError):  # one spoils it for all: one by one
-                for number in some:
-                    try:
-                        found += self._read_together(np.array([number]))
-                    except (TrajstoreError, OSError) as error:
-                        found.append(None)
-                        faults.append((int(number), error))
-        if faults:
-            logger.warning(
-                "the facts of %d trajectories cannot be read and are null in this question: %s; the first: %s",
-                len(faults),
-                listed(shown_id(number) for number, _ in faults),
-                faults[0][1],
-            )
-        return found
-
-    def _read_together(self, ids: IntArray) -> list[dict[str, Any] | None]:
-        def find(contents: Contents) -> TokenRows:
-            positions = contents.index.find_many(ids)
-            if len(gone := ids[positions < 0]):
-                raise TrajectoryUnavailableError(f"trajectory {shown_id(int(gone[0]))} has been evicted meanwhile")
-            return token_rows(contents, positions, [DOCUMENT])
-
-        rows = self._locked(find)
-        try:
-            return [facts_of(document) for document in rows.documents()]
-        except (TypeError, AttributeError, ValueError) as error:
-            raise CorruptStoreError(
-                f"a document of trajectories {listed(map(shown_id, ids.tolist()))}: {error}"
-            ) from error
-        finally:
-            rows.end()
+        found: dict[int, dict[str, Any]] = {}
+        faults: Faults = []
+        for first in range(0, len(ids), TOGETHER):
+            some = ids[first : first + TOGETHER]
+            for numbers, facts in readable(some, lambda ids: of_documents(self._locked, ids, facts_of), faults):
+                found |= zip(numbers.tolist(), facts, strict=True)
+        tell(faults, "the facts of %d trajectories cannot be read and are null in this question")
+        return [found.get(number) for number in ids.tolist()]
 
 
 def _known(column: npt.NDArray[Any], unknown: int) -> Series:

@@ -14,9 +14,11 @@ import numpy.typing as npt
 from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError, listed
 from trajstore.querying.engine import polars
+from trajstore.querying.relations import RELATIONS, TRAJECTORIES, shown_columns
+from trajstore.querying.stream import Stream
 
 if TYPE_CHECKING:
-    from polars import DataFrame, Expr, Series
+    from polars import DataFrame, Expr, LazyFrame, Series
 
 T = TypeVar("T")
 
@@ -27,16 +29,25 @@ _SELECT = re.compile(r"(\s|--[^\n]*\n|/\*.*?\*/|\()*(select|with|from)\b", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question about the facts of trajectories (``trajstore.querying.FACTS``), in expressions of SQL.
+    """A question about trajectories, or about what lies in them, in expressions of SQL.
+
+    Its rows are those of a relation: of ``trajectories`` the facts (``trajstore.querying.FACTS``); of ``messages``,
+    ``tokens`` and ``steps`` what ``trajstore.querying.RELATIONS`` says, beside which each fact of the row's trajectory
+    can be named.
 
     Each method returns a new question; nothing is read before :meth:`ids`, :meth:`table`, :meth:`rows`, :meth:`count`
-    or :meth:`sql` asks for the answer, which is of the trajectories shown at that moment.
+    or :meth:`sql` asks for the answer, which is of the trajectories shown at that moment, or :meth:`stream`, whose rows
+    are read while they are taken.
 
     Attributes:
         facts: returns the table of facts.
+        scan: returns rows of a relation, of trajectories with these facts; None where there are none.
+        relation: whose rows these are.
     """
 
     facts: Callable[[], DataFrame]
+    scan: Callable[[str, DataFrame], LazyFrame] | None = None
+    relation: str = TRAJECTORIES
     _conditions: tuple[str, ...] = ()
     _columns: tuple[str, ...] = ()
     _groups: tuple[str, ...] = ()
@@ -44,7 +55,7 @@ class Query:
     _limit: int | None = None
 
     def where(self, condition: str) -> Query:
-        """Keep the trajectories of which a condition holds: ``"task = 't3' and outcome > 0"``; all that were given."""
+        """Keep the rows of which a condition holds: ``"task = 't3' and outcome > 0"``; all that were given."""
         return replace(self, _conditions=(*self._conditions, _text("where", condition)))
 
     def select(self, *columns: str) -> Query:
@@ -52,7 +63,7 @@ class Query:
         return replace(self, _columns=(*self._columns, *(_text("select", one) for one in columns)))
 
     def group_by(self, *columns: str) -> Query:
-        """Make one row of all trajectories that are equal in these; without :meth:`select` it counts them."""
+        """Make one row of all rows that are equal in these; without :meth:`select` it counts them."""
         return replace(self, _groups=(*self._groups, *(_text("group_by", one) for one in columns)))
 
     def order_by(self, *columns: str) -> Query:
@@ -64,22 +75,24 @@ class Query:
         return replace(self, _limit=whole("limit", count, 0))
 
     def ids(self) -> npt.NDArray[np.int64]:
-        """Return the ids of the trajectories, int64 ``[n]``, for ``get``, ``evict``, ``token_rows``.
+        """Return the ids of the rows' trajectories, each once, int64 ``[n]``, for ``get``, ``evict``, ``annotate``.
 
         Raises:
-            ConfigurationError: an expression is wrong; says where. Or the question groups trajectories.
+            ConfigurationError: an expression is wrong; says where. Or the question groups rows.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
         if self._groups:
-            raise ConfigurationError(
-                "ids: the question groups trajectories, so its rows have no ids; ask without group_by"
-            )
-        ids: npt.NDArray[np.int64] = self._first(self._kept())["trajectory_id"].to_numpy()
+            raise ConfigurationError("ids: the question groups rows, so its rows have no ids; ask without group_by")
+        rows = self._limited(self._sorted(self._kept())).select("trajectory_id")
+        if self.relation != TRAJECTORIES:
+            rows = rows.unique(maintain_order=True)
+        ids: npt.NDArray[np.int64] = self._collected(rows)["trajectory_id"].to_numpy()
         return ids
 
     def count(self) -> int:
         """Return how many rows the answer has."""
-        return len(self.table())
+        number: int = self._collected(self._plan().select(polars().len())).item()
+        return number
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the answer as one dict for each row."""
@@ -92,22 +105,12 @@ class Query:
             ConfigurationError: an expression is wrong; says where.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
-        kept = self._kept()
-        if self._groups:
-            groups = [_expression("group_by", one, kept) for one in self._groups]
-            columns = [_expression("select", one, kept) for one in self._columns or ("count(*) as count",)]
-            grouped = _answered(
-                "select", self._columns, kept, lambda: kept.group_by(groups, maintain_order=True).agg(columns)
-            )
-            return self._first(grouped)
-        if not self._columns:
-            return self._first(kept)
-        ordered = self._sorted(kept)  # all of it: what is selected may be an aggregate
-        columns = [_expression("select", one, kept) for one in self._columns]
-        return self._limited(_answered("select", self._columns, kept, lambda: ordered.select(columns)))
+        return self._collected(self._plan())
 
     def sql(self, text: str) -> DataFrame:
-        """Return the answer to a whole statement about the table ``trajectories``: the rows of this question.
+        """Return the answer to a whole statement about the table that is called as the relation: this question's rows.
+
+        A question about trajectories has tables ``messages``, ``tokens`` and ``steps`` besides, of its trajectories.
 
         Args:
             text: ``"select task, avg(outcome) as mean from trajectories group by task order by mean"``.
@@ -116,69 +119,102 @@ class Query:
             ConfigurationError: the statement is wrong; says where.
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
+        plan = self._statement(text)
+        return _answered("sql", (text,), plan, lambda: plan.collect(engine="streaming"))
+
+    def stream(self, text: str | None = None) -> Stream:
+        """Return the answer in batches, of which few are in memory: for more rows than that has.
+
+        It is of the trajectories that are shown now, however often and however late it is read.
+
+        Args:
+            text: a statement, as for :meth:`sql`; None = the answer that :meth:`table` returns.
+
+        Raises:
+            ConfigurationError: an expression or the statement is wrong; says where.
+            MissingDependencyError: Polars is not installed (extra ``query``).
+        """
+        return Stream(self._plan() if text is None else self._statement(text))
+
+    def _statement(self, text: str) -> LazyFrame:
         if not _SELECT.match(_text("sql", text)):
             raise ConfigurationError(f"sql: {text!r}: it must be a SELECT, perhaps after WITH")
-        table = self.table()
-        context = polars().SQLContext({"trajectories": table})
-        result: DataFrame = _answered("sql", (text,), table, lambda: context.execute(text, eager=True))
-        return result
+        plan = self._plan(every=True)
+        frames = {self.relation: plan}
+        if self.relation == TRAJECTORIES and self.scan is not None and not self._groups:
+            shown = self._collected(self._limited(self._sorted(self._kept())))
+            frames |= {name: self.scan(name, shown) for name in RELATIONS}
+        context = polars().SQLContext(frames)
+        names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
+        try:
+            return _answered("sql", (text,), names, lambda: _checked(context.execute(text, eager=False)))
+        except ConfigurationError as error:
+            if "relation" not in str(error):
+                raise
+            raise ConfigurationError(f"{error}; there is {listed(frames)}") from None
 
-    def _kept(self) -> DataFrame:
-        """Return the facts of the trajectories of which all conditions hold."""
-        table = self.facts()
+    def _plan(self, *, every: bool = False) -> LazyFrame:
+        """Return how the answer is made.
+
+        Args:
+            every: with all columns where none is chosen, facts besides.
+        """
+        kept = self._kept()
+        if self._groups:
+            groups = [_expression("group_by", one, kept) for one in self._groups]
+            columns = [_expression("select", one, kept) for one in self._columns or ("count(*) as count",)]
+            grouped = kept.group_by(groups, maintain_order=True).agg(columns)
+            return self._limited(self._sorted(_answered("select", self._columns, kept, lambda: _checked(grouped))))
+        ordered = self._sorted(kept)  # all of it: what is selected may be an aggregate
+        if self._columns:
+            chosen = ordered.select([_expression("select", one, kept) for one in self._columns])
+            return self._limited(_answered("select", self._columns, kept, lambda: _checked(chosen)))
+        if not every and self.relation != TRAJECTORIES:
+            ordered = ordered.select(shown_columns(self.relation))
+        return self._limited(ordered)
+
+    def _kept(self) -> LazyFrame:
+        """Return the rows of which all conditions hold."""
+        facts = self.facts()
+        table = facts.lazy() if self.scan is None or self.relation == TRAJECTORIES else self.scan(self.relation, facts)
         for text in self._conditions:
             table = table.filter(_mask(text, table))
         return table
 
-    def _sorted(self, table: DataFrame) -> DataFrame:
+    def _sorted(self, table: LazyFrame) -> LazyFrame:
         if not self._order:
             return table
-        by, down = self._keys(table)
-        return _answered(
-            "order_by",
-            self._order,
-            table,
-            lambda: table.sort(by, descending=down, nulls_last=True, maintain_order=True),
-        )
-
-    def _first(self, table: DataFrame) -> DataFrame:
-        """Return the sorted rows up to the limit, without moving the others."""
-        if not self._order or self._limit is None:
-            return self._limited(self._sorted(table))
-        by, down = self._keys(table)
-        named = [one.alias(str(at)) for at, one in enumerate(by)]
-        keys = _answered("order_by", self._order, table, lambda: table.select(named))
-        if len(keys) != len(table):  # no key depends on the row
-            return self._limited(self._sorted(table))
-        at = polars().arg_sort_by(keys.columns, descending=down, nulls_last=True, maintain_order=True)
-        rows = _answered("order_by", self._order, table, lambda: keys.select(at.head(self._limit)).to_series())
-        found: DataFrame = table[rows]
-        return found
-
-    def _keys(self, table: DataFrame) -> tuple[list[Expr], list[bool]]:
-        """Return what rows are sorted by, and which of it downwards."""
         parts = [_ORDER.fullmatch(text) for text in self._order]
         by = [_expression("order_by", part["what"], table) for part in parts if part]
-        return by, [(part["way"] or "asc").lower() == "desc" for part in parts if part]
+        down = [(part["way"] or "asc").lower() == "desc" for part in parts if part]
+        ordered = table.sort(by, descending=down, nulls_last=True, maintain_order=True)
+        return _answered("order_by", self._order, table, lambda: _checked(ordered))
 
-    def _limited(self, table: DataFrame) -> DataFrame:
+    def _limited(self, table: LazyFrame) -> LazyFrame:
         return table if self._limit is None else table.head(self._limit)
 
+    def _collected(self, plan: LazyFrame) -> DataFrame:
+        texts = (*self._conditions, *self._groups, *self._columns, *self._order)
+        return _answered("query", texts, plan, lambda: plan.collect(engine="streaming"))
 
-def _mask(text: str, table: DataFrame) -> Series:
+
+def _checked(table: LazyFrame) -> LazyFrame:
+    """Return a table whose columns can be named: Polars refuses here what does not fit."""
+    table.collect_schema()
+    return table
+
+
+def _mask(text: str, table: LazyFrame) -> Expr:
     """Return of which rows a condition holds."""
     pl = polars()
     condition = _expression("where", text, table)
-    found: Series = _answered("where", (text,), table, lambda: table.select(condition).to_series())
+    none = pl.DataFrame(schema=table.collect_schema())
+    found: Series = _answered("where", (text,), table, lambda: none.select(condition).to_series())
     if found.dtype not in (pl.Boolean, pl.Null):
-        raise ConfigurationError(f"where: {text!r} is {found.dtype}, not true or false for each trajectory")
-    if len(found) == len(table):
-        mask: Series = found.cast(pl.Boolean)
-        return mask
-    if condition.meta.root_names():
-        raise ConfigurationError(f"where: {text!r} is one value for all trajectories; group_by has aggregates")
-    same: Series = pl.Series([found[0]] * len(table), dtype=pl.Boolean)
-    return same
+        raise ConfigurationError(f"where: {text!r} is {found.dtype}, not true or false for each row")
+    if len(found) and condition.meta.root_names():
+        raise ConfigurationError(f"where: {text!r} is one value for all rows; group_by has aggregates")
+    return condition.cast(pl.Boolean) if found.dtype == pl.Null else condition
 
 
 def _text(where: str, text: Any) -> str:
@@ -187,17 +223,24 @@ def _text(where: str, text: Any) -> str:
     return text
 
 
-def _expression(where: str, text: str, table: DataFrame) -> Expr:
+def _expression(where: str, text: str, table: LazyFrame) -> Expr:
     pl = polars()
     expression: Expr = _answered(where, (text,), table, lambda: pl.sql_expr(text))
-    unknown = [name for name in expression.meta.root_names() if name not in table.columns and name != "*"]
+    names = table.collect_schema().names()
+    unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:
-        raise _refusal(where, text, f"there is no fact {unknown[0]!r}", table, unknown[0])
+        raise _refusal(where, text, "", names, unknown[0])
     return expression
 
 
-def _answered(where: str, texts: Sequence[str], table: DataFrame, call: Callable[[], T]) -> T:
+def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame, call: Callable[[], T]) -> T:
     """Return what Polars returns.
+
+    Args:
+        where: the part of the question that it is asked for.
+        texts: of this part.
+        names: of the columns there are, or the table that has them.
+        call: asks Polars.
 
     Raises:
         ConfigurationError: it refuses; says which part of the question, and why.
@@ -208,18 +251,15 @@ def _answered(where: str, texts: Sequence[str], table: DataFrame, call: Callable
     except pl.exceptions.PolarsError as error:
         reason = str(error).split("\n")[0].strip()
         unknown = re.search(r'column "([^"]*)"', reason) if "valid columns" in reason else None
-        raise _refusal(
-            where,
-            ", ".join(texts),
-            f"there is no fact {unknown[1]!r}" if unknown else reason,
-            table,
-            unknown[1] if unknown else None,
-        ) from None
+        raise _refusal(where, ", ".join(texts), reason, names, unknown[1] if unknown else None) from None
 
 
-def _refusal(where: str, text: str, reason: str, table: DataFrame, name: str | None) -> ConfigurationError:
-    hint = ""
-    if name is not None:
-        close = get_close_matches(name, table.columns, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; there are {listed(table.columns, 40)}"
-    return ConfigurationError(f"{where}: {text!r}: {reason}{hint}")
+def _refusal(
+    where: str, text: str, reason: str, names: Sequence[str] | LazyFrame, unknown: str | None
+) -> ConfigurationError:
+    if unknown is not None:
+        names = names if isinstance(names, Sequence) else names.collect_schema().names()
+        close = get_close_matches(unknown, names, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {listed(names, 40)}"
+        reason = f"there is no column {unknown!r}; {hint}"
+    return ConfigurationError(f"{where}: {text!r}: {reason}")

@@ -1,0 +1,355 @@
+"""Questions about messages, tokens and steps, against plain loops over what was added."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.querying.test_query import read  # noqa: F401
+from tests.stores import writer_to
+from tests.test_golden import GOLDEN
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore.errors import ConfigurationError
+from trajstore.querying import RELATIONS, Stream, relations
+
+pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+Row = dict[str, Any]
+
+
+def conversation(task: str, said: list[Row], outcome: float | None = None) -> AgentTrajectory:
+    return AgentTrajectory(messages=said, input_ids=torch.arange(3), task_id=task, reward=Reward(outcome=outcome))
+
+
+def messages_of(added: list[AgentTrajectory]) -> list[Row]:
+    """Every message of every rollout, as the relation has it."""
+    rows = []
+    for number, rollout in enumerate(added):
+        turn = 0
+        for at, one in enumerate(rollout.messages):
+            turn += one.get("role") == "assistant"
+            texts = {name: one.get(name) for name in ("role", "content", "tool_calls")}
+            rows.append(
+                {"trajectory_id": number, "task": rollout.task_id or None, "message": at, "turn": turn}
+                | {name: v if v is None or isinstance(v, str) else _json(v) for name, v in texts.items()}
+                | {"json": _json(one), "outcome": rollout.reward.outcome if rollout.reward else None}
+            )
+    return rows
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
+    "role = 'assistant'": lambda row: row["role"] == "assistant",
+    "task = 't1'": lambda row: row["task"] == "t1",
+    "outcome > 0": lambda row: (row["outcome"] or 0) > 0,
+    "task = 't1' and role = 'tool'": lambda row: row["task"] == "t1" and row["role"] == "tool",
+    "outcome > 0 or role = 'user'": lambda row: (row["outcome"] or 0) > 0 or row["role"] == "user",
+    "content like '%\u00e9%'": lambda row: "\u00e9" in (row["content"] or ""),
+    "tool_calls is not null and turn = 1": lambda row: row["tool_calls"] is not None and row["turn"] == 1,
+    "task is null and (message = 0 or turn > 1)": lambda row: (
+        not row["task"] and (not row["message"] or row["turn"] > 1)
+    ),
+    "1 = 1": lambda row: True,
+}
+
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={
+        "content": st.sampled_from(
+            ["caf\u00e9", "", "a\r\nb\x00\u2028", None, [{"type": "text", "text": "\u00e9"}], 7]
+        ),
+        "tool_calls": st.sampled_from([None, [{"function": {"name": "find", "arguments": "{}"}}], []]),
+        "name": st.just("x"),
+    },
+)
+conversations = st.lists(
+    st.builds(
+        conversation,
+        st.sampled_from(["t1", "t2", ""]),
+        st.lists(message, max_size=4),
+        st.sampled_from([None, 0.0, 1.0]),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(conversations, st.lists(st.sampled_from(list(CONDITIONS)), max_size=2), st.integers(0, 5), st.integers(1, 3))
+def test_questions_about_messages_agree_with_plain_loops(
+    added: list[AgentTrajectory], conditions: list[str], limit: int, together: int
+) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    if added:
+        buffer.add_trajectories(added)
+    kept = [row for row in messages_of(added) if all(CONDITIONS[condition](row) for condition in conditions)]
+    shown = [{name: value for name, value in row.items() if name != "outcome"} for row in kept]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relations, "TOGETHER", together)
+        question = buffer.query("messages")
+        for condition in conditions:
+            question = question.where(condition)
+        assert question.rows() == shown
+        assert question.limit(limit).rows() == shown[:limit]
+        assert question.count() == len(kept)
+        assert question.ids().tolist() == list(dict.fromkeys(row["trajectory_id"] for row in kept))
+        assert [row for part in question.stream() for row in part.to_dicts()] == shown
+        order = sorted(shown, key=lambda row: (-row["message"], row["trajectory_id"]))
+        assert question.order_by("message desc", "trajectory_id").limit(limit).rows() == order[:limit]
+        grouped = {(row["role"], row["outcome"]): row["n"] for row in _groups(question)}
+        assert grouped == Counter((row["role"], row["outcome"]) for row in kept)
+        where = f"where {' and '.join(f'({one})' for one in conditions)}" if conditions else ""
+        text = f"select role, outcome, count(*) as n from messages {where} group by role, outcome"
+        assert {(row["role"], row["outcome"]): row["n"] for row in buffer.query().sql(text).to_dicts()} == grouped
+
+
+def _groups(question: Any) -> list[Row]:
+    rows: list[Row] = question.group_by("role", "outcome").select("count(*) as n").rows()
+    return rows
+
+
+def tokens(length: int, prompt: int, scored: bool, dtype: torch.dtype = torch.float32) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.arange(length) * 3,
+        loss_mask=(torch.arange(length) >= prompt) if scored else None,
+        response_start=prompt,
+        old_log_probs=-torch.arange(length - prompt).to(dtype) / 4 if scored else None,
+        task_id=f"{length}",
+        policy_version=length,
+    )
+
+
+def block(steps: int, batch: int, chunk: int, epochs: int, number: int) -> Trajectory:
+    extra = torch.Generator().manual_seed(number)
+    return Trajectory(
+        actions=torch.zeros(steps, batch, 2),
+        rewards=torch.rand(steps, batch, chunk, generator=extra),
+        dones=torch.rand(steps + epochs, batch, chunk, generator=extra) < 0.3,
+        versions=torch.full((steps, batch, 1), float(number)),
+        prev_values=torch.rand(steps + epochs, batch, 1, generator=extra),
+        curr_obs={"states": torch.zeros(steps, batch, 3)},
+    )
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+def test_tokens_are_rows(tmp_path: Path, trajectory_format: Any) -> None:
+    added = [
+        tokens(7, 3, True),
+        tokens(5, 5, False),
+        tokens(4, 0, True, torch.float64),
+        tokens(6, 2, True, torch.bfloat16),
+    ]
+    with writer_to(tmp_path, trajectory_format=trajectory_format) as writer:
+        writer.add_trajectories([*added[:2], block(4, 2, 1, 0, 1), *added[2:]])
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        expected = []
+        for number, rollout in zip([0, 1, 3, 4], added, strict=True):
+            length, prompt = len(rollout.input_ids), rollout.response_start
+            for at in range(length):
+                scored = rollout.loss_mask is not None
+                value = rollout.old_log_probs[at - prompt].item() if scored and at >= prompt else None
+                expected.append((number, at, 3 * at, int(at >= prompt) if scored else None, value))
+        asked = reader.query("tokens").select("trajectory_id", "position", "input_ids", "loss_mask", "old_log_probs")
+        assert [tuple(row.values()) for row in asked.rows()] == expected
+        means = reader.query("tokens").group_by("version_high").select("avg(old_log_probs) as mean").rows()
+        assert means == [{"version_high": len(one.input_ids), "mean": _mean(one.old_log_probs)} for one in added]
+        assert reader.query("tokens").where("entropys is null and task = '7'").count() == 7
+
+
+def _mean(values: torch.Tensor | None) -> float | None:
+    return None if values is None else values.double().mean().item()
+
+
+@pytest.mark.parametrize("trajectory_format", ["pt", "zarr"])
+def test_steps_are_rows_without_the_extra_ones(tmp_path: Path, trajectory_format: Any) -> None:
+    blocks = [block(4, 3, 2, 2, 0), block(2, 1, 2, 2, 1), block(6, 2, 1, 0, 2)]
+    with writer_to(tmp_path, trajectory_format=trajectory_format) as writer:
+        writer.add_trajectories([blocks[0], tokens(4, 1, True), *blocks[1:]])
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        expected = []
+        for number, one in zip([0, 2, 3], blocks, strict=True):
+            steps, batch = one.rewards.shape[:2]
+            epochs = len(one.dones) - steps
+            for t in range(steps):
+                epoch = t // (steps // epochs) if epochs else 0
+                for b in range(batch):
+                    done = one.dones[t + epoch + (1 if epochs else 0), b]
+                    value = one.prev_values[t + epoch, b, 0].item()
+                    total = one.rewards[t, b].double().sum().item()
+                    version = int(one.versions[t, b, 0])
+                    expected.append((number, t, b, total, bool(done.any()), value, version, None))
+        names = ("trajectory_id", "step", "environment", "rewards", "dones", "prev_values", "versions", "truncations")
+        assert [tuple(row.values()) for row in reader.query("steps").select(*names).rows()] == expected
+        text = (
+            "select trajectory_id, sum(rewards) as total from steps where samples > 5 group by trajectory_id order by 1"
+        )
+        totals = {number: 0.0 for number, *_ in expected if number != 2}
+        for number, *_, total, _, _, _, _ in (row[:8] for row in expected):
+            if number in totals:
+                totals[number] += total
+        found = dict(reader.query().sql(text).iter_rows())
+        assert found.keys() == totals.keys()
+        assert np.allclose(list(found.values()), list(totals.values()))
+
+
+def test_whole_versions_and_empty_chunks_come_as_they_are() -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    version = 2**53 + 1
+    versions = torch.full((1, 2), version)
+    buffer.add_trajectories([Trajectory(rewards=torch.rand(1, 2, 0)), Trajectory(rewards=versions, versions=versions)])
+    rows = buffer.query("steps").select("trajectory_id", "rewards", "prev_values", "versions").rows()
+    assert [tuple(row.values()) for row in rows] == [
+        *[(0, 0.0, None, None)] * 2,
+        *[(1, float(version), None, version)] * 2,
+    ]
+
+
+def test_facts_choose_what_is_read(tmp_path: Path, read: list[int]) -> None:  # noqa: F811
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path))
+    said = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "there"}]
+    buffer.add_trajectories([conversation(f"t{n % 4}", said, float(n % 2)) for n in range(12)])
+    annotate(buffer, [3, 7], {"judge": [0.5, 0.25], "role": "a role of its own"})
+    buffer.flush()
+    text = "select task, count(*) from messages where role = 'user' and outcome = 1 and task = 't3' group by task"
+    assert buffer.query().sql(text).rows() == [("t3", 3)]
+    assert read == [3, 7, 11]
+    read.clear()
+    assert buffer.query("messages").where("judge > 0.3").where("role = 'user'").ids().tolist() == [3]
+    assert buffer.query().where("judge < 0.3").sql("select role from messages").rows() == [("user",), ("assistant",)]
+    assert read == [3, 7]
+
+
+def test_no_more_is_read_than_wanted(read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(relations, "TOGETHER", 2)
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([conversation("t", [{"role": "user", "content": str(n)}]) for n in range(400)])
+    assert [row["content"] for row in buffer.query("messages").limit(3).rows()] == ["0", "1", "2"]
+    assert len(read) <= 4
+
+
+def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(GOLDEN / "rollouts_6", tmp_path / "store")
+    shard = next((tmp_path / "store" / "shards").iterdir())
+    content = shard.read_bytes()
+    at = content.index(b'"second"')
+    shard.write_bytes(content[:at] + b'{"/{[[[[' + content[at + 8 :])
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        found = reader.query("messages").where("role is not null").ids().tolist()
+        assert found == [0, 2]
+        assert caplog.messages[-1].startswith(
+            "1 trajectories cannot be read, so their messages are not in the answer: 1"
+        )
+        assert len(set(reader.query("tokens").ids().tolist())) == 3  # the tokens of it are as they were
+
+
+@pytest.mark.parametrize("relation", ["tokens", "steps"])
+def test_a_lost_file_takes_the_same_rows_from_every_answer(tmp_path: Path, relation: str) -> None:
+    with writer_to(tmp_path) as writer:
+        for number in range(3):
+            writer.add_trajectories([tokens(4, 2, True) if relation == "tokens" else block(2, 2, 1, 0, number)])
+            writer.flush()
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        sorted((tmp_path / "shards").iterdir())[1].unlink()
+        assert reader.query(relation).ids().tolist() == [0, 2]
+        assert reader.query(relation).count() == len(reader.query(relation).rows()) == 8
+        assert reader.query().sql(f"select count(*) from {relation}").item() == 8
+
+
+def test_a_stream_is_of_one_moment_and_can_be_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    duckdb, pandas = pytest.importorskip("duckdb"), pytest.importorskip("pandas")
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    with writer_to(tmp_path) as writer:
+        said = [{"role": "user", "content": "caf\u00e9"}, {"role": "assistant"}, {"role": "tool", "content": "x" * 900}]
+        writer.add_trajectories([conversation(f"t{n % 3}", said[: 1 + n % 3], float(n % 2)) for n in range(3000)])
+        asked = (
+            writer.query("messages").where("outcome > 0").select("task", "role", "content").order_by("message").stream()
+        )
+        assert isinstance(asked, Stream)
+        writer.add_trajectories([conversation("later", said, 1.0)])
+        whole = writer.query("messages").where("outcome > 0 and task != 'later'")
+        expected = whole.select("task", "role", "content").order_by("message").table()
+        counts = Counter(expected["role"].to_list())
+        for _ in range(2):
+            assert dict(duckdb.sql("select role, count(*) from asked group by role").fetchall()) == counts
+            assert pl.DataFrame(asked).equals(expected)
+        assert len(pandas.DataFrame.from_arrow(asked)) == len(expected)
+        assert (
+            datasets.Dataset(pyarrow.table(asked)).filter(lambda row: row["role"] == "tool").num_rows == counts["tool"]
+        )
+        first = next(iter(pyarrow.RecordBatchReader.from_stream(asked)))  # and the rest is never asked for
+        assert first.column("role")[0].as_py() == "user"
+        grouped = writer.query().stream("select role, count(*) as n from messages group by role order by n")
+        assert pandas.DataFrame.from_arrow(grouped)["n"].tolist() == sorted(
+            Counter(writer.query("messages").table()["role"]).values()
+        )
+        writer.evict([1, 3])
+        assert len(pl.DataFrame(asked)) == len(expected) - 2 - 1
+        assert "2 trajectories cannot be read, so their messages are not in the answer: 1, 3; the first" in caplog.text
+
+
+def test_ranks_and_pins_are_asked(tmp_path: Path) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as buffer:
+            buffer.add_trajectories([conversation("t", [{"role": "user", "content": f"of {rank}"}])])
+            buffer.flush()
+            buffer.points.pin("first")
+            buffer.evict([0] if rank else [])
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        assert reader.query("messages").select("rank", "content").rows() == [{"rank": 0, "content": "of 0"}]
+    with TrajectoryReplayBuffer.open(tmp_path / "rank_1", pin="first") as reader:
+        assert reader.query("messages").select("content").rows() == [{"content": "of 1"}]
+
+
+def test_steps_of_rlinf_are_asked(shared_fixtures: Path) -> None:
+    path = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
+    with TrajectoryReplayBuffer.open(path) as reader:
+        there = [number for number in reader.trajectory_ids.tolist() if _is_there(reader, number)]
+        expected = [reader.get(number).rewards.double().sum().item() for number in there]
+        found = reader.query("steps").group_by("trajectory_id").select("sum(rewards) as total").rows()
+        assert [row["trajectory_id"] for row in found] == there
+        assert np.allclose([row["total"] for row in found], expected)
+
+
+def _is_there(reader: TrajectoryReplayBuffer, number: int) -> bool:
+    return bool(reader.query().where(f"trajectory_id = {number} and readable").count())
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda b: b.query("mesages"), "relation: 'mesages', must be one of 'trajectories', 'messages'"),
+        (lambda b: b.query("messages").where("rolle = 'x'").rows(), "no column 'rolle'; did you mean 'role'"),
+        (lambda b: b.query("tokens").where("position").rows(), "is Int64, not true or false"),
+        (lambda b: b.query("messages").group_by("role").ids(), "rows have no ids"),
+        (lambda b: b.query().sql("select rolle from messages"), "no column 'rolle'; did you mean 'role'"),
+        (lambda b: b.query().stream("select 1 from mesages"), "there is trajectories, messages, tokens, steps"),
+        (lambda b: b.query("messages").sql("select 1 from tokens"), "there is messages"),
+        (lambda b: b.query("messages").where("content > 3").rows(), "cannot compare"),
+        (lambda b: b.query("messages").where("cast(content as int) > 3").rows(), "query: .*conversion"),
+    ],
+)
+def test_a_wrong_question_is_told_where_it_is_wrong(ask: Callable[[Any], Any], said: str) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([conversation("t", [{"role": "user", "content": "no number"}])])
+    with pytest.raises(ConfigurationError, match=said):
+        ask(buffer)
+
+
+def test_every_column_is_there_in_an_empty_answer() -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    for name, columns in RELATIONS.items():
+        assert buffer.query(name).table().columns == ["trajectory_id", "task", *columns]
+        [none] = buffer.query(name).stream()
+        assert none.columns == ["trajectory_id", "task", *columns]

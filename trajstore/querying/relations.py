@@ -1,0 +1,123 @@
+"""What lies in trajectories, as rows: messages and tokens of rollouts, steps of blocks. Read while an answer is made.
+
+A relation is scanned: trajectories are read in portions, as Polars asks for rows. What a condition says of facts alone
+chooses among trajectories before any is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trajstore.columns.portions import portions
+from trajstore.querying import messages, rows
+from trajstore.querying.engine import polars
+from trajstore.querying.readable import TOGETHER, Faults, IntArray, Locked, readable, tell
+
+if TYPE_CHECKING:
+    from polars import DataFrame, Expr, LazyFrame, Series
+
+TRAJECTORIES = "trajectories"
+"""The relation of facts, one row for each trajectory."""
+
+_BYTES = 16 << 20
+"""Of the trajectories that are read at a time, unless one alone has more."""
+
+Read = Callable[[Locked, IntArray, Sequence[str]], tuple[IntArray, dict[str, "Series"]]]
+"""Returns how many rows each trajectory has, ``[n]``, and the columns asked for of all their rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    of: str
+    columns: Mapping[str, tuple[str, str]]
+    read: Read
+
+
+_KINDS = {
+    "messages": _Kind("agent", messages.COLUMNS, messages.read),
+    "tokens": _Kind("agent", rows.TOKENS, rows.read_tokens),
+    "steps": _Kind("step", rows.STEPS, rows.read_steps),
+}
+
+RELATIONS: Mapping[str, Mapping[str, str]] = {
+    name: {column: what for column, (_, what) in kind.columns.items()} for name, kind in _KINDS.items()
+}
+"""Relations that are read from trajectories, and their columns. Each fact of a row's trajectory is one besides."""
+
+
+def shown_columns(relation: str) -> list[str]:
+    """Return the columns of an answer that does not say which it wants."""
+    return ["trajectory_id", "task", *_KINDS[relation].columns]
+
+
+def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
+    """Return the rows of some trajectories, which are read when an answer is made.
+
+    Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
+
+    Args:
+        locked: gives access to the contents of the buffer.
+        relation: of :data:`RELATIONS`.
+        facts: of the trajectories, in the order of their rows; those of another kind have none.
+    """
+    pl = polars()
+    from polars.io.plugins import register_io_source
+
+    kind = _KINDS[relation]
+    facts = facts.filter(pl.col("kind") == kind.of)
+    own = {name: getattr(pl, dtype) for name, (dtype, _) in kind.columns.items()}
+    others = {name: dtype for name, dtype in facts.schema.items() if name not in own}
+    schema = {name: (own | others)[name] for name in ("trajectory_id", "task", *own, *others)}
+
+    def source(
+        wanted: list[str] | None, condition: Expr | None, most: int | None, _: int | None
+    ) -> Iterator[DataFrame]:
+        wanted = list(schema) if wanted is None else wanted
+        chosen, rest = facts, []
+        for part in _parts(condition):
+            if own.keys() & part.meta.root_names():
+                rest.append(part)
+            else:
+                chosen = chosen.filter(part)
+        needed = dict.fromkeys([*wanted, *(name for part in rest for name in part.meta.root_names())])
+        read = [name for name in needed if name in own]
+        beside = chosen.select(name for name in needed if name not in own)
+        faults: Faults = []
+        try:
+            for ids, at in _portions(chosen):
+                for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, read), faults):
+                    which = np.repeat(at[np.isin(ids, some)], counts)
+                    frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
+                    found = frame.filter(*rest).select(wanted) if rest else frame.select(wanted)
+                    found = found if most is None else found.head(most)
+                    most = None if most is None else most - len(found)
+                    yield found
+                    if most == 0:
+                        return
+        finally:
+            tell(faults, f"%d trajectories cannot be read, so their {relation} are not in the answer")
+
+    found: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
+    return found
+
+
+def _portions(facts: DataFrame) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield ids of trajectories that are read together, and their rows among the facts."""
+    ids, sizes = facts["trajectory_id"].to_numpy(), facts["bytes"].to_list()
+    for some, _ in portions(range(len(ids)), _BYTES, lambda at: sizes[at], most=TOGETHER):
+        at = np.array(some, np.int64)
+        yield ids[at], at
+
+
+def _parts(condition: Expr | None) -> list[Expr]:
+    """Return conditions that all must hold where the given one does."""
+    if condition is None:
+        return []
+    below = condition.meta.pop()
+    if len(below) == 2 and (below[1] & below[0]).meta.eq(condition):
+        return [*_parts(below[1]), *_parts(below[0])]
+    return [condition]
