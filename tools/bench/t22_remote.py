@@ -132,7 +132,10 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, list[fl
         for work in works.values():
             work()
         calls = CALLS * repeats
-        took = dict(zip(works, in_turn(list(works.values()), calls, CALLS)[0], strict=True))
+        times, used = in_turn(list(works.values()), calls, CALLS)
+        took = dict(zip(works, times, strict=True)) | {
+            f"thread_{name}": of for name, of in zip(works, used, strict=True)
+        }
         for stores in (1, 4):
             other = DistributedReplayBuffer.connect(f"stores-{stores}", refresh_interval=3600.0)
             with ReplayLoader(other, batch_size=BATCH) as loader:

@@ -20,7 +20,7 @@ import torch
 
 from trajstore.columns.memory import aligned
 from trajstore.columns.schema import ColumnSpec
-from trajstore.errors import SchemaMismatchError
+from trajstore.errors import SchemaMismatchError, StoreError
 from trajstore.machine_code import kernels
 from trajstore.reading.gather import allocate
 from trajstore.sampling.base import Drawn
@@ -42,17 +42,20 @@ def pieces_of(nbytes: int) -> int:
 
 def request(drawn: Drawn, columns: Sequence[str] | None, pieces: int) -> bytes:
     """Return what asks for rows that were drawn, or for some of their columns, in so many pieces."""
-    head = orjson.dumps([columns if columns is None else list(columns), pieces])
-    return b"".join([_BEGIN.pack(len(head), len(drawn)), head, drawn.ids.tobytes(), drawn.samples.tobytes()])
+    told = [part for part in (drawn.ids, drawn.samples, drawn.names) if part is not None]
+    head = orjson.dumps([columns, pieces, len(told)])
+    return b"".join(
+        [_BEGIN.pack(len(head), len(drawn)), head, *(np.asarray(part, np.int64).tobytes() for part in told)]
+    )
 
 
-def requested(asked: bytes) -> tuple[Drawn, list[str] | None, int]:
-    """Return what :func:`request` was given."""
+def requested(asked: bytes) -> tuple[Drawn, Sequence[str] | None, int]:
+    """Return what :func:`request` was given; of the rows, which they are."""
     length, count = _BEGIN.unpack_from(asked)
     start = _BEGIN.size + length
-    columns, pieces = orjson.loads(asked[_BEGIN.size : start])
-    numbers = np.frombuffer(asked, np.int64, 2 * count, start)
-    return Drawn(numbers[:count], numbers[count:]), columns, pieces
+    columns, pieces, parts = orjson.loads(asked[_BEGIN.size : start])
+    told = np.frombuffer(asked, np.int64, parts * count, start).reshape(parts, count)
+    return Drawn(told[0], told[1], names=told[2] if parts > 2 else None), columns, pieces
 
 
 def pack(rows: Mapping[str, torch.Tensor], pieces: int) -> tuple[Block, ...]:
@@ -128,6 +131,7 @@ def united(
     Raises:
         SchemaMismatchError: the stores differ in their columns.
         ConfigurationError: a tensor of ``out`` does not fit.
+        StoreError: a store gave another number of rows than it was asked for.
     """
     specs = parts[0].specs
     addresses = np.array(
@@ -135,7 +139,9 @@ def united(
     )
     count = sum(map(len, places))
     slots, rows = np.empty(count, np.int64), np.empty((1, count), np.int64)
-    for slot, at in enumerate(places):
+    for slot, (part, at) in enumerate(zip(parts, places, strict=True)):
+        if part.count != len(at):
+            raise StoreError(f"a store gave {part.count} of {len(at)} rows: all machines must have the same trajstore")
         slots[at], rows[0, at] = slot, np.arange(len(at))
     targets = allocate(specs, count, out)
     kernels().copy_rows(
