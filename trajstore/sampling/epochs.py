@@ -15,7 +15,7 @@ from trajstore.arguments import one_of, whole, whole_or_none
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 from trajstore.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
 from trajstore.sampling.permutation import permuted
-from trajstore.sampling.roster import Growing, Roster
+from trajstore.sampling.roster import Growing, Roster, searched
 from trajstore.sampling.states import (
     OF_WHOM,
     array_in,
@@ -85,7 +85,7 @@ class EpochSampler(Sampler):
             places = np.arange(self._place, min(total, self._place + still_wanted))
             self._place += len(places)
             rows = permuted(places, total, self._key)
-            entries = np.searchsorted(self._ends, rows, side="right")
+            entries = searched(self._ends, rows, "right")
             of, here, then = self._ids[entries], self._roster.find(self._ids[entries]), self._names[entries]
             there = here >= 0
             now = self._roster.names[here[there]]  # with other names, another store was loaded that has this id too
