@@ -70,8 +70,8 @@ def pack(rows: Mapping[str, torch.Tensor], pieces: int) -> tuple[Block, ...]:
     sizes = [one.nbytes for one in tensors]
     starts = _starts(head, sizes)
     block = np.empty(starts[-1], np.uint8)
-    _BEGIN.pack_into(block, 0, len(head), len(tensors[0]) if tensors else 0)
-    block[_BEGIN.size : _BEGIN.size + len(head)] = np.frombuffer(head, np.uint8)
+    begin = _BEGIN.pack(len(head), len(tensors[0]) if tensors else 0) + head
+    block[: len(begin)] = np.frombuffer(begin, np.uint8)
     targets = np.array(starts[:-1], np.int64) + block.ctypes.data
     kernels().copy_blocks(targets, np.array([one.data_ptr() for one in tensors], np.int64), np.array(sizes, np.int64))
     if pieces == 1:
@@ -101,8 +101,9 @@ class Part:
     @classmethod
     def unpacked(cls, pieces: Sequence[Block]) -> Part:
         """Return what :func:`pack` has packed."""
-        block = np.frombuffer(pieces[0] if len(pieces) == 1 else b"".join(pieces), np.uint8)
-        length, count = _BEGIN.unpack_from(block)
+        parts = [np.frombuffer(piece, np.uint8) for piece in pieces]
+        block = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        length, count = _BEGIN.unpack_from(block.data)
         head = block[_BEGIN.size : _BEGIN.size + length].tobytes()
         specs = _specs(head)
         starts = _starts(head, [count * spec.row_nbytes for spec in specs])
