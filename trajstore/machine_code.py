@@ -69,5 +69,5 @@ def begin_kernels() -> None:
 
 
 def tree_kernels() -> Any:
-    """Return the module of kernels that search sum trees."""
+    """Return the module of kernels that search sum trees and compute orders."""
     return _machine_code.get("trajstore.sampling._tree_kernels")

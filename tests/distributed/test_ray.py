@@ -24,6 +24,7 @@ from trajstore.errors import (
     StoreNotFoundError,
     StoreUnreachableError,
     StoreWriteError,
+    TrajectoryUnavailableError,
 )
 from trajstore.feeding import ReplayLoader
 from trajstore.inspection.verify import verify
@@ -49,6 +50,7 @@ from trajstore.distributed import (  # noqa: E402
     receive,
     starting,
 )
+from trajstore.distributed.actors import Stores  # noqa: E402
 from trajstore.distributed.options import HandleOptions  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
@@ -289,6 +291,47 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
     learner.clear()
     with pytest.raises(EmptyBufferError, match="no store that answers has a trajectory"):
         learner.sample(4)
+    handle.stop()
+
+
+def test_rows_of_stores_elsewhere_come_in_pieces(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = create("pieces", tmp_path, stores=2, refresh_interval=3600.0)
+    ids = [handle.add_trajectories([witness(key, scale=200)]).committed(120)[0] for key in range(8)]
+    handle.refresh()
+    near = handle.draw(3001)
+    expected = handle.read(near)
+    asked: list[int] = []
+    submit = Stores.submit
+
+    def counted(*arguments: Any, pieces: int = 1) -> Any:
+        asked.append(pieces)
+        return submit(*arguments, pieces=pieces)
+
+    monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
+    monkeypatch.setattr(Stores, "submit", counted)
+    learner = DistributedReplayBuffer.connect("pieces", refresh_interval=3600.0, patience=30.0)
+    for count in (3001, 3001, 17, 2000):  # the first rows tell how much a row takes
+        found = learner.read(near.at(slice(count)))
+        check_batch(found)
+        assert torch.equal(found["curr_obs"]["tag"], expected["curr_obs"]["tag"][:count])
+    assert max(asked) > 2
+    out = {"forward_inputs.mask": torch.zeros(3100, 2, dtype=torch.bfloat16)}
+    for _ in range(2):
+        found = learner.read(near, columns=["forward_inputs.mask"], out=out)
+        assert torch.equal(found["forward_inputs"]["mask"], expected["forward_inputs"]["mask"])
+        assert found["forward_inputs"]["mask"].data_ptr() == out["forward_inputs.mask"].data_ptr()
+    with pytest.raises(ConfigurationError, match="columns: 'rewards' is one text"):
+        learner.read(near, columns="rewards")
+    learner.refresh()
+    handle.evict(ids[:1])
+    with pytest.raises(TrajectoryUnavailableError):
+        learner.read(near)
+    for rank in range(2):  # Ray starts them again
+        ray.kill(ray.get_actor(f"pieces/rank_{rank}", namespace="trajstore"), no_restart=False)
+    left = near.at(near.ids != ids[0])
+    check_batch(learner.read(left))
     handle.stop()
 
 

@@ -14,6 +14,7 @@ from tests.distributed.test_server import equal, ids_of, parcel_of, server
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.columns.fields import nest
 from trajstore.distributed.census import Census
+from trajstore.distributed.packed import requested
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.server import ServedStore, StoreServer
 from trajstore.sampling.draws import Draws
@@ -30,8 +31,10 @@ class Here:
     def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
         return replace(self.servers[rank].describe(), host=socket.gethostname())
 
-    def ask(self, arguments: Any, method: str, seconds: float) -> tuple[dict[int, Any], dict[int, Exception]]:
-        self.asked += sum(len(given[0]) for given in arguments.values())
+    def ask(
+        self, arguments: Any, method: str, seconds: float, pieces: Any = None
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        self.asked += sum(len(requested(given[0])[0]) for given in arguments.values())
         return {rank: getattr(self.servers[rank], method)(*given) for rank, given in arguments.items()}, {}
 
 

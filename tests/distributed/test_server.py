@@ -16,9 +16,11 @@ from trajstore.buffer.content_watch import ContentWatch
 from trajstore.buffer.intake import flatten_all
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.conversion import flatten
+from trajstore.columns.fields import nest
 from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
 from trajstore.distributed.known import Known
+from trajstore.distributed.packed import Part, request, united
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, split, unpack
 from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
 from trajstore.distributed.shipment import Watermarks
@@ -281,10 +283,11 @@ def test_rows_are_those_of_a_buffer(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(tmp_path / "rank_0")
         expected = reader.read(drawn)
-    found = one.read(drawn, ["rewards", "forward_inputs.mask", "curr_obs.tag"])
-    assert np.array_equal(found["curr_obs.tag"], expected["curr_obs"]["tag"].numpy())
-    assert torch.equal(torch.as_tensor(found["rewards"]), expected["rewards"])
-    assert isinstance(found["forward_inputs.mask"], torch.Tensor)  # numpy has no bfloat16
+    for pieces in (1, 2, 7, 500):
+        sent = one.read(request(drawn, None, pieces))
+        assert len(sent) == pieces
+        found = united([Part.unpacked(sent)], [np.arange(len(drawn))], None)
+        assert equal(nest(found), expected)  # also bfloat16, which numpy has not
     one.evict([0])
     one.evict([0])  # a caller that got no answer asks again
     with pytest.raises(TrajectoryUnavailableError):

@@ -29,6 +29,20 @@ def test_permutations_are_uniform() -> None:
     assert fits(list(Counter(orders).values()), [1] * 720)
 
 
+@pytest.mark.parametrize(
+    ("count", "key", "found"),
+    [
+        (4_097, 0, [1088, 2239]),
+        (20_000_000, 2**62 + 12345, [11408821, 13697752]),
+        (2**40 + 3, 99, [274328727690, 673421006873]),
+        (2**61, 2**63 - 1, [1568382844824654366, 2061801922306091447]),
+    ],
+)
+def test_an_order_is_the_same_for_ever(count: int, key: int, found: list[int]) -> None:
+    """States of epochs have the key alone."""
+    assert permuted(np.array([0, count - 1]), count, key).tolist() == found
+
+
 def test_long_permutations_are_uniform() -> None:
     """What stands first, what follows what, and whether neighbours stay neighbours."""
     firsts = np.array([permuted(np.array([0, 1, 4999]), 5000, key) for key in range(2000)])

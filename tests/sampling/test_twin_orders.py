@@ -71,12 +71,17 @@ class GroupTwin(SamplerTwin):
         self.note(told(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)), rows)
 
     @precondition(lambda self: self.rows)
-    @rule(count=st.integers(1, 5), reload=st.booleans())
-    def draw(self, count: int, reload: bool) -> None:
+    @rule(count=st.integers(1, 5), window=st.integers(0, 12), reload=st.booleans())
+    def draw(self, count: int, window: int, reload: bool) -> None:
         before = self.generator.get_state()
-        drawn = self.drawn(self.sampler, count)
+        first = sorted(self.rows)[-window:][0] if window else None
+        drawn = self.drawn(self.sampler, count, first)
         expected = {
-            task: [number for number, (its, version) in self.rows.items() if its == task and self.is_young(version)]
+            task: [
+                number
+                for number, (its, version) in self.rows.items()
+                if its == task and self.is_young(version) and number >= (first or 0)
+            ]
             for task, _ in self.rows.values()
         }
         good = {task: numbers[-self.MOST :] for task, numbers in expected.items() if len(numbers) >= self.LEAST}
@@ -91,15 +96,15 @@ class GroupTwin(SamplerTwin):
         other.added(told(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows]))
         other.load_state_dict(self.sampler.state_dict())
         self.generator.set_state(before)
-        assert self.drawn(other, count) == drawn
+        assert self.drawn(other, count, first) == drawn
         self.sampler = other
 
     def is_young(self, version: int) -> bool:
         return version >= self.newest - self.MAX_AGE
 
-    def drawn(self, sampler: GroupSampler, count: int) -> list[int]:
+    def drawn(self, sampler: GroupSampler, count: int, first: int | None) -> list[int]:
         try:
-            drawn: Drawn = sampler.draw(count, self.generator)
+            drawn: Drawn = sampler.draw(count, self.generator, first)
         except EmptyBufferError:
             return []
         return drawn.ids.tolist()  # type: ignore[no-any-return]

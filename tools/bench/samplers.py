@@ -15,13 +15,15 @@ import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options
-from tools.bench.timing import alternate
+from tools.bench.timing import alternate, seconds
 from trajstore import sampling
 from trajstore.sampling import Additions, Priorities, Sampler, WeightedSampler
 
 BATCH = 1024
 SAMPLES = 1000
 TRAJECTORIES = (10, 1_000, 100_000)
+MANY = 1_000_000
+WINDOWS = (None, 100, 10_000, 500_000)
 
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "uniform by tree": WeightedSampler,
@@ -51,6 +53,22 @@ def figures(options: Options) -> Iterator[Figure]:
         yield Figure(
             "SAMPLERS", f"{name}, draw of {count}: most rows ÷ fewest", times[-1] / times[0], None, details=details
         )
+        del samplers, works
+        yield _windows(name, make(), count, options)
+
+
+def _windows(name: str, sampler: Sampler, count: int, options: Options) -> Figure:
+    """Return the figure of the slowest window."""
+    many, repeats = options.count(MANY, 1_000), max(20, options.repeats)
+    _filled(sampler, many, 20)
+    generator = torch.Generator().manual_seed(0)
+    times, begins = {}, {}
+    for window in WINDOWS:
+        work = partial(sampler.draw, count, generator, None if window is None else max(0, many - window))
+        begins[f"ms_first_{window or 'all'}"] = 1e3 * seconds(work)
+        times[f"ms_{window or 'all'}"] = 1e3 * statistics.median(seconds(work) for _ in range(repeats))
+    what = f"{name}, draw of {count} at {many:,} trajectories, the worst window"
+    return Figure("SAMPLERS", what, max(times.values()), 1.0, unit="ms", details=times | begins)
 
 
 def _bare(counts: Sequence[int], options: Options) -> Figure:
@@ -74,8 +92,8 @@ def sampler_draws_rows(name: str) -> bool:
     return name not in ("freshest", "least used", "groups of 10", "uses with a pause")
 
 
-def _filled(sampler: Sampler, trajectories: int) -> Sampler:
+def _filled(sampler: Sampler, trajectories: int, samples: int = SAMPLES) -> Sampler:
     ids = np.arange(trajectories)
     tasks = [f"task {number // 10}" for number in ids.tolist()] if sampler.needs_tasks else None
-    sampler.added(Additions(ids, np.full(trajectories, SAMPLES), ids * 10 // trajectories, tasks))
+    sampler.added(Additions(ids, np.full(trajectories, samples), ids * 10 // trajectories, tasks))
     return sampler

@@ -10,10 +10,8 @@ now this one first and now that, medians of all calls.
 
 from __future__ import annotations
 
-import random
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options, SkippedError
-from tools.bench.timing import processor_seconds, ratio, seconds
+from tools.bench.timing import in_turn, processor_seconds, ratio, seconds
 from tools.bench.workloads import agent_trajectory, nbytes, state_trajectory
 from trajstore import TrajectoryReplayBuffer
 
@@ -163,7 +161,9 @@ def _sampling(options: Options, stores: int) -> Figure:
     handle.flush()
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(folder / "rank_0" if stores == 1 else folder)
-        took, used = _in_turn([lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)], CALLS * options.repeats)
+        took, used = in_turn(
+            [lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)], CALLS * options.repeats, CALLS
+        )
     handle.stop()
     details = {
         "us": median(took[0]) * 1e6,
@@ -176,21 +176,3 @@ def _sampling(options: Options, stores: int) -> Figure:
     else:
         name, target = f"the same, {stores} stores, over a reader of both", None
     return Figure("T19", name, ratio(took[0], took[1]), target, details=details)
-
-
-def _in_turn(works: Sequence[Callable[[], object]], calls: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Return seconds and processor seconds of each call, ``[len(works)][calls]``, one call of each after the other.
-
-    Which comes first is drawn anew each time: what one leaves to the allocator the next one finds.
-    """
-    chance = random.Random(0)
-    took: list[list[float]] = [[] for _ in works]
-    used: list[list[float]] = [[] for _ in works]
-    for call in range(-CALLS, calls):
-        for at in chance.sample(range(len(works)), len(works)):
-            before = time.thread_time()
-            duration = seconds(works[at])
-            if call >= 0:
-                took[at].append(duration)
-                used[at].append(time.thread_time() - before)
-    return took, used

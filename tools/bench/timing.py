@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -44,6 +45,31 @@ def alternate(
             if repeat >= 0:
                 kept.append(took)
     return times
+
+
+def in_turn(
+    works: Sequence[Callable[[], object]], calls: int, warmup: int
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return seconds and processor seconds of each call, ``[len(works)][calls]``, one call of each after the other.
+
+    Which comes first is drawn anew each time: what one leaves to the allocator the next one finds.
+
+    Args:
+        works: what to time.
+        calls: how many are kept of each.
+        warmup: calls of each before these.
+    """
+    chance = random.Random(0)
+    took: list[list[float]] = [[] for _ in works]
+    used: list[list[float]] = [[] for _ in works]
+    for call in range(-warmup, calls):
+        for at in chance.sample(range(len(works)), len(works)):
+            before = time.thread_time()
+            duration = seconds(works[at])
+            if call >= 0:
+                took[at].append(duration)
+                used[at].append(time.thread_time() - before)
+    return took, used
 
 
 def ratio(mine: Sequence[float], peer: Sequence[float]) -> float:

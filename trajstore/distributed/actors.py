@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -196,8 +197,8 @@ class Stores:
         """Note that ids below this one have been given out."""
         self.clock = max(self.clock, next_id)
 
-    def submit(self, rank: int, method: str, *arguments: Any) -> Any:
-        """Begin a call and return its reference.
+    def submit(self, rank: int, method: str, *arguments: Any, pieces: int = 1) -> Any:
+        """Begin a call and return its reference; those of its pieces, if it is answered in several.
 
         Raises:
             StoreUnreachableError: there is no actor of that number now.
@@ -205,7 +206,8 @@ class Stores:
         actor = self._find(rank)
         if actor is None:
             raise StoreUnreachableError(f"{self._named(rank)} is not there; create() starts it again")
-        return getattr(actor, method).remote(*arguments)
+        begun = getattr(actor, method)
+        return (begun if pieces == 1 else begun.options(num_returns=pieces)).remote(*arguments)
 
     def call(self, rank: int, method: str, *arguments: Any, deadline: float | None = None) -> Any:
         """Make a call, again and again until it is answered.
@@ -219,7 +221,11 @@ class Stores:
         return found[rank]
 
     def ask(
-        self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float
+        self,
+        arguments: Mapping[int, Sequence[Any]],
+        method: str,
+        seconds: float,
+        pieces: Mapping[int, int] | None = None,
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Make a call to several stores at once, each again and again until it is answered.
 
@@ -227,6 +233,7 @@ class Stores:
             arguments: of each store's call.
             method: its name.
             seconds: for which each is asked.
+            pieces: in how many each answers, if in more than one; the pieces are its answer.
 
         Returns:
             What stores have answered, by rank; and, of the others, what they raised, or a StoreUnreachableError.
@@ -236,7 +243,7 @@ class Stores:
         failed: dict[int, Exception] = {}
         due = dict.fromkeys(arguments, 0.0)
         pauses = dict.fromkeys(arguments, _PAUSE)
-        asked: dict[Any, int] = {}
+        asked: dict[Any, tuple[int, Any]] = {}
 
         def unanswered(rank: int, error: Exception) -> None:
             """Ask again after a pause, if time is left."""
@@ -254,28 +261,47 @@ class Stores:
             for rank in [rank for rank, at in due.items() if at <= time.monotonic()]:
                 del due[rank]
                 try:
-                    asked[self.submit(rank, method, *arguments[rank])] = rank
+                    begun = self.submit(rank, method, *arguments[rank], pieces=pieces[rank] if pieces else 1)
+                    asked[begun[0] if isinstance(begun, list) else begun] = rank, begun
                 except StoreUnreachableError as error:
                     unanswered(rank, error)
             pause = max(0.001, min([until, *due.values()]) - time.monotonic())
             if not asked:
                 time.sleep(pause if due else 0)
                 continue
-            for answer in ray().wait(list(asked), num_returns=1, timeout=pause)[0]:
-                rank = asked.pop(answer)
+            if not due and self._all_at_once(asked, found, until):
+                break
+            ray().wait(list(asked), num_returns=1, timeout=pause)
+            for answer in ray().wait(list(asked), num_returns=len(asked), timeout=0)[0]:  # all that are there by now
+                rank, begun = asked.pop(answer)
                 try:
-                    found[rank] = ray().get(answer, timeout=max(0.001, until - time.monotonic()))
+                    found[rank] = ray().get(begun, timeout=max(0.001, until - time.monotonic()))
                     self._told.discard(rank)
                 except away() as error:
                     unanswered(rank, error)
                 except Exception as error:  # what the store raised
                     failed[rank] = error
             if time.monotonic() >= until:
-                for rank in asked.values():
+                for rank, _ in asked.values():
                     self.forget(rank)
                     failed[rank] = self.unreachable(rank, seconds, TimeoutError("no answer"))
                 break
         return found, failed
+
+    def _all_at_once(self, asked: Mapping[Any, tuple[int, Any]], found: dict[int, Any], until: float) -> bool:
+        """Take all answers with one call, which is quicker; False where one is an error, or does not come in time."""
+        try:
+            answers = ray().get(
+                [answer for _, begun in asked.values() for answer in (begun if isinstance(begun, list) else [begun])],
+                timeout=max(0.001, until - time.monotonic()),
+            )
+        except Exception:  # whose it is, is told where each is taken by itself
+            return False
+        left = iter(answers)
+        for rank, begun in asked.values():
+            found[rank] = list(islice(left, len(begun))) if isinstance(begun, list) else next(left)
+            self._told.discard(rank)
+        return True
 
     def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
         """Make a call to several stores at once; return their answers by rank.

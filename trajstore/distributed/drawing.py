@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore import locks
-from trajstore.arguments import whole
+from trajstore.arguments import columns_or_none, whole
 from trajstore.buffer.choices import Batch
 from trajstore.buffer.moved import OF_HANDLES, Moved
 from trajstore.columns.fields import nest
@@ -147,7 +147,7 @@ class DrawingHandle(Moved):
             StoreUnreachableError: a store has not answered for ``patience``, and is left out of draws until it does:
                 draw again. Where no other store has a trajectory, it is waited for ``deadline`` seconds.
         """
-        return nest(self._patiently(partial(self._reads.rows, drawn, columns, out)))
+        return nest(self._patiently(partial(self._reads.rows, drawn, columns_or_none(columns), out)))
 
     def _patiently(self, read: Callable[[float], T]) -> T:
         """Read what was drawn, with as many seconds as stores have to answer.
@@ -193,6 +193,7 @@ class DrawingHandle(Moved):
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
             TrajectoryUnavailableError, SchemaMismatchError: see :meth:`read`.
         """
+        columns = columns_or_none(columns)
         if sampler is None:
             if num_chunks <= 0:
                 raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trajstore import locks
@@ -22,8 +21,9 @@ from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, nest, walk
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
+from trajstore.distributed.packed import Part, pieces_of, request, united
 from trajstore.distributed.server import MOST_STORES, ServedStore
-from trajstore.errors import SchemaMismatchError, StoreError, StoreUnreachableError, TrajectoryUnavailableError
+from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError
 from trajstore.sampling.base import Drawn, IntArray
 from trajstore.trajectory import AnyTrajectory
 
@@ -66,6 +66,8 @@ class Reads:
         self._readers: dict[int, TrajectoryReplayBuffer | None] = {}
         self._lock = locks.lock("Reads._lock")
         self._last = _Last()
+        self._row_nbytes: dict[tuple[str, ...] | None, float] = {}
+        """Of the rows that were asked for last, by the names of their columns."""
 
     def placed(
         self,
@@ -126,45 +128,46 @@ class Reads:
         ranks = drawn.ids % MOST_STORES
         places = {rank: np.flatnonzero(ranks == rank) for rank in np.unique(ranks).tolist()}
         single = len(places) == 1
-        parts: dict[int, Columns] = {}
-        lacking: dict[int, tuple[Drawn, Sequence[str] | None]] = {}
+        parts: dict[int, Part] = {}
+        lacking: dict[int, Drawn] = {}
         for rank, at in places.items():
-            part = drawn if single else Drawn(drawn.ids[at], drawn.samples[at])
-            found = self._of_directory(rank, part, columns, out if single else None, seconds)
+            mine = drawn if single else Drawn(drawn.ids[at], drawn.samples[at])
+            found = self._of_directory(rank, mine, columns, out if single else None, seconds)
             if found is None:
-                lacking[rank] = part, columns
+                lacking[rank] = mine
             elif single:
                 return found
             else:
-                parts[rank] = found
-        for rank, answer in self._asked(lacking, "read", seconds).items():
-            parts[rank] = {name: _tensor(value) for name, value in answer.items()}
-        if single and out is None:
-            return next(iter(parts.values()))
-        whole: Columns = {}
-        for rank, rows in sorted(parts.items()):
-            if not whole:
-                whole = {name: _room(name, tensor, len(drawn), out) for name, tensor in rows.items()}
-            elif rows.keys() != whole.keys():
-                raise SchemaMismatchError(
-                    f"stores differ in {', '.join(sorted(rows.keys() ^ whole.keys()))}; name the columns to read"
-                )
-            for name, tensor in rows.items():
-                if (tensor.dtype, tensor.shape[1:]) != (whole[name].dtype, whole[name].shape[1:]):
-                    raise SchemaMismatchError(
-                        f"stores differ in the dtype or shape of {name}; name the columns to read"
-                    )
-                _put(whole[name], places[rank], tensor)
-        return whole
+                parts[rank] = Part.of(found)
+        if lacking:
+            parts.update(self._of_stores(lacking, columns, seconds))
+        return united([parts[rank] for rank in places], list(places.values()), out) if parts else {}
 
-    def _asked(self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float) -> dict[int, Any]:
+    def _of_stores(self, drawn: Mapping[int, Drawn], columns: Sequence[str] | None, seconds: float) -> dict[int, Part]:
+        """Return rows that stores were asked for; in as many pieces as the last rows of these columns would take."""
+        named = None if columns is None else tuple(columns)
+        of_row = self._row_nbytes.get(named, 0.0)
+        pieces = {rank: pieces_of(round(of_row * len(mine))) for rank, mine in drawn.items()}
+        arguments = {rank: (request(mine, columns, pieces[rank]),) for rank, mine in drawn.items()}
+        answers = self._asked(arguments, "read", seconds, pieces)
+        parts = {rank: Part.unpacked(answer) for rank, answer in answers.items()}
+        self._row_nbytes[named] = max(part.nbytes / len(drawn[rank]) for rank, part in parts.items())
+        return parts
+
+    def _asked(
+        self,
+        arguments: Mapping[int, Sequence[Any]],
+        method: str,
+        seconds: float,
+        pieces: Mapping[int, int] | None = None,
+    ) -> dict[int, Any]:
         """Return what stores answer, all asked at once.
 
         Raises:
             SilentStoresError: some do not answer.
             TrajectoryUnavailableError, SchemaMismatchError: as a store raised it.
         """
-        found, failed = self._stores.ask(arguments, method, seconds)
+        found, failed = self._stores.ask(arguments, method, seconds, pieces)
         for error in failed.values():
             if not isinstance(error, StoreUnreachableError):
                 raise error
@@ -261,29 +264,3 @@ def _open(about: ServedStore) -> TrajectoryReplayBuffer | None:
 
 def _flat(values: Mapping[str, Any]) -> Columns:
     return {join_name(path): value for path, value in walk(values)}
-
-
-def _tensor(value: np.ndarray[Any, Any] | torch.Tensor) -> torch.Tensor:
-    """Return an array out of Ray's object store as a tensor of its own, which may be written to."""
-    return value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy())
-
-
-def _put(target: torch.Tensor, places: npt.NDArray[np.intp], rows: torch.Tensor) -> None:
-    """Copy rows to places of a column, in this thread: on a busy machine torch's threads wait for each other longer."""
-    if not target.is_contiguous():
-        target.index_copy_(0, torch.from_numpy(places), rows)
-    elif rows.numel():
-        _rows_of(target)[places] = _rows_of(rows)
-
-
-def _rows_of(tensor: torch.Tensor) -> npt.NDArray[np.void]:
-    """Return the rows of a contiguous tensor, ``[n]``, not copied; each has as many bytes as numpy is told."""
-    raw = tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
-    return raw.view(f"V{raw.shape[1]}")[:, 0]
-
-
-def _room(name: str, like: torch.Tensor, count: int, out: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
-    """Return where ``count`` rows of a column go."""
-    if out is None or name not in out:
-        return torch.empty((count, *like.shape[1:]), dtype=like.dtype)
-    return out[name][:count]

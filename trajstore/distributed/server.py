@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from trajstore import locks
 from trajstore.buffer.checkpoint import check_target
 from trajstore.buffer.internals import internals_of
@@ -19,6 +16,7 @@ from trajstore.buffer.runs import save_rank_point
 from trajstore.columns.fields import join_name, walk
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
+from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
 from trajstore.errors import ConfigurationError, StoreWriteError
@@ -26,7 +24,7 @@ from trajstore.files.folders import put_in_place
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.mirroring.options import MirrorState, as_mirror
-from trajstore.sampling.base import Drawn, IntArray
+from trajstore.sampling.base import IntArray
 from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
 
@@ -203,14 +201,15 @@ class StoreServer:
             self._buffer.follow(roll)
             return replace(roll.since(began, cursor), next_id=next_id)
 
-    def read(self, drawn: Drawn, columns: Sequence[str] | None) -> dict[str, np.ndarray[Any, Any] | torch.Tensor]:
-        """Return rows that were drawn, by dotted name; as numpy arrays where numpy has the dtype.
+    def read(self, asked: bytes) -> tuple[Block, ...]:
+        """Return rows that were drawn, packed; see :mod:`trajstore.distributed.packed`.
 
         Raises:
             TrajectoryUnavailableError: a trajectory has been evicted since.
         """
+        drawn, columns, pieces = requested(asked)
         found = self._buffer.read(drawn, columns=columns)
-        return {join_name(path): _as_numpy(value) for path, value in walk(found)}
+        return pack({join_name(path): value for path, value in walk(found)}, pieces)
 
     def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory]:
         """Return whole trajectories.
@@ -377,12 +376,3 @@ def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:
     if mirror is None:
         return dict(options)
     return {**options, "mirror": replace(mirror, url=f"{str(mirror.url).rstrip('/')}/rank_{rank}")}
-
-
-def _as_numpy(value: torch.Tensor) -> np.ndarray[Any, Any] | torch.Tensor:
-    """Return a tensor as an array, which Ray does not copy; as it is where numpy has no such dtype."""
-    try:
-        array: np.ndarray[Any, Any] = value.numpy()
-    except TypeError:
-        return value
-    return array

@@ -1,4 +1,4 @@
-"""The machine code of sum trees, compiled when this is imported, which :mod:`trajstore.machine_code` does."""
+"""The machine code of trees and orders, compiled when this is imported, which :mod:`trajstore.machine_code` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FANOUT = 16
 
 _Array = np.ndarray[Any, Any]
 
-_WEIGHTS, _NUMBERS = "float64[::1]", "int64[::1]"
+_WEIGHTS, _NUMBERS, _BITS = "float64[::1]", "int64[::1]", "uint64[::1]"
 
 
 @compiled(_WEIGHTS, _NUMBERS, _NUMBERS, _WEIGHTS)
@@ -104,3 +104,26 @@ def find_leaves(sums: _Array, offsets: _Array, low: int, partial: _Array, target
             # Rounding can leave a rest beyond the last child: it stays beyond all that is below the last positive one.
             targets[i] = before
             found[i] = chosen
+
+
+@compiled(_BITS, _BITS, "uint64", "uint64")
+def walk(values: _Array, keys: _Array, half: np.uint64, count: np.uint64) -> None:
+    """Send each value through the network of :mod:`~trajstore.sampling.permutation` until it is below ``count``.
+
+    ``half`` is the bits of half a value; there is a round for each key. All is unsigned: numba makes a float of an
+    unsigned number and a signed one.
+    """
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for i in range(len(values)):
+        value = values[i]
+        while True:
+            left, right = value >> half, value & mask
+            for key in keys:
+                mixed = right ^ key
+                mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+            value = (left << half) | right
+            if value < count:  # at most three of four land outside, each time anew
+                break
+        values[i] = value

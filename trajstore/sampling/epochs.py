@@ -15,7 +15,7 @@ from trajstore.arguments import one_of, whole, whole_or_none
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 from trajstore.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
 from trajstore.sampling.permutation import permuted
-from trajstore.sampling.roster import Growing, Roster
+from trajstore.sampling.roster import Growing, Roster, searched
 from trajstore.sampling.states import (
     OF_WHOM,
     array_in,
@@ -85,13 +85,14 @@ class EpochSampler(Sampler):
             places = np.arange(self._place, min(total, self._place + still_wanted))
             self._place += len(places)
             rows = permuted(places, total, self._key)
-            entries = np.searchsorted(self._ends, rows, side="right")
-            there = self._roster.find(self._ids[entries]) >= 0
-            now, then = self._roster.names_at(self._ids[entries]), self._names[entries]
-            there &= (now == then) | (now == 0) | (then == 0)  # else another store was loaded that has this id too
+            entries = searched(self._ends, rows, "right")
+            of, here, then = self._ids[entries], self._roster.find(self._ids[entries]), self._names[entries]
+            there = here >= 0
+            now = self._roster.names[here[there]]  # with other names, another store was loaded that has this id too
+            there[there] = (now == then[there]) | (now == 0) | (then[there] == 0)
             self._passed_over += int(np.count_nonzero(~there))
-            entries, rows = entries[there], rows[there]
-            of, within = self._ids[entries], rows - np.where(entries > 0, self._ends[entries - 1], 0)
+            of, entries, rows = of[there], entries[there], rows[there]
+            within = rows - np.where(entries > 0, self._ends[entries - 1], 0)
             good = slice(None) if fits is None else fits(of, within)
             ids.append(of[good])
             samples.append(within[good])

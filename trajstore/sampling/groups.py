@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,8 @@ class GroupSampler(Sampler):
         self._order: dict[int, int] = {}
         self._added = 0
         self._newest = UNKNOWN_VERSION
+        self._inside: tuple[int, list[int]] | None = None
+        """Of a narrow window the order of its oldest trajectory, and the places of its tasks; None after a change."""
         self._told = self._told_few = False
 
     @property
@@ -58,6 +62,7 @@ class GroupSampler(Sampler):
     def added(self, additions: Additions) -> None:
         if additions.tasks is None:
             raise ConfigurationError("groups need to know the task of every trajectory")
+        self._inside = None
         rows = zip(additions.ids.tolist(), additions.versions.tolist(), additions.tasks, strict=True)
         for number, version, task in rows:
             self._order[number] = self._added
@@ -75,6 +80,7 @@ class GroupSampler(Sampler):
                 logger.warning("groups: trajectory %d names no task, so it is in no group", number)
 
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        self._inside = None
         for number in np.asarray(ids).tolist():
             self._order.pop(number, None)
             task = self._task.pop(number, None)
@@ -95,10 +101,11 @@ class GroupSampler(Sampler):
         count = whole("count", count, 1)
         oldest = -1 if first is None else self._order[first]
         groups: list[list[int]] = []
-        for at in _shuffled(len(self._tasks), generator):
+        places = self._places(count, oldest)
+        for at in _shuffled(len(places), generator):
             rollouts = [
                 number
-                for number, version in self._rollouts[self._tasks[at]].items()
+                for number, version in self._rollouts[self._tasks[places[at]]].items()
                 if self._order[number] >= oldest
                 and (self._max_age is None or (version != UNKNOWN_VERSION and version >= self._newest - self._max_age))
             ]
@@ -122,6 +129,26 @@ class GroupSampler(Sampler):
         ids = np.array([number for group in groups for number in group], np.int64)
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
+    def _places(self, count: int, oldest: int) -> Sequence[int]:
+        """Return the places of the tasks to look at: of those in the window alone, where it is narrow.
+
+        In a wide one it is quicker to look at any task and pass over those that are not in it: a group takes as many
+        looks as all trajectories are times those of the window. Which it is depends on nothing that a state lacks.
+        """
+        alive, tasks = len(self._order), len(self._tasks)
+        most = isqrt(count * alive * alive // max(tasks, 1))
+        if oldest < 0 or next(islice(reversed(self._order.values()), most, None), -1) >= oldest:
+            return range(tasks)
+        if self._inside is None or self._inside[0] != oldest:
+            found = set()
+            for number, order in reversed(self._order.items()):
+                if order < oldest:
+                    break
+                if number in self._task:
+                    found.add(self._place[self._task[number]])
+            self._inside = oldest, sorted(found)
+        return self._inside[1]
+
     def reached(self, version: int) -> None:
         self._newest = max(self._newest, version)
 
@@ -140,6 +167,7 @@ class GroupSampler(Sampler):
             logger.warning("state: none of the %d tasks that it names is here", len(tasks))
         self._tasks = [*known, *(task for task in self._tasks if task not in known)]
         self._place = {task: at for at, task in enumerate(self._tasks)}
+        self._inside = None
         self.reached(newest)
 
     def figures(self) -> dict[str, float]:

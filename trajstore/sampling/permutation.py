@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.machine_code import tree_kernels
+
 _ROUNDS = 8
 _WRITTEN_OUT = 4096
 """Up to this many things the order is shuffled: a network over so few values is not quite uniform."""
@@ -25,18 +27,10 @@ def permuted(places: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArray
     """
     if count <= _WRITTEN_OUT:
         return np.random.Generator(np.random.PCG64(key)).permutation(count)[places]
-    half = _U64(max(1, ((count - 1).bit_length() + 1) // 2))
-    mask = _U64((1 << int(half)) - 1)
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
     keys = _mix(_U64(key % (1 << 64)) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _U64(0x9E3779B97F4A7C15))
     result = places.astype(np.uint64)
-    astray = np.arange(len(result))
-    while len(astray):  # at most three of four land outside, each time anew
-        values = result[astray]
-        left, right = values >> half, values & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        result[astray] = (left << half) | right
-        astray = astray[result[astray] >= _U64(count)]
+    tree_kernels().walk(result, keys, _U64(half), _U64(count))
     return result.astype(np.int64)
 
 

@@ -6,13 +6,26 @@ Guarded as :class:`~trajstore.sampling.base.Sampler` says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import ConfigurationError
 from trajstore.sampling.base import IntArray
+
+_LARGE = 1 << 16
+"""Entries that no cache near the processor holds."""
+
+
+def searched(ascending: IntArray, values: IntArray, side: Literal["left", "right"] = "left") -> IntArray:
+    """Return what ``np.searchsorted`` does. Sorted values meet in the cache: in a large array, half the time."""
+    if len(ascending) < _LARGE or len(values) < 2:
+        return np.searchsorted(ascending, values, side).astype(np.int64)
+    order = np.argsort(values)
+    found = np.empty(len(values), np.int64)
+    found[order] = np.searchsorted(ascending, values[order], side)
+    return found
 
 
 class Growing:
@@ -60,6 +73,8 @@ class Roster:
         self._names = Growing(np.int64)
         self._place: dict[int, int] | None = None
         """By id, its entry; only once ids came out of order."""
+        self._single = True
+        """Whether each entry has one leaf, so that leaves are entries."""
         self.live = 0
         """Trajectories that were not evicted."""
         self.live_leaves = 0
@@ -110,6 +125,7 @@ class Roster:
             self._place |= {number: first + at for at, number in enumerate(ids.tolist())}
         self._ids.append(ids, len(ids))
         self._ends.append(self.leaves + np.cumsum(leaves), len(ids))
+        self._single = self._single and bool(np.all(leaves == 1))
         self._alive.append(True, len(ids))
         self._names.append(0 if names is None else names, len(ids))
         self.live += len(ids)
@@ -132,7 +148,7 @@ class Roster:
         """Return the entry of each id, -1 for those that are not there."""
         if self._place is not None:
             return np.array([self._place.get(number, -1) for number in ids.tolist()], np.int64)
-        entries = np.searchsorted(self.ids, ids)
+        entries = searched(self.ids, ids)
         found = np.full(len(ids), -1, np.int64)
         inside = np.flatnonzero(entries < len(self))
         inside = inside[(self.ids[entries[inside]] == ids[inside]) & self.alive[entries[inside]]]
@@ -159,7 +175,7 @@ class Roster:
 
     def entry_of(self, leaves: IntArray) -> IntArray:
         """Return the entry to which each leaf belongs."""
-        return np.searchsorted(self._ends.values, leaves, side="right").astype(np.int64)
+        return leaves if self._single else searched(self._ends.values, leaves, "right")
 
     def leaf_runs(self, entries: IntArray) -> tuple[IntArray, IntArray]:
         """Return all leaves of some entries, and how many each of them has."""

@@ -1,0 +1,173 @@
+"""T22: batches of 1,024 transitions from stores on another node over those of an actor with a list, and of TorchRL's.
+
+Two nodes of Ray on this machine, each with its own object store; stores and peers are on the second, the learner is on
+the first and, in its own UTS namespace, has another host name: it can but ask. The peers hold the same transitions in
+memory: an actor with a list of them, as one writes it in ten lines (``torch.stack`` of what ``random.choices`` draws);
+the same with a tensor for each column, which is about what Ray alone costs; TorchRL's ``RayReplayBuffer``, where it is
+installed. One call of each, now this one first and now that, medians of all calls. Needs the right to change the host
+name (root).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.timing import in_child, in_turn, ratio
+from tools.bench.workloads import raw_columns, state_trajectory
+
+BATCH = 1024
+CALLS = 30  # of each, for every repeat
+_CLONE_NEWUTS = 0x04000000
+_THERE = {"there": 0.001}  # what the second node has
+
+
+def figures(options: Options) -> Iterator[Figure]:
+    """Yield the figures.
+
+    Raises:
+        SkippedError: Ray is not installed, or this process may not change its host name.
+    """
+    try:
+        import ray  # noqa: F401
+    except ImportError as error:
+        raise SkippedError("needs ray: install trajstore[ray]") from error
+    if os.geteuid():
+        raise SkippedError("needs root, for a host name of its own")
+    took = in_child("tools.bench.t22_remote", options.folder, options.repeats, options.count(16, 4))
+    details = {f"us_{name}": median(times) * 1e6 for name, times in took.items()}
+    for stores in (1, 4):
+        name, mine = f"a batch from {stores} store{'s'[: stores - 1]} on another node", took[f"stores_{stores}"]
+        yield Figure("T22", f"{name} over an actor with a list", ratio(mine, took["list"]), 0.5, details=details)
+        yield Figure("T22", f"{name} over an actor with a tensor for each column", ratio(mine, took["columns"]), None)
+        if "torchrl" in took:
+            yield Figure("T22", f"{name} over TorchRL's RayReplayBuffer", ratio(mine, took["torchrl"]), 0.5)
+        loader = ratio(took[f"loader_{stores}"], took["list"])
+        yield Figure("T22", f"{name}, by a loader, over an actor with a list", loader, None)
+    yield Figure("T22", "four stores over one", ratio(took["stores_4"], took["stores_1"]), 1.2)
+
+
+class _Listed:
+    """What one writes in ten lines."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, torch.Tensor]] = []
+
+    def add(self, columns: dict[str, torch.Tensor]) -> None:
+        """Add transitions."""
+        self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def sample(self, count: int) -> dict[str, torch.Tensor]:
+        """Return a batch."""
+        rows = random.choices(self._rows, k=count)
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class _Columns:
+    """The same with a tensor for each column."""
+
+    def add(self, columns: dict[str, torch.Tensor]) -> None:
+        """Take the transitions."""
+        self._columns = columns
+
+    def sample(self, count: int) -> dict[str, torch.Tensor]:
+        """Return a batch."""
+        chosen = torch.randint(len(next(iter(self._columns.values()))), (count,))
+        return {name: column[chosen] for name, column in self._columns.items()}
+
+
+def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, list[float]]:
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "no host name of its own")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    cluster.add_node(num_cpus=8, resources={"there": 1})
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        added = [state_trajectory(generator) for _ in range(trajectories)]
+        columns = raw_columns(added)
+        works: dict[str, Callable[[], object]] = {}
+        for name, peer in (("list", _Listed), ("columns", _Columns)):
+            actor = ray.remote(num_cpus=0, resources=_THERE)(peer).remote()
+            ray.get(actor.add.remote(columns))
+            works[name] = partial(_asked, actor)
+        torchrl = _torchrl(columns)
+        if torchrl is not None:
+            works["torchrl"] = torchrl.sample
+        from trajstore.distributed import DistributedReplayBuffer
+        from trajstore.distributed.server import MOST_STORES
+        from trajstore.feeding import ReplayLoader
+
+        for stores in (1, 4):
+            handle = DistributedReplayBuffer.create(
+                f"stores-{stores}",
+                folder / str(stores),
+                stores=stores,
+                refresh_interval=3600.0,
+                actor_options={"num_cpus": 0, "resources": _THERE},
+            )
+            for one in added:  # a parcel each, so that all stores get some
+                handle.add_trajectories([one]).committed()
+            handle.refresh()
+            if len(set((handle.trajectory_ids % MOST_STORES).tolist())) < stores:
+                raise RuntimeError(f"of {stores} stores some are empty")
+            works[f"stores_{stores}"] = partial(handle.sample, BATCH)
+        # The learner is elsewhere: what it has not asked for yet, it cannot map.
+        socket.sethostname("elsewhere")
+        for work in works.values():
+            work()
+        calls = CALLS * repeats
+        times, used = in_turn(list(works.values()), calls, CALLS)
+        took = dict(zip(works, times, strict=True)) | {
+            f"thread_{name}": of for name, of in zip(works, used, strict=True)
+        }
+        for stores in (1, 4):
+            other = DistributedReplayBuffer.connect(f"stores-{stores}", refresh_interval=3600.0)
+            with ReplayLoader(other, batch_size=BATCH) as loader:
+                took[f"loader_{stores}"] = in_turn([partial(next, loader)], calls, CALLS)[0][0]
+        return took
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _asked(actor: Any) -> object:
+    import ray
+
+    return ray.get(actor.sample.remote(BATCH))
+
+
+def _torchrl(columns: dict[str, torch.Tensor]) -> Any:
+    """Return TorchRL's buffer; None where it is not installed."""
+    try:
+        from tensordict import TensorDict
+        from torchrl.data import LazyTensorStorage, RayReplayBuffer
+    except ImportError:
+        return None
+    count = len(next(iter(columns.values())))
+    found = RayReplayBuffer(
+        storage=partial(LazyTensorStorage, count),
+        batch_size=BATCH,
+        remote_config={"num_cpus": 0, "resources": _THERE},
+    )
+    found.extend(TensorDict(columns, batch_size=[count]))
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_measure(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))
