@@ -38,6 +38,7 @@ from tools.bench import (
     t18_annotate,
     t19_ray,
     t20_ranges,
+    t21_view,
     t23_questions,
 )
 from tools.bench.report import Figure, Options, SkippedError, table
@@ -77,6 +78,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t18": t18_annotate.figures,
     "t19": t19_ray.figures,
     "t20": t20_ranges.figures,
+    "t21": t21_view.figures,
     "t23": t23_questions.figures,
     "samplers": samplers.figures,
     "space": space.figures,
