@@ -131,7 +131,9 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
     page.click(".task")
     page.until("document.querySelectorAll('.sibling').length === 2")
     assert page.run("return window.stolen") is None
-    assert page.run("return document.title") == f"{tmp_path.name} · trajstore"
+    title = page.run("return document.title")
+    assert title.startswith("Task <script>")
+    assert title.endswith(f" · {tmp_path.name} · trajstore")
 
 
 def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -278,16 +280,12 @@ def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve,
     assert f"step={steps - 1}" in page.run("return location.hash") or steps == 1
 
 
-def test_light_dark_and_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
+def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(number) for number in range(30)])
     address = serve(tmp_path)
     page.open(f"{address}/#/trajectory/0")
     page.until("document.querySelector('.token')")
-    before = page.run("return getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
-    assert page.run("return getComputedStyle(document.body).backgroundColor") != before
-    page.click("#theme")
     size: dict[str, Any] = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for place in ("overview", "table", "trajectory/0", "trajectory/0?show=tokens", "group?task=task-1"):

@@ -60,7 +60,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
       const of = Math.round((at * (steps - 1)) / Math.max(1, Math.min(THUMBS, steps) - 1));
       return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"));
     }));
-    pictures.append(make("figure", { class: "camera" }, make("figcaption", {}, column.name), large, strip));
+    pictures.append(make("figure", { class: "camera", "aria-label": column.name }, make("figcaption", {}, column.name), large, strip));
     return { column, large, strip };
   });
 
@@ -106,6 +106,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
   function start() {
     play.setAttribute("aria-pressed", "true");
     fill(play, "Stop");
+    says.setAttribute("aria-live", "off"); // ten steps a second are not read out
     playing = setInterval(() => {
       if (step + 1 >= steps) return stop();
       if (step % AHEAD === 0) bring(Array.from({ length: 2 * AHEAD }, (_, at) => step + at)).catch(refuse);
@@ -118,6 +119,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
     playing = null;
     play.setAttribute("aria-pressed", "false");
     fill(play, "Play");
+    says.removeAttribute("aria-live");
   }
 
   function refuse(error) {
