@@ -12,7 +12,7 @@ from tests.stores import writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
-from trajstore import Reward
+from trajstore import Reward, Trajectory
 from trajstore.store.sealed import INDEX_NAME
 from trajstore.testing.witness import witness
 
@@ -278,6 +278,34 @@ def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve,
         page.until(f"{pixel} === arguments[0]", color)
     assert f"step {steps - 1} of {steps}" in page.run("return document.querySelector('.total').textContent")
     assert f"step={steps - 1}" in page.run("return location.hash") or steps == 1
+
+
+def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:
+    length, batch = 9, 3
+    for number in range(2):
+        steps = length - 4 * number  # the second one is shorter
+        reward = torch.arange(steps * batch, dtype=torch.float32).reshape(steps, batch, 1) + 100 * number
+        with writer_to(tmp_path) as writer:
+            writer.add_trajectories([Trajectory(max_episode_length=length, rewards=reward, actions=reward)])
+            writer.add_trajectories([rollout(0)] if number else [])
+    address = serve(tmp_path)
+    page.open(f"{address}/#/trajectory/0?environment=-3&step=x")  # which no page has written
+    page.until("document.querySelector('.total').textContent === 'step 0 of 9 · reward 0'")
+    page.open(f"{address}/#/trajectory/0?environment=1&step=2")
+    page.until("document.querySelector('[data-curve=rewards] canvas')")
+    page.run("[...document.querySelectorAll('.bar a')].find((one) => one.textContent === 'Beside another').click()")
+    says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
+    page.until(f"{says} === 'step 2 of 9 · reward 7,step 2 of 9 · reward 8'")
+    page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")
+    page.until(f"{says} === 'step 2 of 9 · reward 7,step 2 of 5 · reward 108'")
+    page.keys("section:nth-child(1) input[type=range]", *["\ue014"] * 5)  # right
+    page.until(f"{says} === 'step 7 of 9 · reward 22,step 4 of 5 · reward 114'")
+    page.open(page.run("return location.href"))  # the address has both
+    page.until(f"{says} === 'step 7 of 9 · reward 22,step 4 of 5 · reward 114'")
+    page.keys("section:nth-child(2) input[type=range]", "\ue012")  # left
+    page.until(f"{says} === 'step 3 of 9 · reward 10,step 3 of 5 · reward 111'")
+    page.keys("section:nth-child(2) input[type=search]", "\ue003", "2\n")
+    page.until("document.querySelector('main .trouble')?.textContent.includes('no episodes')")
 
 
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -298,9 +298,7 @@ def test_the_command_prints_where_it_listens(tmp_path: Path) -> None:
 
 def test_the_files_of_a_pool_are_refused_with_what_shows_them(tmp_path: Path) -> None:
     ExperienceManager(PoolRules(n_rollout=4)).save_experience_pool_to_disk(tmp_path / "step_7")
-    with pytest.raises(
-        NoServerError, match="step_7: is an experience pool.*`trajstore inspect` shows it, and.*pool import"
-    ):
+    with pytest.raises(NoServerError, match=r"step_7: is an experience pool.*`trajstore inspect` shows it"):
         Command(tmp_path / "step_7")
 
 

@@ -5,12 +5,13 @@ import { bundle, isBundle } from "./bundle.js";
 import { fill, make, visible } from "./dom.js";
 import "./theme.js";
 import { count, time } from "./numbers.js";
+import * as beside from "./beside.js";
 import * as group from "./group.js";
 import * as overview from "./overview.js";
 import * as table from "./table.js";
 import * as trajectory from "./trajectory.js";
 
-const VIEWS = { overview, table, trajectory, group };
+const VIEWS = { overview, table, trajectory, group, beside };
 const main = document.getElementById("main");
 
 let current = null; // { leave, changed }: changed compares the state told with the one that the view shows
