@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +29,55 @@ _FLAGS = (
 
 class NoBrowserError(Exception):
     """There is no browser here; the message says what is needed."""
+
+
+class NoServerError(Exception):
+    """The command has printed no address; the message says what it has said instead."""
+
+
+class Command:
+    """``trajstore view`` in a process of its own, ended when the context is left, whatever happens within.
+
+    Args:
+        arguments: of the command, but for the port.
+
+    Attributes:
+        process: of the command.
+        address: what it has printed.
+
+    Raises:
+        NoServerError: it has printed no address in time.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
+        command = [sys.executable, "-m", "trajstore", "view", *map(str, arguments), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        self.address = self.process.stdout.readline().strip().rstrip("/") if ready and self.process.stdout else ""
+        if not self.address.startswith("http"):
+            said = self.end()
+            raise NoServerError(f"trajstore view printed no address within {PATIENCE} s: {said or 'it says nothing'}")
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> str:
+        """End it, kill it if it does not end; return what it wrote to standard error."""
+        if self._errors.closed:
+            return ""
+        self.process.terminate()
+        try:
+            self.process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+        with self._errors:
+            self._errors.seek(0)
+            return self._errors.read()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench import space, t08_open, t13_replay, t14_memory
+from tools.bench import space, t08_open, t13_replay, t14_memory, t21_view
 from tools.bench.__main__ import BENCHMARKS, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -30,7 +30,7 @@ def in_process(module: str, *arguments: object) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in NOT_TRIED])
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (t08_open, t14_memory):
+    for module in (t08_open, t14_memory, t21_view):
         monkeypatch.setattr(module, "in_child", in_process)
     monkeypatch.setattr(space, "_SECONDS", 0.1)  # so little data never comes below the target
     try:

@@ -6,8 +6,6 @@ import http.client
 import json
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,9 @@ from tests.stores import writer_to
 from tests.test_golden import GOLDEN
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
-from tools.browser import PATIENCE
+from tools.browser import PATIENCE, Command, NoServerError
 from trajstore.errors import ConfigurationError
+from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.testing.witness import witness
 from trajstore.view.page import STATIC
 from trajstore.view.rollout import texts_of
@@ -286,18 +285,21 @@ def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
 def test_the_command_prints_where_it_listens(tmp_path: Path) -> None:
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(0)])
-    command = [sys.executable, "-m", "trajstore", "view", str(tmp_path), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        address = process.stdout.readline().strip()
-        assert ask(address, "about")["trajectories"] == 1
+    with Command(tmp_path) as command:
+        assert ask(command.address, "about")["trajectories"] == 1
         with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"):
-            listening("127.0.0.1", urlsplit(address).port or 0)
-        with urlopen(f"{address}api/events", timeout=PATIENCE) as events:  # a page is open
+            listening("127.0.0.1", urlsplit(command.address).port or 0)
+        with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # a page is open
             assert events.readline().startswith(b"id: ")
-            process.terminate()
-            assert "Error" not in process.stderr.read()
+            assert "Error" not in command.end()
+    with pytest.raises(NoServerError, match="no-such-option"):
+        Command(tmp_path, "--no-such-option")
+
+
+def test_the_files_of_a_pool_are_refused_with_what_shows_them(tmp_path: Path) -> None:
+    ExperienceManager(PoolRules(n_rollout=4)).save_experience_pool_to_disk(tmp_path / "step_7")
+    with pytest.raises(NoServerError, match=r"step_7: is an experience pool.*`trajstore inspect` shows it"):
+        Command(tmp_path / "step_7")
 
 
 def test_text_of_tokens_is_that_of_the_whole() -> None:

@@ -38,6 +38,7 @@ from tools.bench import (
     t18_annotate,
     t19_ray,
     t20_ranges,
+    t21_view,
     t22_remote,
     t23_questions,
 )
@@ -78,6 +79,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "t18": t18_annotate.figures,
     "t19": t19_ray.figures,
     "t20": t20_ranges.figures,
+    "t21": t21_view.figures,
     "t22": t22_remote.figures,
     "t23": t23_questions.figures,
     "samplers": samplers.figures,

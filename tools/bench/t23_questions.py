@@ -82,7 +82,7 @@ def figures(options: Options) -> Iterator[Figure]:
     for full, target in ((100_000, 20.0), (1_000_000, 200.0)):
         total = options.count(full, 800)
         folder = options.folder / f"store_{full}"
-        write_store(folder, total, 100, _facts)
+        write_store(folder, total, 100, some_facts)
         reader = TrajectoryReplayBuffer.open(folder)
         query = reader.query()
         table, first = _timed(query.table)
@@ -184,7 +184,8 @@ def _memory(folder: Path, total: int, table: int) -> Iterator[Figure]:
     yield Figure("T23", f"table of the last answer, {total:,} rollouts", table / total, None, "bytes a rollout")
 
 
-def _facts(total: int, texts: StringTable) -> dict[str, npt.NDArray[Any]]:
+def some_facts(total: int, texts: StringTable) -> dict[str, npt.NDArray[Any]]:
+    """Return facts of rollouts of 1,000 tasks, with outcomes, a score and turns that differ."""
     random = np.random.default_rng(1)
     tasks = np.array([texts.add(f"task-{number}") for number in range(_TASKS)], np.int32)
     versions = np.arange(total, dtype=np.int64) // 512

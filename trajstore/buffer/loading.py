@@ -208,7 +208,10 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
         raise StoreNotFoundError(
             f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
         )
-    raise StoreNotFoundError(f"{path}: is an experience pool, not a replay buffer")
+    raise StoreNotFoundError(
+        f"{path}: is an experience pool, not a replay buffer; `trajstore inspect` shows it, and `trajstore pool import "
+        "STORE FILES` makes a store of it"
+    )
 
 
 def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:

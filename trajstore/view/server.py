@@ -72,7 +72,8 @@ class Service:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Follow what is written until the server ends."""
+        """Read the facts before a page asks for them, and follow what is written until the server ends."""
+        self._asking.submit(self._living.about)  # if that fails, the page's own question says why
         following = asyncio.create_task(self._follow())
         yield
         following.cancel()

@@ -1,20 +1,26 @@
-// The page: which view, live states, light or dark. Everything that is shown is in the URL.
+// The page: which view, and live states. Everything that is shown is in the URL.
 
 import { ask } from "./api.js";
 import { bundle, isBundle } from "./bundle.js";
-import { fill, make } from "./dom.js";
+import { fill, make, visible } from "./dom.js";
+import "./theme.js";
 import { count, time } from "./numbers.js";
+import * as beside from "./beside.js";
 import * as group from "./group.js";
 import * as overview from "./overview.js";
 import * as table from "./table.js";
 import * as trajectory from "./trajectory.js";
 
-const VIEWS = { overview, table, trajectory, group };
+const VIEWS = { overview, table, trajectory, group, beside };
 const main = document.getElementById("main");
 
 let current = null; // { leave, changed }: changed compares the state told with the one that the view shows
 let shown = null; // AbortController of what is shown
 let state = null; // the last one told
+let store = ""; // name of what is shown, for the title
+
+const QUIET = 20_000; // ms between two commits that a screen reader is told: they may come every second
+let saidCount = null, saidAt = -Infinity, later = null;
 
 /** Returns what a part of an address stands for; one that no page has written is taken as it is. */
 function decoded(text) {
@@ -67,9 +73,27 @@ async function show() {
     if (state) current?.changed?.(state); // it may have come while the view was being made
   } catch (error) {
     if (signal.aborted) return;
-    fill(main, make("p", { class: "trouble", role: "alert" }, error.message));
+    fill(main, make("h1", { class: "unseen" }, "Not shown"), make("p", { class: "trouble", role: "alert" }, error.message));
   }
-  if (!signal.aborted) main.setAttribute("aria-busy", "false");
+  if (signal.aborted) return;
+  main.setAttribute("aria-busy", "false");
+  entitle();
+}
+
+function entitle() {
+  document.title = [main.querySelector("h1")?.textContent, visible(store), "trajstore"].filter(Boolean).join(" · ");
+}
+
+/** Tells a screen reader how many trajectories have come, some commits at a time. */
+function say(trajectories) {
+  saidCount ??= trajectories; // those of the beginning are no news
+  later ??= setTimeout(() => {
+    later = null;
+    const more = state.trajectories - saidCount;
+    if (!more) return;
+    [saidCount, saidAt] = [state.trajectories, performance.now()];
+    fill(document.getElementById("said"), `${count(Math.abs(more))} trajectories ${more > 0 ? "more" : "fewer"}, ${count(saidCount)} now`);
+  }, Math.max(0, saidAt + QUIET - performance.now()));
 }
 
 function follow() {
@@ -83,11 +107,13 @@ function follow() {
     fill(live, `live · ${count(told.trajectories)} trajectories`);
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
+    say(told.trajectories);
     current?.changed?.(told);
   };
   events.onerror = () => {
     live.dataset.live = "no";
     fill(live, "not connected, trying again");
+    fill(document.getElementById("said"), "not connected, trying again");
   };
 }
 
@@ -102,17 +128,6 @@ async function tellBundle() {
   fill(document.getElementById("trouble"), said);
 }
 
-function dress(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  window.dispatchEvent(new Event("theme"));
-}
-
-document.getElementById("theme").addEventListener("click", () => {
-  const dark = getComputedStyle(document.documentElement).getPropertyValue("--dark").trim() === "1";
-  localStorage.setItem("trajstore-theme", dark ? "light" : "dark");
-  dress(dark ? "light" : "dark");
-});
-
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, textarea, select");
   if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
@@ -124,11 +139,14 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-dress(localStorage.getItem("trajstore-theme"));
-window.addEventListener("hashchange", show);
+window.addEventListener("hashchange", async () => {
+  await show();
+  if (document.activeElement === document.body) main.focus({ preventScroll: true }); // what had it is gone
+});
 ask("about").then((about) => {
   fill(document.getElementById("path"), about.path);
-  document.title = `${about.path.split("/").filter(Boolean).at(-1) ?? about.path} · trajstore`;
+  store = about.path.split("/").filter(Boolean).at(-1) ?? about.path;
+  entitle();
 }, () => {});
 if (isBundle) tellBundle().catch(() => {}); // the view says it
 else follow();

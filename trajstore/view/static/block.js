@@ -32,15 +32,20 @@ function paint(canvas, bytes, [height, width, channels]) {
   canvas.getContext("2d").putImageData(image, 0, 0);
 }
 
-export function showBlock(place, told, { parameters, keep, signal, id }) {
+/**
+ * Shows a block. `moved` is called with each step that somebody goes to; the `go` that is returned goes to one without
+ * calling it: so two blocks stay in step.
+ */
+export function showBlock(place, told, { parameters, keep, signal, id, moved }) {
   const { steps, batch } = told;
-  let environment = Math.min(Number(parameters.get("environment") ?? 0), Math.max(0, batch - 1));
-  let step = Math.min(Number(parameters.get("step") ?? 0), Math.max(0, steps - 1));
+  const within = (name, end) => Math.max(0, Math.min(Math.trunc(Number(parameters.get(name))) || 0, end - 1));
+  let environment = within("environment", batch);
+  let step = within("step", steps);
   let plots = [], playing = null, frames = new Map(); // "column step": bytes, or null while they are on their way
   const cameras = told.columns.filter((column) => column.pictures);
   const others = told.columns.filter((column) => !column.pictures);
 
-  const choose = make("select", { id: "environment", change: () => {
+  const choose = make("select", { change: () => {
     environment = Number(choose.value);
     keep({ environment: environment ? String(environment) : null });
     frames = new Map();
@@ -51,7 +56,8 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
   const says = make("span", { class: "total", role: "status" });
   const pictures = make("div", { class: "cameras" });
   const curves = make("div", { class: "curves" });
-  fill(place, make("div", { class: "bar" }, make("label", { for: "environment" }, "Environment"), choose, play, slider, says), make("div", { class: "seen" }, pictures, curves),
+  fill(place, make("div", { class: "bar" }, make("label", {}, "Environment ", choose), play, slider, says,
+    moved ? null : make("a", { class: "quiet", href: `#/beside/${id}`, click: besides }, "Beside another")), make("div", { class: "seen" }, pictures, curves),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
   const views = cameras.map((column) => {
@@ -60,7 +66,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
       const of = Math.round((at * (steps - 1)) / Math.max(1, Math.min(THUMBS, steps) - 1));
       return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"));
     }));
-    pictures.append(make("figure", { class: "camera" }, make("figcaption", {}, column.name), large, strip));
+    pictures.append(make("figure", { class: "camera", "aria-label": column.name }, make("figcaption", {}, column.name), large, strip));
     return { column, large, strip };
   });
 
@@ -94,9 +100,16 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
     }
   }
 
-  function go(to) {
+  /** Makes the link to the view of two episodes: this one beside the next environment's, if there is one. */
+  function besides(event) {
+    const more = { other: id, environment, other_environment: environment + 1 < batch ? environment + 1 : 0, step };
+    event.target.href = `#/beside/${id}?${new URLSearchParams(more)}`;
+  }
+
+  function go(to, isFollowing = false) {
+    if (!isFollowing) moved?.(to);
     step = Math.max(0, Math.min(to, steps - 1));
-    keep({ step: step ? String(step) : null });
+    if (!isFollowing) keep({ step: step ? String(step) : null });
     slider.value = step;
     mark();
     bring([step]).catch(refuse);
@@ -106,6 +119,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
   function start() {
     play.setAttribute("aria-pressed", "true");
     fill(play, "Stop");
+    says.setAttribute("aria-live", "off"); // ten steps a second are not read out
     playing = setInterval(() => {
       if (step + 1 >= steps) return stop();
       if (step % AHEAD === 0) bring(Array.from({ length: 2 * AHEAD }, (_, at) => step + at)).catch(refuse);
@@ -118,6 +132,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
     playing = null;
     play.setAttribute("aria-pressed", "false");
     fill(play, "Play");
+    says.removeAttribute("aria-live");
   }
 
   function refuse(error) {
@@ -184,6 +199,7 @@ export function showBlock(place, told, { parameters, keep, signal, id }) {
   else lay();
   window.addEventListener("theme", lay);
   return {
+    go: (to) => steps && go(to, true),
     leave() {
       stop();
       window.removeEventListener("theme", lay);

@@ -18,7 +18,7 @@ export function conditionField(where, placeholder, asked) {
     type: "search", id: "filter", spellcheck: "false", autocomplete: "off", value: where, placeholder, "aria-describedby": "refused",
   });
   const condition = () => filter.value.trim();
-  const element = make("form", { class: "question", role: "search", submit: (event) => {
+  const element = make("form", { class: "question", role: "search", "aria-label": "Condition", submit: (event) => {
     event.preventDefault();
     asked();
   } }, make("label", { for: "filter" }, "where"), filter, make("button", { type: "submit" }, "Filter"));

@@ -34,6 +34,16 @@ export function fill(element, ...children) {
   return element;
 }
 
+/**
+ * Makes elements within another one anew. Where one with `data-focus` had the keyboard's focus, the new one with the same
+ * value has it then.
+ */
+export function keepingFocus(place, remake) {
+  const held = place.contains(document.activeElement) ? document.activeElement.dataset.focus : undefined;
+  remake();
+  if (held !== undefined) place.querySelector(`[data-focus="${CSS.escape(held)}"]`)?.focus({ preventScroll: true });
+}
+
 const MOST_SHOWN = 20000;
 
 /** Returns text of any length as an element: the beginning, and a button for more of it. */
@@ -42,6 +52,7 @@ export function longText(text, properties = {}) {
   let shown = 0;
   const more = make("button", { type: "button", class: "more", click: () => show() });
   function show() {
+    const held = document.activeElement === more;
     more.remove();
     const next = text.slice(shown, shown + MOST_SHOWN);
     element.append(document.createTextNode(visible(next)));
@@ -49,6 +60,7 @@ export function longText(text, properties = {}) {
     if (shown < text.length) {
       fill(more, `Show more (${(text.length - shown).toLocaleString("en")} characters left)`);
       element.append(more);
+      if (held) more.focus({ preventScroll: true });
     }
   }
   show();

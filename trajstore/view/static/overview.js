@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
-import { fill, make } from "./dom.js";
+import { fill, keepingFocus, make } from "./dom.js";
 import { count, short, time } from "./numbers.js";
 
 const CURVES = [
@@ -25,6 +25,7 @@ export async function show(main, { parameters, keep, signal }) {
   let told = null;
   let over = parameters.get("over") ?? null;
   let plots = [];
+  const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
   const field = conditionField(parameters.get("where") ?? "", "task = 't1'", () => {
     keep({ where: field.condition() });
     start();
@@ -49,7 +50,7 @@ export async function show(main, { parameters, keep, signal }) {
     if (!told) fill(figures, make("p", { class: "nothing" }, "Reading facts …"));
     try {
       told = await ask("overview", { where: field.condition() }, signal);
-      lay();
+      keepingFocus(main, lay);
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
@@ -71,7 +72,7 @@ export async function show(main, { parameters, keep, signal }) {
       ["last commit", told.ended === null ? null : time(told.ended)],
     ];
     fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
-    const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)) }, count(number)), ` ${text}`) : null);
+    const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
     fill(lacking,
       say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
       say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
@@ -84,7 +85,7 @@ export async function show(main, { parameters, keep, signal }) {
   const taskRow = (row) => {
     const bar = make("span", { class: "bar-of" });
     if (row.outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(row.outcome))));
-    return make("a", { class: "task", href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
+    return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
       bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, `${count(row.count)} rollouts`));
   };
 
@@ -98,7 +99,7 @@ export async function show(main, { parameters, keep, signal }) {
         make("figcaption", {}, title))));
     const style = getComputedStyle(document.documentElement);
     const color = (name) => style.getPropertyValue(name).trim();
-    if (data.x.length) for (const { name } of kept) {
+    if (data.x.length) for (const { name, title } of kept) {
       const figure = curves.querySelector(`[data-curve="${name}"]`);
       const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
       const plot = new uPlot({
@@ -114,17 +115,43 @@ export async function show(main, { parameters, keep, signal }) {
         ],
       }, [data.x.map(Number), data[name].map((value) => (typeof value === "number" ? value : null))], figure);
       plot.setLegend({ idx: data.x.length - 1 });
-      plot.over.addEventListener("click", () => {
-        const at = plot.cursor.idx;
-        if (at === null || at === undefined) return;
+      const open = (at) => {
         const condition = isOver === "version" ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
         location.hash = linkTo(within(condition));
-      });
+      };
+      plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
+      figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
+      atKeys(plot, name, title, isOver, open);
       plots.push(plot);
     }
   }
 
-  const again = () => told && lay();
+  /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
+  function atKeys(plot, name, title, isOver, open) {
+    const [x, y] = plot.data;
+    const last = x.length - 1;
+    const go = (at) => {
+      const here = Math.max(0, Math.min(at, last));
+      plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
+      plot.over.setAttribute("aria-valuenow", here);
+      plot.over.setAttribute("aria-valuetext", `${isOver === "version" ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : short(y[here])}`);
+    };
+    const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
+    for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);
+    go(chosen[name] ?? last);
+    plot.setCursor({ left: -10, top: -10 });
+    plot.over.addEventListener("focus", () => plot.over.matches(":focus-visible") && go(chosen[name] ?? last)); // not at a click
+    plot.over.addEventListener("keydown", (event) => {
+      const at = chosen[name] ?? last;
+      const moves = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, Home: 0, End: last };
+      if (event.key in moves) go((chosen[name] = Math.max(0, Math.min(moves[event.key], last))));
+      else if (event.key === "Enter") open(at);
+      else return;
+      event.preventDefault();
+    });
+  }
+
+  const again = () => told && keepingFocus(main, lay);
   window.addEventListener("theme", again);
   window.addEventListener("resize", again);
   await start();

@@ -29,19 +29,24 @@ export function showRollout(place, told, { parameters, keep }) {
   if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
   if (told.messages.length) showConversation(conversation, told.messages);
   else conversation.append(make("p", { class: "nothing" }, "No messages were recorded."));
-  for (const [title, text] of [["Reward", told.reward], ["Metadata", told.metadata]]) {
-    if (!text) continue;
-    const isShort = text.length < 400;
-    conversation.append(make("details", { class: "json", open: isShort }, make("summary", {}, title), longText(text, { class: "code" })));
+  const besides = make("div", {});
+  conversation.append(besides);
+  /** Shows reward and metadata; again after a correction, folded as they were. */
+  function tell({ reward, metadata }) {
+    const open = [...besides.children].map((one) => one.open);
+    fill(besides, [["Reward", reward], ["Metadata", metadata]].filter(([, text]) => text).map(([title, text], at) => make("details", {
+      class: "json", open: open[at] ?? text.length < 400,
+    }, make("summary", {}, title), longText(text, { class: "code" }))));
   }
+  tell(told);
   for (const text of told.left_out) tokens.append(make("p", { class: "refused" }, text));
   if (!told.tokens) {
     tokens.append(make("p", { class: "nothing" }, "No tokens were recorded."));
-    return {};
+    return { tell };
   }
   const leave = showTokens(tokens, told, { parameters, keep });
   tokens.append(make("p", { class: "note" }, told.texts
     ? `${count(told.tokens)} tokens`
     : `${count(told.tokens)} tokens, shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text.`));
-  return { leave };
+  return { leave, tell };
 }

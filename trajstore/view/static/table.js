@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
-import { fill, make } from "./dom.js";
+import { fill, keepingFocus, make } from "./dom.js";
 import { count, short, time } from "./numbers.js";
 
 const ROW = 34; // height of a row, as in style.css
@@ -63,7 +63,10 @@ export async function show(main, { parameters, keep, signal }) {
       lay();
     } }), title(name)))));
   const total = make("span", { class: "total", role: "status" });
-  const news = make("button", { type: "button", class: "news", hidden: true, click: () => start() });
+  const news = make("button", { type: "button", class: "news", hidden: true, click: () => {
+    grid.focus({ preventScroll: true });
+    start();
+  } });
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
   const heads = make("div", { class: "heads", role: "row", "aria-rowindex": 1 });
   const body = make("div", { class: "rows", role: "rowgroup" });
@@ -83,26 +86,27 @@ export async function show(main, { parameters, keep, signal }) {
     grid.style.setProperty("--least", `${widths.reduce((sum, [least]) => sum + least, 0)}rem`);
     grid.setAttribute("aria-colcount", visible.length);
     const [by, way] = question.order.split(/\s+(?=desc$)/);
-    fill(heads, visible.map((name) => {
+    keepingFocus(heads, () => fill(heads, visible.map((name) => {
       const column = columns.find((one) => one.name === name);
       const sorted = by !== name ? "none" : way ? "descending" : "ascending";
       return make("div", { role: "columnheader", "aria-sort": sorted, class: column.type }, make("button", {
-        type: "button", title: `${column.note}. Sort by it`, click: () => {
+        type: "button", "data-focus": name, title: `${column.note}. Sort by it`, click: () => {
           question.order = sorted === "descending" ? name : `${name} desc`;
           keep({ order: question.order === NEWEST ? null : question.order, row: null });
           selected = 0;
           start();
         },
       }, title(name), make("span", { class: "way", "aria-hidden": "true" }, { none: "", ascending: " ↑", descending: " ↓" }[sorted])));
-    }));
+    })));
     draw();
   }
 
   /** Asks the question anew, of the present state. */
-  async function start() {
+  async function start(isAsked = true) {
     const mine = (asked += 1);
     news.hidden = true;
     fill(refused);
+    total.setAttribute("aria-live", isAsked ? "polite" : "off"); // app.js tells of what comes by itself
     if (!answer) fill(total, "reading facts …");
     grid.setAttribute("aria-busy", "true");
     try {
@@ -241,7 +245,7 @@ export async function show(main, { parameters, keep, signal }) {
     leave: () => resized.disconnect(),
     changed(told) {
       if (!answer || told.state === answer.state) return;
-      if (grid.scrollTop === 0 && selected === 0) start();
+      if (grid.scrollTop === 0 && selected === 0) start(false);
       else {
         fill(news, "Show what is new");
         news.hidden = false;

@@ -21,9 +21,13 @@ export async function show(main, { of: id, parameters, keep, signal }) {
     if (!signal.aborted) fill(facts, make("p", { class: "refused" }, error.message));
   });
   askFacts();
-  const values = showLate(late, { id, signal, changed: askFacts });
+  let view = null;
+  const values = showLate(late, { id, signal, changed: () => {
+    askFacts();
+    if (view?.tell) askTrajectory(id, signal).then(view.tell, () => {}); // facts say what is wrong
+  } });
   const told = await askTrajectory(id, signal);
-  const view = (told.kind === "agent" ? showRollout : showBlock)(place, told, { parameters, keep, signal, id });
+  view = (told.kind === "agent" ? showRollout : showBlock)(place, told, { parameters, keep, signal, id });
   return { ...view, changed: values.changed };
 }
 
