@@ -20,7 +20,6 @@ LEFT_OUT = {
     "open": "connect finds the stores; a run directory is opened by TrajectoryReplayBuffer.open",
     "load_checkpoint": "stores go on with their directories; a handle shows these alone",
     "points.take_back": "what a rollback sets aside has a name of its own in each store",
-    "query": "facts are in the index of each store; open the run's directory and ask its reader",
     "clear_cache": "a handle has no cache",
 }
 """Public names of a buffer that a handle lacks, and why; docs/design/many-machines.md has the same list."""
