@@ -6,11 +6,11 @@ is then a lower bound ("censored"). Prints one JSON line per run and one for the
 percentile bootstrap over the seeds (90 %).
 
 ``--select`` names rules by which a task's histories are chosen, each measured against the same runs without replay:
-by entropy alone, the lowest (``argmin``) or highest (``argmax``) first, or all alike (``random``). Without it they are
-chosen as by default: least used first.
+least used first (``default``), by entropy alone, the lowest (``argmin``) or highest (``argmax``) first, or all alike
+(``random``).
 
     python tools/bench/t13_replay.py [--seeds 0 1 2 3 4] [--environment household] [--steps 200] [--threads 1]
-        [--select argmin argmax random]
+        [--select default argmin argmax random]
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--environment", choices=TARGETS, default=BASE.environment)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--select", nargs="+", choices=[name for name in RULES if name != DEFAULT], default=[DEFAULT])
+    parser.add_argument("--select", nargs="+", choices=RULES, default=[DEFAULT])
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     arms: dict[str | None, list[Run]] = {select: [] for select in (None, *options.select)}
