@@ -32,6 +32,9 @@ _DTYPES: Mapping[str, npt.DTypeLike] = {
 NOTE, NOTE_TEXT = "note:", "text:"
 """Columns of values that came late, numbers and texts, are called so, with the name behind it."""
 
+NOTE_ROWS, NOTE_START = "rows:", "start:"
+"""So are those of values by row: table (shard or slot) of the rows, -1 for none, and the first row in it."""
+
 MOST_SCORES = 64
 """Names of scores that an index has; facts of further names stay in the rollouts alone."""
 
@@ -46,7 +49,7 @@ def is_fact(name: str) -> bool:
 
 def is_note(name: str) -> bool:
     """Return whether a column is of values that came late."""
-    return name.startswith((NOTE, NOTE_TEXT))
+    return name.startswith((NOTE, NOTE_TEXT, NOTE_ROWS, NOTE_START))
 
 
 def is_optional(name: str) -> bool:
@@ -61,7 +64,9 @@ def is_text(name: str) -> bool:
 
 def fact_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of an optional column."""
-    return np.dtype(np.int32 if is_text(name) else _DTYPES.get(name, np.float64))
+    if name.startswith(NOTE_START):
+        return np.dtype(np.int64)
+    return np.dtype(np.int32 if is_text(name) or name.startswith(NOTE_ROWS) else _DTYPES.get(name, np.float64))
 
 
 def unknown(name: str, count: int) -> npt.NDArray[Any]:

@@ -28,6 +28,7 @@ from trajstore.machine_code import kernels
 from trajstore.store.facts import (
     MOST_SCORES,
     NOTE,
+    NOTE_ROWS,
     NOTE_TEXT,
     fact_columns,
     facts_to_json,
@@ -216,13 +217,15 @@ class TrajectoryIndex:
         """Return an index of the same entries that names slots. What is changed later in either is not shared.
 
         Args:
-            slots: by row of the shard table.
+            slots: by row of the shard table; the last one stands for none.
         """
         other = self.slice(0, len(self))
         for name in (*STARTS, "extra", "document"):
             other._arrays[name] = other._arrays[name].copy()
         other.table = "slot"
         other._arrays["slot"] = slots[other._arrays.pop("shard")]
+        for name in self.row_notes:
+            other._arrays[NOTE_ROWS + name] = slots[other._arrays[NOTE_ROWS + name]]
         other.texts = self.texts.copy()
         return other
 
@@ -275,8 +278,13 @@ class TrajectoryIndex:
 
     @property
     def notes(self) -> list[str]:
-        """Names of the columns of values that came late."""
-        return [name for name in self._arrays if is_note(name)]
+        """Names of the columns of values that came late, one for each trajectory."""
+        return [name for name in self._arrays if name.startswith((NOTE, NOTE_TEXT))]
+
+    @property
+    def row_notes(self) -> list[str]:
+        """Names of values that came late and are rows: :data:`~trajstore.store.facts.NOTE_ROWS` says of which table."""
+        return [name.removeprefix(NOTE_ROWS) for name in self._arrays if name.startswith(NOTE_ROWS)]
 
     def given(self, position: int) -> dict[str, float | str]:
         """Return the latest values that the trajectory at a position was given late, by name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,12 +18,22 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.facts import SCORE
-from trajstore.columns.limits import RANGES, shown
+from trajstore.columns.limits import MAX_GENERATION, RANGES, shown
+from trajstore.columns.schema import ColumnSpec
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.store.facts import NOTE, NOTE_TEXT, is_text
+from trajstore.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT, is_text
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import natural
 from trajstore.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.store.row_notes import (
+    RowShard,
+    column_of_kind,
+    is_kind_of_rows,
+    is_rows,
+    kind_of_rows,
+    rows_in_words,
+)
+from trajstore.store.shard_table import ShardTable
 
 Value = float | str | None
 """What one trajectory is given under a name: a number or a text; None takes back what it has."""
@@ -38,6 +48,7 @@ OVER_FACTS = ("outcome", "success_rate")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 _NO_TEXT = -1
+_NO_SHARD = -1
 
 _EXACT = 1 << 53  # whole numbers up to here are floats without rounding
 
@@ -50,7 +61,15 @@ _COLUMNS: Mapping[str, npt.DTypeLike] = {
     "times": np.int64,
     "generations": np.int64,
     "void": np.int64,
+    "shards": np.int32,
+    "starts": np.int64,
 }
+
+_ADDED = {"shards": _NO_SHARD, "starts": 0}
+"""What the columns have that layout version 6 lacks."""
+
+_HAS_ROWS = 1.0
+"""Stands in ``numbers`` for rows that were given, whether or not they are still kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +79,7 @@ class Note:
     Attributes:
         trajectory_id: of the trajectory.
         name: of the value.
-        value: None where an earlier one was taken back.
+        value: None where an earlier one was taken back; of values by row a text that says what they are.
         who: gave it; an empty text if nothing was said.
         time: when, in µs since 1970, by the clock of who gave it.
         generation: of the commit that brought it.
@@ -86,6 +105,7 @@ class Said:
         who: gives them.
         time: when, in µs since 1970.
         source: file of the inbox that they come from; an empty text for none.
+        rows: values by row, one for each of them too; None for none.
     """
 
     ids: tuple[int, ...]
@@ -93,9 +113,10 @@ class Said:
     who: str
     time: int
     source: str = ""
+    rows: RowShard | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as a record or a file has it."""
+        """Return it as a record or a file has it, but for values by row."""
         values = {name: list(some) for name, some in self.values.items()}
         told = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
         return {**told, "source": self.source} if self.source else told
@@ -133,11 +154,7 @@ class Said:
         if len(set(self.ids)) != len(self.ids):
             raise ConfigurationError("annotate: an id is there twice")
         for name, values in self.values.items():
-            if not _NAME.fullmatch(name):
-                raise ConfigurationError(
-                    f"annotate: {name!r}, must be a name of up to 64 letters, digits and underscores that begins with "
-                    "no digit"
-                )
+            check_name(name)
             if len(values) != len(self.ids):
                 raise ConfigurationError(
                     f"annotate: {name}: {len(values)} values for {len(self.ids)} trajectories, must be as many, or one"
@@ -147,6 +164,18 @@ class Said:
                 raise ConfigurationError(f"annotate: {name}: has a text, but takes the place of a number")
             if len(kinds) > 1:
                 raise ConfigurationError(f"annotate: {name}: has numbers and texts, must be one or the other")
+
+
+def check_name(name: str) -> None:
+    """Refuse what can be no name of values.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"annotate: {name!r}, must be a name of up to 64 letters, digits and underscores that begins with no digit"
+        )
 
 
 def check_names(names: Iterable[str], facts: Container[str]) -> None:
@@ -192,6 +221,10 @@ def _kind(name: str, value: Any) -> str:
     raise ConfigurationError(f"annotate: {name}: {shown(value)}, must be a finite number, a bool, a text or None")
 
 
+def _in_words(kind: str) -> str:
+    return rows_in_words(kind) if is_rows(kind) else f"{kind}s"
+
+
 @dataclass(frozen=True, slots=True)
 class Noted:
     """A commit gave trajectories values: columns of the index, one row for each id."""
@@ -209,7 +242,7 @@ class Notes:
         """Texts, and who gave values."""
         self._parts: list[dict[str, npt.NDArray[Any]]] = []
         self._kinds: dict[str, str] = {}
-        """Whether values are numbers or texts, by name; ``names`` counts in this order."""
+        """Whether values are numbers, texts or rows, by name; ``names`` counts in this order."""
         self.sources: set[str] = set()
         """Files of the inbox whose values are here."""
 
@@ -218,12 +251,18 @@ class Notes:
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """``"text"`` or ``"number"`` for each name."""
+        """``"text"``, ``"number"`` or, see :func:`~trajstore.store.row_notes.kind_of_rows`, rows for each name."""
         return self._kinds
 
     @classmethod
-    def of(cls, index: TrajectoryIndex, time: int) -> Notes:
-        """Return the latest values that an index has, as those of a store that begins with it; ``time`` in µs."""
+    def of(cls, index: TrajectoryIndex, shards: ShardTable, time: int) -> Notes:
+        """Return the latest values that an index has, as those of a store that begins with it.
+
+        Args:
+            index: has them.
+            shards: in which values by row lie.
+            time: of them, in µs since 1970.
+        """
         notes = cls()
         for column in index.notes:
             values, name = index[column], column.removeprefix(NOTE_TEXT).removeprefix(NOTE)
@@ -231,6 +270,14 @@ class Notes:
             given = [index.texts[number] for number in values[known]] if is_text(column) else values[known].tolist()
             if len(given):
                 notes.add(Said(tuple(index["trajectory_id"][known].tolist()), {name: given}, "", time), 0)
+        for name in index.row_notes:
+            tables = index[NOTE_ROWS + name]
+            known = tables >= 0
+            if known.any():
+                columns = {column.name: column for column in shards.schema(int(tables[known][0])).columns}
+                notes._kinds[name] = kind_of_rows(columns[name])
+                said = Said(tuple(index["trajectory_id"][known].tolist()), {}, "", time)
+                notes._append(said, name, 0, shards=tables[known], starts=index[NOTE_START + name][known])
         return notes
 
     def check(self, said: Said) -> None:
@@ -239,49 +286,78 @@ class Notes:
         Raises:
             ConfigurationError: a name stands for values of the other kind, or there would be too many names.
         """
-        for name, values in said.values.items():
-            kind = next((_kind(name, value) for value in values if value is not None), None)
+        rows = {} if said.rows is None else said.rows.kinds
+        given = {name: self._kind_of(name, values) for name, values in said.values.items()} | rows
+        for name, kind in given.items():
             known = self._kinds.get(name)
             if kind is not None and known is not None and kind != known:
-                raise ConfigurationError(f"annotate: {name}: a {kind}, but the values of this name are {known}s here")
+                raise ConfigurationError(
+                    f"annotate: {name}: {_in_words(kind)}, but the values of this name are {_in_words(known)} here"
+                )
             if kind is None and known is None:
                 raise ConfigurationError(f"annotate: {name}: there is no value of this name to be taken back")
-        if len(self._kinds.keys() | said.values.keys()) > MOST_NAMES:
+        if len(self._kinds.keys() | given.keys()) > MOST_NAMES:
             raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
 
-    def add(self, said: Said, generation: int) -> Noted:
+    @staticmethod
+    def _kind_of(name: str, values: Sequence[Value]) -> str | None:
+        """Return the kind of values, None where they only take back what there is."""
+        return next((_kind(name, value) for value in values if value is not None), None)
+
+    def add(self, said: Said, generation: int, shard: int = _NO_SHARD) -> Noted:
         """Take in values; return what they are as columns of the index.
+
+        Args:
+            said: the values.
+            generation: of the commit.
+            shard: row, in the shard table, of those that are rows.
 
         Raises:
             ConfigurationError: see :meth:`check`; nothing was taken in.
         """
         self.check(said)
-        ids = np.array(said.ids, np.int64)
         columns: dict[str, npt.NDArray[Any]] = {}
         for name, values in said.values.items():
-            kind = next((_kind(name, value) for value in values if value is not None), None)
-            self._kinds.setdefault(name, cast(str, kind))
+            self._kinds.setdefault(name, cast(str, self._kind_of(name, values)))
             numbers = np.array([np.nan if isinstance(value, str | None) else value for value in values], np.float64)
             texts = np.array([self._words.add(one) if isinstance(one, str) else _NO_TEXT for one in values], np.int32)
-            self._parts.append(
-                {
-                    "ids": ids,
-                    "names": np.full(len(ids), list(self._kinds).index(name), np.int32),
-                    "numbers": numbers,
-                    "texts": texts,
-                    "who": np.full(len(ids), self._words.add(said.who), np.int32),
-                    "times": np.full(len(ids), said.time, np.int64),
-                    "generations": np.full(len(ids), generation, np.int64),
-                    "void": np.zeros(len(ids), np.int64),
-                }
-            )
-            column, of_kind = (NOTE_TEXT, texts) if self._kinds[name] == "text" else (NOTE, numbers)
-            columns[f"{column}{name}"] = of_kind
+            columns |= self._append(said, name, generation, numbers=numbers, texts=texts)
+        if said.rows is not None:
+            self._kinds |= said.rows.kinds
+            for name, starts in said.rows.starts().items():
+                columns |= self._append(said, name, generation, shards=shard, starts=starts)
         if said.source:
             self.sources.add(said.source)
         if len(self._parts) > 2 * MOST_NAMES:
             self._parts = [self._all()]
-        return Noted(ids, columns, self._words)
+        return Noted(np.array(said.ids, np.int64), columns, self._words)
+
+    def _append(self, said: Said, name: str, generation: int, **values: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+        """Append a value of each trajectory under a name; return it as columns of the index."""
+        of_each = {
+            "ids": said.ids,
+            "names": list(self._kinds).index(name),
+            "numbers": _HAS_ROWS if "shards" in values else np.nan,
+            "texts": _NO_TEXT,
+            "who": self._words.add(said.who),
+            "times": said.time,
+            "generations": generation,
+            "void": 0,
+            **_ADDED,
+            **values,
+        }
+        part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
+        for column, array in part.items():
+            array[:] = of_each[column]
+        self._parts.append(part)
+        return {column: part[journal] for column, journal in self._columns_of(name).items()}
+
+    def _columns_of(self, name: str) -> dict[str, str]:
+        """Return the columns of the index that a name has, and the columns here of which they are."""
+        kind = self._kinds[name]
+        if is_rows(kind):
+            return {NOTE_ROWS + name: "shards", NOTE_START + name: "starts"}
+        return {NOTE_TEXT + name: "texts"} if kind == "text" else {NOTE + name: "numbers"}
 
     def _all(self) -> dict[str, npt.NDArray[Any]]:
         return {
@@ -294,10 +370,46 @@ class Notes:
         index.forget_notes()
         everything = self._all()
         counts = everything["void"] == 0
-        for number, (name, kind) in enumerate(self._kinds.items()):
+        for number, name in enumerate(self._kinds):
             of_name = np.flatnonzero(counts & (everything["names"] == number))
-            prefix, column = (NOTE_TEXT, "texts") if kind == "text" else (NOTE, "numbers")
-            index.note(everything["ids"][of_name], {f"{prefix}{name}": everything[column][of_name]}, self._words)
+            columns = {column: everything[of][of_name] for column, of in self._columns_of(name).items()}
+            index.note(everything["ids"][of_name], columns, self._words)
+
+    def rows_needed(self, ids: npt.NDArray[np.int64], since: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """Return of which of all values the rows must be kept: the latest now, and the latest at some generations.
+
+        Args:
+            ids: of the trajectories that are there.
+            since: the generations to which the store can go back.
+        """
+        columns = self._all()
+        needed = np.zeros(len(columns["ids"]), np.bool_)
+        given = np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names())
+        if not (given & (columns["shards"] >= 0)).any():
+            return needed
+        generations, void = columns["generations"], columns["void"]
+        for then in {MAX_GENERATION, *since}:
+            inside = np.flatnonzero(given & (generations <= then) & ((void == 0) | (void > then)))
+            keys = np.stack([columns["ids"][inside], columns["names"][inside]])[:, ::-1]
+            _, last = np.unique(keys, axis=1, return_index=True)
+            needed[inside[len(inside) - 1 - last]] = True
+        return needed & (columns["shards"] >= 0)
+
+    def _row_names(self) -> list[int]:
+        return [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
+
+    def shards(self, needed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+        """Return the shards, rows of the shard table, of values of which :meth:`rows_needed` says they are kept."""
+        found: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed])
+        return found
+
+    def row_homes(self) -> Iterator[tuple[ColumnSpec, npt.NDArray[np.int64], npt.NDArray[np.int32], Any]]:
+        """Yield the column of each name that stands for rows; of each value of it, trajectory, shard and first row."""
+        columns, names = self._all(), list(self._kinds.items())
+        for number in self._row_names():
+            inside = (columns["names"] == number) & (columns["shards"] >= 0)
+            homes = (columns[name][inside] for name in ("ids", "shards", "starts"))
+            yield column_of_kind(*names[number]), *homes
 
     def rolled_back(self, since: int, by: int) -> Notes:
         """Return these, of which those of commits after a generation do not count any more.
@@ -333,6 +445,8 @@ class Notes:
             for at in np.flatnonzero(part["ids"] == trajectory_id).tolist():
                 text, number = int(part["texts"][at]), float(part["numbers"][at])
                 value: Value = self._words[text] if text != _NO_TEXT else None if math.isnan(number) else number
+                kind = self._kinds[names[int(part["names"][at])]]
+                value = rows_in_words(kind) if is_rows(kind) and value is not None else value
                 name, who = names[int(part["names"][at])], self._words[int(part["who"][at])]
                 time, generation = int(part["times"][at]), int(part["generations"][at])
                 found.append(Note(trajectory_id, name, value, who, time, generation, not part["void"][at]))
@@ -340,13 +454,20 @@ class Notes:
 
     # -- on disk ----------------------------------------------------------------------------------
 
-    def to_json(self, ids: npt.NDArray[np.int64]) -> dict[str, Any]:
+    def to_json(
+        self, ids: npt.NDArray[np.int64], needed: npt.NDArray[np.bool_], rows: npt.NDArray[np.int32]
+    ) -> dict[str, Any]:
         """Return the values of trajectories as JSON values.
 
         Args:
             ids: of those that are there; the others' values are forgotten.
+            needed: of which values rows are kept, see :meth:`rows_needed`.
+            rows: by row of the shard table, the row that the shard is to have.
         """
         columns = self._all()
+        shards = np.full(len(needed), _NO_SHARD, np.int32)
+        shards[needed] = rows[columns["shards"][needed]]
+        columns["shards"], columns["starts"] = shards, np.where(needed, columns["starts"], 0)
         kept = np.isin(columns["ids"], ids)
         return {
             "columns": {name: pack(column[kept]) for name, column in columns.items()},
@@ -356,8 +477,12 @@ class Notes:
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> Notes:
+    def from_json(cls, value: Any, shards: int) -> Notes:
         """Return what :meth:`to_json` described.
+
+        Args:
+            value: the JSON values.
+            shards: number of shards in the table that values by row refer to.
 
         Raises:
             CorruptStoreError: it does not describe values.
@@ -365,17 +490,24 @@ class Notes:
         notes = cls()
         try:
             packed, kinds, sources = value["columns"], dict(value["names"]), value["sources"]
-            rows = {declared_rows(packed[name]) for name in _COLUMNS}
+            there = [name for name in _COLUMNS if name in packed or name not in _ADDED]
+            rows = {declared_rows(packed[name]) for name in there}
             if len(rows) != 1:
                 raise ValueError("columns have different lengths")
-            columns = {name: unpack(packed[name], dtype) for name, dtype in _COLUMNS.items()}
+            columns = {name: unpack(packed[name], _COLUMNS[name]) for name in there}
+            for name, missing in _ADDED.items():
+                columns.setdefault(name, np.full(len(columns["ids"]), missing, _COLUMNS[name]))
             notes._words = StringTable.from_json(value["words"])
-            if not all(_NAME.fullmatch(name) and kind in ("text", "number") for name, kind in kinds.items()):
-                raise ValueError("names")
+            for name, kind in kinds.items():
+                if not _NAME.fullmatch(name) or not (kind in ("text", "number") or is_kind_of_rows(kind)):
+                    raise ValueError("names")
             if len(kinds) > MOST_NAMES or not all(isinstance(source, str) for source in sources):
                 raise ValueError("names or sources")
             words = len(notes._words)
-            for name, least, end in (("names", 0, len(kinds)), ("who", 0, words), ("texts", _NO_TEXT, words)):
+            for name, least, end in (
+                *(("names", 0, len(kinds)), ("who", 0, words), ("texts", _NO_TEXT, words)),
+                *(("shards", _NO_SHARD, shards), ("starts", 0, math.inf)),
+            ):
                 if len(columns[name]) and not (columns[name].min() >= least and columns[name].max() < end):
                     raise ValueError(f"{name}: numbers that stand for nothing")
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
