@@ -33,6 +33,9 @@ class Trajectory:
     the dicts without a row for each step, which are tensors of fewer than two dimensions and JSON values (None,
     text, lists; see ``AgentTrajectory.metadata``), are stored with the trajectory, given back, and never sampled.
     Checked when the trajectory is added to a buffer, not here.
+
+    ``notes`` has the values by row that the trajectory was given late (:func:`trajstore.annotate`), ``[T, B, ...]`` by
+    name, where a buffer returns it; one that is added has none.
     """
 
     max_episode_length: int = 0
@@ -49,6 +52,7 @@ class Trajectory:
     forward_inputs: dict[str, Any] = field(default_factory=dict)
     curr_obs: dict[str, Any] = field(default_factory=dict)
     next_obs: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -110,6 +114,9 @@ class AgentTrajectory:
     ``metadata``, ``messages`` and ``Reward.metadata`` are any JSON. They come back as JSON has them: tuples as
     lists, numpy's scalars and arrays as numbers and lists. What JSON has no equal of (NaN, dates, bytes, keys that
     are not strings, integers beyond 64 bits) is refused when the trajectory is added.
+
+    ``notes`` has the values by row that the rollout was given late (:func:`trajstore.annotate`), ``[L]`` or ``[R]`` by
+    name, where a buffer returns it; one that is added has none.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -131,6 +138,7 @@ class AgentTrajectory:
     entropy: float | None = None
     tokenizer_fingerprint: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 TOKEN_COLUMNS = ("input_ids", "attention_mask", "loss_mask")

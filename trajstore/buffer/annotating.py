@@ -13,19 +13,31 @@ import torch
 from trajstore.arguments import path_or_url, text
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, StoreLockedError, StoreNotFoundError, StoreWriteError
+from trajstore.columns.facts import SCORE
+from trajstore.columns.limits import shown
+from trajstore.columns.values import as_tensor
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidTrajectoryError,
+    StoreLockedError,
+    StoreNotFoundError,
+    StoreWriteError,
+)
 from trajstore.files.base import Directory
 from trajstore.files.opening import check_options, open_directory
 from trajstore.querying.facts import FACTS
 from trajstore.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.notes import Note, Said, Value, check_names
+from trajstore.store.notes import OVER_FACTS, Note, Said, Value, check_name, check_names
+from trajstore.store.row_notes import Rows
 from trajstore.store.run_ids import ids_from, own_id, rank_of_id, shown_id
 from trajstore.writing.inbox import Inbox, put, waiting
 from trajstore.writing.unattended import held_log
 
-Values = Value | Sequence[Value] | np.ndarray[Any, Any] | torch.Tensor
-"""One value for all trajectories, or one for each."""
+Array = np.ndarray[Any, Any] | torch.Tensor
+
+Values = Value | Sequence[Value] | Array | Sequence[Array]
+"""One value for all trajectories, or one for each; or, as a list of arrays, the rows of each."""
 
 
 def annotate(
@@ -36,7 +48,7 @@ def annotate(
     who: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give trajectories values that come late: numbers, or texts such as tags. They are durable when this returns.
+    """Give trajectories values that come late: numbers, texts such as tags, or rows. They are durable when this returns.
 
     The latest value of a name counts, and is a column of questions (``query()``); all others stay in the history
     (:func:`notes_of`). A number called ``outcome``, ``success_rate`` or ``reward_NAME`` takes the place of what the
@@ -49,7 +61,9 @@ def annotate(
         store: path or URL of a store or run directory; or the buffer that writes the store.
         ids: of the trajectories.
         values: by name: a finite number, a bool, a text of up to 4,096 characters, or None, which takes back what there
-            is; one for all trajectories or one for each.
+            is; one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
+            ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
+            Rows take the process that writes the store, which is given as its buffer.
         who: gives them, for the history; None: nobody says.
         storage_options: passed on to the fsspec file system.
 
@@ -60,11 +74,16 @@ def annotate(
         StoreError: the buffer has no store.
         StoreWriteError: it could not be written.
     """
-    said = _said(ids, values, "" if who is None else text("who", who))
+    said, rows = _said(ids, values, "" if who is None else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):
-        if said.ids and said.values:
-            internals_of(store).backing.annotate(said)
+        if said.ids and (said.values or rows):
+            internals_of(store).backing.annotate(said, rows)
         return
+    if rows:
+        raise ConfigurationError(
+            f"annotate: {', '.join(rows)}: values by row can be given by the process that writes the store alone: give "
+            "its buffer, TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), instead of the path"
+        )
     stores = _stores(store, storage_options or {})
     parts = []
     for rank in sorted({rank_of_id(number) for number in said.ids}):
@@ -130,8 +149,8 @@ def _take_in(directory: Directory) -> None:
         before = [name for name in there if name in waiting(directory)]
 
 
-def _said(ids: Any, values: Any, who: str) -> Said:
-    """Return what is said, checked but for what is there already.
+def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
+    """Return what is said, checked but for what is there already, and the values by row.
 
     Raises:
         ConfigurationError: it cannot be kept.
@@ -139,11 +158,49 @@ def _said(ids: Any, values: Any, who: str) -> Said:
     wanted = ids_from("ids", [ids] if isinstance(ids, int | str) else ids)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise ConfigurationError("values: must be a dict of values by name")
-    listed = {name: _listed(some, len(wanted)) for name, some in values.items()}
+    rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
+    listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
     said = Said(tuple(wanted), listed, who, time.time_ns() // 1000)
     said.check()
     check_names(values, FACTS)
-    return said
+    for name in rows:
+        check_name(name)
+        if name in OVER_FACTS or name.startswith(SCORE):
+            raise ConfigurationError(f"annotate: {name}: has rows, but takes the place of a number")
+    return said, rows
+
+
+def _is_rows(values: Any) -> bool:
+    """Return whether values are those of rows: a list of arrays that are no single numbers, or one array of them."""
+    if isinstance(values, torch.Tensor | np.ndarray):
+        return values.ndim > 1
+    return isinstance(values, list | tuple) and any(
+        isinstance(one, torch.Tensor | np.ndarray) and one.ndim for one in values
+    )
+
+
+def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
+    """Return the rows of each trajectory, contiguous and on the CPU.
+
+    Raises:
+        ConfigurationError: there are not as many, or one is no array.
+    """
+    if len(values) != count:
+        raise ConfigurationError(
+            f"annotate: {name}: rows of {len(values)} trajectories for {count}, must be as many: a list of arrays"
+        )
+    tensors = []
+    for at, one in enumerate(values):
+        if not isinstance(one, torch.Tensor | np.ndarray):
+            raise ConfigurationError(
+                f"annotate: {name}: value {at} is {shown(one)}, others are arrays of rows; take rows back with None "
+                "for all trajectories of a call"
+            )
+        try:
+            tensors.append(as_tensor(name, one))
+        except InvalidTrajectoryError as error:
+            raise ConfigurationError(f"annotate: {error}") from error
+    return tensors
 
 
 def _listed(value: Any, count: int) -> list[Any]:

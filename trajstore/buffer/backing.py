@@ -36,6 +36,7 @@ from trajstore.reading.places import check_no_ranks
 from trajstore.sampling.draws import Draws
 from trajstore.store.log_records import ids_in_words
 from trajstore.store.notes import Note, Said
+from trajstore.store.row_notes import Rows
 from trajstore.trajectory import AnyTrajectory
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import StoreWriter
@@ -126,8 +127,8 @@ class Backing(ABC):
         """Keep facts of rollouts of an earlier layout with the next snapshot of the store, if there is one."""
         return
 
-    def annotate(self, said: Said) -> None:
-        """Give trajectories of the store values.
+    def annotate(self, said: Said, rows: Rows) -> None:
+        """Give trajectories of the store values, and values by row, a tensor for each of them.
 
         Raises:
             StoreError: there is no store.
@@ -302,7 +303,7 @@ class StoreBacking(Backing):
         with self.writer.log.standing_still() as catalog:
             catalog.index.tell(ids, uuids, facts)
 
-    def annotate(self, said: Said) -> None:
+    def annotate(self, said: Said, rows: Rows) -> None:
         others = [number for number in said.ids if not self._view.is_own(number)]
         if others:
             raise StoreError(
@@ -310,7 +311,7 @@ class StoreBacking(Backing):
             )
         if any(self._view.contents.is_pending(number) for number in said.ids):
             self.writer.flush()
-        uninterrupted(partial(self.writer.annotate, said))
+        uninterrupted(partial(self.writer.annotate, said, rows))
 
     def history(self, trajectory_id: int) -> list[Note]:
         with self.writer.log.standing_still() as catalog:

@@ -208,7 +208,7 @@ def _write_store(
     columns["shard"] = rows
     catalog.index.texts = picture.index.texts
     catalog.index.append(columns)
-    catalog.notes = Notes.of(catalog.index, time.time_ns() // 1000)
+    catalog.notes = Notes.of(catalog.index, catalog.shards, time.time_ns() // 1000)
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)

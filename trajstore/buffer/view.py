@@ -363,7 +363,7 @@ class View:
 
     def noted(self, noted: Noted) -> None:
         """Show values of trajectories of the buffer's own store that came late."""
-        self.locked(lambda contents: contents.noted(noted, self.own_first))
+        self.locked(lambda contents: contents.noted(OWN_SOURCE, noted, self.own_first))
 
     # -- leaving ----------------------------------------------------------------------------------
 

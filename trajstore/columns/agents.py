@@ -23,7 +23,7 @@ _WHOLE = frozenset((*TOKEN_COLUMNS, "response_mask"))
 """Columns of ids and masks."""
 
 _DOCUMENT_FIELDS = tuple(
-    field.name for field in fields(AgentTrajectory) if field.name not in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
+    field.name for field in fields(AgentTrajectory) if field.name not in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "notes")
 )
 _TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
 

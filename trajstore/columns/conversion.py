@@ -28,6 +28,11 @@ def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
             names the field, and its shape or value.
     """
     try:
+        if notes := getattr(trajectory, "notes", None):
+            raise InvalidTrajectoryError(
+                f"field notes: {', '.join(map(str, notes))}: values by row that were given late are not added with a "
+                "trajectory: add it with notes={}, then give them with trajstore.annotate"
+            )
         if isinstance(trajectory, AgentTrajectory):
             return flatten_agent(trajectory)
         return flatten_step(trajectory)

@@ -10,6 +10,7 @@ import torch
 
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.feeding.options import Layout
+from trajstore.reading.late import COLUMNS
 from trajstore.reading.tokens import TokenRows
 
 IntArray = npt.NDArray[np.int64]
@@ -68,7 +69,8 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
     ``lengths``                int64 [n]                    tokens of each
     ``trajectory_ids``         int64 [n]                    id of each in the store
     ``outcomes``               float64 [n]                  ``Reward.outcome``, or the one given late; NaN = unknown
-    ``notes``                  dict of float64 [n]          values given late, of ``notes.NAME`` among the columns
+    ``notes``                  dict of float64 [n]          values given late, of ``notes.NAME`` among the columns; of
+                                                            values by row [N], [n, K] as given, NaN where none were
     ``policy_versions``        int64 [n]                    -1 = unknown
     ``weights``                float32 [n], or absent       of the sampler, relative to one draw
     ``task_ids``               list of n strings            task of each
@@ -97,7 +99,12 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
     if layout == "padded":
         values["mask"] = torch.from_numpy(known)
     shape = (count, width) if layout == "padded" else (total,)
-    pack: dict[str, Any] = {name: value.reshape(shape) for name, value in values.items()}
+    pack: dict[str, Any] = {
+        name: value.reshape(shape) for name, value in values.items() if not name.startswith(COLUMNS)
+    }
+    notes = {
+        name.removeprefix(COLUMNS): value.reshape(shape) for name, value in values.items() if name.startswith(COLUMNS)
+    }
     if layout == "packed":
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         pack["cu_seqlens"] = torch.from_numpy(ends.astype(np.int32))
@@ -113,8 +120,9 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
         "policy_versions": torch.from_numpy(np.where(rows.versions == UNKNOWN_VERSION, -1, rows.versions)),
         "task_ids": [str(document.get("task_id") or "") for document in documents],
     }
-    if rows.late:
-        pack["notes"] = {name: torch.from_numpy(values) for name, values in rows.late.items()}
+    notes |= {name: torch.from_numpy(values) for name, values in rows.late.items()}
+    if notes:
+        pack["notes"] = notes
     if weights is not None:
         pack["weights"] = torch.from_numpy(weights.copy())
     return pack

@@ -97,6 +97,8 @@ def _line(record: Mapping[str, Any], generation: int, data: bytes, segment: str,
         newest = max(int(parse_ranges(one["entries"]["ids"]).max()) for one in added)
     elif operation == "rewrite":
         shards = (int(record["number"]),)
+    elif operation == "annotate" and "rows" in record:
+        shards = (int(record["rows"]["number"]),)
     elif operation not in ("evict", "annotate"):
         raise CorruptStoreError(f"{segment}: unknown operation {operation!r}")
     return Line(generation, data, shards, operation == "evict", newest, segment, end)

@@ -44,8 +44,8 @@ class Prepared:
     held: HeldRows
     parts: list[tuple[Part, list[ColumnSpec]]]
     """Where dtypes differ: rows of one kind each, with their converted columns in the order of ``specs``."""
-    late: list[Late]
-    """Columns of values that came late, which lie in no shard."""
+    late: Sequence[Late]
+    """Columns of values that came late, which lie in no shard, or in another one."""
 
     def read(self, out: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """Return the rows, by dotted column name; once, and without ``Contents.lock``.
@@ -54,14 +54,14 @@ class Prepared:
             ConfigurationError: a tensor of ``out`` does not fit.
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        every = [*self.specs, *(spec for spec, _ in self.late)]
+        every = [*self.specs, *(one.spec for one in self.late)]
         targets = allocate(every, len(self.located.slot), out)
         stored = targets[: len(self.specs)]
         with fetched(self.held.partial, self._pieces) if self.held.partial else nullcontext():
             self._copy(stored)
         self.held.let_go()  # after an error or interrupt it is dropped instead: threads may still be copying
-        for target, (_, values) in zip(targets[len(stored) :], self.late, strict=True):
-            target.copy_(torch.from_numpy(values))
+        for target, one in zip(targets[len(stored) :], self.late, strict=True):
+            one.fill(target)
         return {spec.name: target for spec, target in zip(every, targets, strict=True)}
 
     def _copy(self, targets: list[torch.Tensor]) -> None:

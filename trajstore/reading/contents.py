@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,14 @@ from trajstore.reading.cache import Held, TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
 from trajstore.reading.late import late_columns, with_notes, without_notes
+from trajstore.reading.late_rows import late_rows, split_late, whole_rows
 from trajstore.reading.picture import Picture, picture_of
 from trajstore.reading.residency import HeldRows, MappedShard, Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.reading.whole import rows_at
 from trajstore.store.committed import Change, Evicted
-from trajstore.store.facts import TOLD
+from trajstore.store.facts import NOTE_ROWS, TOLD
 from trajstore.store.home import STARTS, Home
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.moves import Moved
@@ -81,7 +83,9 @@ class Contents:
     def show(self, number: int, part: TrajectoryIndex) -> None:
         """Append entries of a source's index; their homes are found for all at once."""
         rows = part["shard"]
-        entries = np.bincount(rows[rows != UNAVAILABLE], minlength=self.sources[number].shards)
+        tables = [rows, *(part[NOTE_ROWS + name] for name in part.row_notes)]
+        every = np.concatenate(tables)
+        entries = np.bincount(every[every != UNAVAILABLE], minlength=self.sources[number].shards)
         needed = np.flatnonzero(entries)
         slots = np.full(len(entries) + 1, UNAVAILABLE, np.int32)  # the last one stands for UNAVAILABLE
         slots[needed] = self.residency.add_shards(number, needed, entries[needed])
@@ -90,6 +94,8 @@ class Contents:
         else:
             columns = part.take(np.arange(part.first, part.end))
             columns["slot"] = slots[columns.pop("shard")]
+            for name in part.row_notes:
+                columns[NOTE_ROWS + name] = slots[columns[NOTE_ROWS + name]]
             self._append(self.index.translated(columns, part.texts))
         self._note_listed()
 
@@ -107,7 +113,7 @@ class Contents:
             self.moved(number, change, 0)
             return
         if isinstance(change, Noted):
-            self.noted(change, 0)
+            self.noted(number, change, 0)
             return
         columns = dict(change.columns)
         rows, which, counts = np.unique(columns.pop("shard"), return_inverse=True, return_counts=True)
@@ -136,11 +142,25 @@ class Contents:
             self.index.point(positions[on_disk], homes[on_disk])
             self.residency.leave(before)
 
-    def noted(self, noted: Noted, first_id: int) -> None:
-        """Show values that came late, of trajectories with ids from ``first_id`` on; with ``lock`` held."""
-        mine = noted.ids >= first_id
+    def noted(self, source: int, noted: Noted, first_id: int) -> None:
+        """Show values of trajectories of a source that came late; ids below ``first_id`` are of others."""
+        mine = (noted.ids >= first_id) & (self.index.find_many(noted.ids) >= 0)
         columns = {name: column[mine] for name, column in noted.columns.items()}
+        positions, left = self.index.find_many(noted.ids[mine]), []
+        for name in [name for name in columns if name.startswith(NOTE_ROWS)]:
+            if name.removeprefix(NOTE_ROWS) in self.index.row_notes:
+                left.append(self.index.at(name, positions))
+            columns[name] = self._slots_of(source, columns[name])
         self.index.note(noted.ids[mine], columns, noted.texts)
+        for slots in left:
+            self.residency.leave(slots[slots != UNAVAILABLE])
+
+    def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return slots of shards of a source, each with as many entries as name it; -1 stays."""
+        slots = tables.copy()
+        for row, count in zip(*np.unique(tables[tables >= 0], return_counts=True), strict=True):
+            slots[tables == row] = self.residency.add_shard(source, int(row), int(count))
+        return slots
 
     def _append(self, columns: Mapping[str, Any]) -> None:
         """Append entries; positions that are kept here move along if those of all entries do."""
@@ -246,6 +266,7 @@ class Contents:
         """Forget trajectories."""
         with self.lock:
             homes = self.index.at("slot", positions)
+            of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
             for at, number in enumerate(self.index.at("trajectory_id", positions).tolist()):
                 held = self._held.pop(number, None)
                 if self.cache is not None:
@@ -260,6 +281,7 @@ class Contents:
             if self.gap:
                 lost = self.start + np.flatnonzero(self.index["slot"][listed:] == UNAVAILABLE)
                 self.gap = range(int(lost[0]), int(lost[-1]) + 1) if len(lost) else range(0)
+            homes = np.concatenate([homes, *of_rows])
             self.residency.leave(homes[homes != UNAVAILABLE])
 
     def is_pending(self, trajectory_id: int) -> bool:
@@ -287,14 +309,17 @@ class Contents:
         stored, late = without_notes(columns)
         numbers, parts = self._columns.choose(self.index, located, first, stored)
         specs = self.residency.columns.specs
-        given = late_columns(self.index, located.position, late)
+        of_each, by_row = split_late(self.index, late)
+        # First: what they bring in may send out what nobody holds yet.
+        rows = late_rows(self.residency, self.sources, self.index, located, by_row) if by_row else []
+        given = {one.spec.name: one for one in (*late_columns(self.index, located.position, of_each), *rows)}
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
             [specs[number] for number in numbers],
             HeldRows(self.residency, located.slot),
             [(part, [specs[number] for number in part.numbers]) for part in parts],
-            given,
+            [given[name] for name in late],
         )
         self.forget_decoded()
         return prepared
@@ -368,6 +393,8 @@ class Contents:
                 max_episode_length=entry.max_episode_length,
                 model_weights_id=entry.model_weights_id,
             )
+            rows = whole_rows(self.residency, self.sources, self.index, position)
+            found = replace(found, notes=rows) if rows else found
             return with_notes(found, self.index.given(position)) if isinstance(found, AgentTrajectory) else found
 
     def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajstore.columns.facts import GIVEN, RECORDED, SCORE
 from trajstore.columns.schema import ColumnSpec
@@ -20,7 +21,33 @@ from trajstore.trajectory import AgentTrajectory, Reward
 COLUMNS = "notes."
 """Columns of a batch that are values which came late are called so, with the name behind it."""
 
-Late = tuple[ColumnSpec, npt.NDArray[np.float64]]
+
+@dataclass(frozen=True, slots=True)
+class LateValues:
+    """A column of a batch: the value that each row's trajectory was given late.
+
+    Attributes:
+        spec: of the column.
+        values: float64 ``[n]``, NaN for none.
+    """
+
+    spec: ColumnSpec
+    values: npt.NDArray[np.float64]
+
+    def fill(self, target: torch.Tensor) -> None:
+        """Write the values into a tensor ``[n]``."""
+        target.copy_(torch.from_numpy(self.values))
+
+
+class Late(Protocol):
+    """A column of a batch that came late."""
+
+    @property
+    def spec(self) -> ColumnSpec:
+        """The column."""
+
+    def fill(self, target: torch.Tensor) -> None:
+        """Write it into a tensor ``[n, *row_shape]``."""
 
 
 def without_notes(names: Sequence[str] | None) -> tuple[Sequence[str] | None, list[str]]:
@@ -31,7 +58,7 @@ def without_notes(names: Sequence[str] | None) -> tuple[Sequence[str] | None, li
     return [name for name in names if not name.startswith(COLUMNS)] if late else names, late
 
 
-def late_columns(index: TrajectoryIndex, positions: npt.NDArray[np.int64], names: Sequence[str]) -> list[Late]:
+def late_columns(index: TrajectoryIndex, positions: npt.NDArray[np.int64], names: Sequence[str]) -> list[LateValues]:
     """Return columns of values that came late, one row for each position; NaN where nothing was given.
 
     Args:
@@ -46,10 +73,10 @@ def late_columns(index: TrajectoryIndex, positions: npt.NDArray[np.int64], names
     for name in names:
         own = name.removeprefix(COLUMNS)
         if NOTE + own not in index.notes:
-            there = [one.removeprefix(NOTE) for one in index.notes if one.startswith(NOTE)]
+            there = [*(one.removeprefix(NOTE) for one in index.notes if one.startswith(NOTE)), *index.row_notes]
             why = "its values are texts" if NOTE_TEXT + own in index.notes else "no trajectory was given such a value"
             raise SchemaMismatchError(f"column {name}: {why}; there are {listed(there, 30) or 'none'}")
-        columns.append((ColumnSpec(name, "float64", ()), index.at(NOTE + own, positions).astype(np.float64)))
+        columns.append(LateValues(ColumnSpec(name, "float64", ()), index.at(NOTE + own, positions).astype(np.float64)))
     return columns
 
 

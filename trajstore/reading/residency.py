@@ -228,6 +228,11 @@ class Residency:
                 self.copies.let_go(self._unmap(slot), None)
         return undecoded
 
+    def keep(self, slot: int, shard: MappedShard) -> None:
+        """Make a shard resident that :meth:`ensure` returned, with its decoded columns; it goes as maps do."""
+        self._maps.add(slot, shard.maps)
+        self._make_resident(slot, shard)
+
     def _make_resident(self, slot: int, rows: Rows) -> None:
         numbers, signature = self.columns.of(rows.schema)
         self._reserve()

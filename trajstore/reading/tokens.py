@@ -18,7 +18,8 @@ from trajstore.errors import CorruptStoreError, SchemaMismatchError, listed
 from trajstore.files.partial import fetched
 from trajstore.machine_code import kernels
 from trajstore.reading.contents import Contents
-from trajstore.reading.late import COLUMNS, Late, late_columns, outcomes_given, without_notes
+from trajstore.reading.late import COLUMNS, LateValues, late_columns, outcomes_given, without_notes
+from trajstore.reading.late_rows import check_given, column_of, homes_of, make_resident, split_late
 from trajstore.reading.residency import HeldRows, Residency
 from trajstore.store.home import START_OF
 from trajstore.store.index import TrajectoryIndex
@@ -33,6 +34,8 @@ class _Column:
     axis: Axis
     dtypes: list[torch.dtype]
     sources: IntArray
+    keep: torch.Tensor | None = None
+    """Memory in which some of them lie."""
 
 
 class TokenRows:
@@ -54,7 +57,7 @@ class TokenRows:
         columns: Mapping[str, _Column],
         documents: IntArray,
         held: HeldRows,
-        late: list[Late],
+        late: list[LateValues],
     ) -> None:
         of = {
             name: index.at(name, positions).astype(np.int64) for name in ("trajectory_id", "steps", "extra", "document")
@@ -62,7 +65,7 @@ class TokenRows:
         self.ids, self.lengths, self.responses = of["trajectory_id"], of["steps"], of["extra"]
         self.versions: IntArray = index.at("version_high", positions).astype(np.int64)
         self.corrected = outcomes_given(index, positions)
-        self.late = {spec.name.removeprefix(COLUMNS): values for spec, values in late}
+        self.late = {one.spec.name.removeprefix(COLUMNS): one.values for one in late}
         self._columns = columns
         self._documents = documents
         self._document_sizes = of["document"]
@@ -152,12 +155,17 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     names, of_late = without_notes(names)
     slots = contents.make_resident(positions)
     residency, index = contents.residency, contents.index
+    of_each_one, by_row = split_late(index, of_late)
+    homes = homes_of(index, positions, by_row)
+    of_rows = [given[given >= 0] for given, _ in homes.values()]
+    if of_rows:
+        make_resident(residency, contents.sources, np.concatenate(of_rows), index, slots)
     starts = {
         axis: index.at(START_OF[axis], positions).astype(np.int64)
         for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
     }
     ids = index.at("trajectory_id", positions)
-    held = HeldRows(residency, slots)
+    held = HeldRows(residency, np.concatenate([slots, *of_rows]))
     by_slot = {slot: _columns_of(residency, held, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
     taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
@@ -186,9 +194,43 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         columns[name] = _Column(axis, [spec.torch_dtype for spec, _ in specs], bases + starts[axis] * widths)
     bases = np.array([columns[DOCUMENT][1] if DOCUMENT in columns else 0 for columns in of_each], np.int64)
     documents = np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0)
-    rows = TokenRows(index, positions, columns, documents, held, late_columns(index, positions, of_late))
+    late = late_columns(index, positions, of_each_one)
+    for name, (tables, firsts) in homes.items():
+        columns[name] = _given_rows(residency, index, held, positions, name, tables, firsts)
+    rows = TokenRows(index, positions, columns, documents, held, late)
     contents.forget_decoded()
     return rows
+
+
+def _given_rows(
+    residency: Residency,
+    index: TrajectoryIndex,
+    held: HeldRows,
+    positions: IntArray,
+    name: str,
+    slots: IntArray,
+    starts: IntArray,
+) -> _Column:
+    """Return a column of values by row that came late; NaN stands for those of a trajectory that has none.
+
+    Raises:
+        SchemaMismatchError: none of the trajectories has any, or there is no NaN.
+    """
+    column = column_of(residency, name, slots)
+    if column is None:
+        raise SchemaMismatchError(f"column {name}: no trajectory of this batch was given such rows")
+    lacking = slots < 0
+    check_given(name, column, index, positions[lacking])
+    sources = np.zeros(len(slots), np.int64)
+    for slot in np.unique(slots[~lacking]).tolist():
+        names = [one.name for one in residency.schema(slot).columns]
+        base = held.addresses_of(slot)[names.index(column.name)]
+        sources[slots == slot] = base + starts[slots == slot] * column.row_nbytes
+    keep = None
+    if lacking.any():
+        keep = torch.full((int(index.at("steps", positions[lacking]).max()),), float("nan"), dtype=column.torch_dtype)
+        sources[lacking] = keep.data_ptr()
+    return _Column(column.axis, [column.torch_dtype] * len(slots), sources, keep)
 
 
 def _columns_of(

@@ -6,7 +6,7 @@ Guarded as the catalog is that it is a part of: see there.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import orjson
 
 from trajstore.columns.fields import Axis
 from trajstore.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
-from trajstore.columns.schema import Extent, Schema
+from trajstore.columns.schema import Extent, Kind, Schema
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import ShardManifest
@@ -29,6 +29,7 @@ from trajstore.store.moves import Moved, check_moved, move_entries, move_from_js
 from trajstore.store.notes import Noted, Notes, Said
 from trajstore.store.packing import StringTable
 from trajstore.store.pin_names import aside_name
+from trajstore.store.row_notes import RowShard
 from trajstore.store.saved_points import PinHead, Pins
 from trajstore.store.sealed import (
     INDEX_NAME,
@@ -42,6 +43,8 @@ from trajstore.store.shard_table import ShardTable
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """What values of the wrong kind or size raise when they are used."""
+
+_EXTENT = ("steps", "batch", "extra")
 
 FENCES_KEPT = 100
 """So many openings for writing later, a writer that was frozen in the midst of a commit is not told by its name."""
@@ -185,7 +188,7 @@ class Committed:
         elif operation == "rewrite":
             change = self._move_recorded(records[0])
         elif operation == "annotate":
-            change = self.annotate(Said.from_json(records[0]), records[0]["generation"])
+            change = self._annotate_recorded(records[0])
         else:
             raise CorruptStoreError(f"unknown operation {operation!r}; written by a newer trajstore?")
         self.generation = records[-1]["generation"]
@@ -227,6 +230,30 @@ class Committed:
         number = natural(record["number"], MAX_ID // 2)
         self._schemas = schemas
         return self.move(number, manifest, ids, extents)
+
+    def _annotate_recorded(self, record: Mapping[str, Any]) -> Noted:
+        said, told = Said.from_json(record), record.get("rows")
+        if told is None:
+            return self.annotate(said, record["generation"])
+        schemas = [*self._schemas, *(Schema.from_json(item) for item in told["schemas"])]
+        said = replace(said, rows=RowShard.from_json(told, schemas, len(said.ids)))
+        said.check()
+        self._check_given(said)
+        noted = self.annotate(said, record["generation"])
+        self._schemas = schemas
+        return noted
+
+    def _check_given(self, said: Said) -> None:
+        """Refuse rows that would be read as those of a trajectory of another size.
+
+        Raises:
+            CorruptStoreError: names the trajectory.
+        """
+        for number, extent in zip(said.ids, () if said.rows is None else said.rows.extents, strict=True):
+            for index in (self.index, self.pinned):
+                at = index.find(number)
+                if at is not None and extent != Extent(*(int(index.at(name, at)) for name in _EXTENT)):
+                    raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
 
     def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
         """Take in the shards of a commit, number and manifest of each, and its entries, by ascending id."""
@@ -274,7 +301,11 @@ class Committed:
         Raises:
             ConfigurationError: they contradict those that are there; nothing was taken in.
         """
-        noted = self.notes.add(said, generation)
+        row = len(self.shards)
+        noted = self.notes.add(said, generation, row)
+        if said.rows is not None:
+            self.lifetimes.add(self.shards.add(said.rows.number, said.rows.manifest), generation)
+            self.next_shard = max(self.next_shard, said.rows.number + 1)
         for index in (self.index, self.pinned):
             index.note(noted.ids, noted.columns, noted.texts)
         return noted
@@ -283,6 +314,22 @@ class Committed:
         """Return the ids that neither a live nor a pinned trajectory has."""
         absent = (self.index.find_many(ids) < 0) & (self.pinned.find_many(ids) < 0)
         return set(np.array(ids, np.int64)[absent].tolist())
+
+    def extents_of(self, ids: Sequence[int]) -> tuple[list[Extent], list[Kind]]:
+        """Return how many rows live or pinned trajectories have, without their documents, and of which kind they are.
+
+        Raises:
+            TrajectoryUnavailableError: an id is of neither.
+        """
+        self.check_known(ids)
+        extents: list[Extent] = []
+        kinds: list[Kind] = []
+        for number in ids:
+            at = self.index.find(number)
+            index, position = (self.index, at) if at is not None else (self.pinned, self.pinned.position_of(number))
+            extents.append(Extent(*(int(index.at(name, position)) for name in _EXTENT)))
+            kinds.append(self.shards.schema(int(index.at("shard", position))).kind)
+        return extents, kinds
 
     def check_known(self, ids: Sequence[int]) -> None:
         """Refuse ids of which one is neither live nor pinned.
@@ -384,6 +431,7 @@ class Committed:
     def snapshot_file(self) -> EncodedFile:
         """Return ``trajectory_index.json`` of this state; shards that nobody needs are left out."""
         shards, rows = self.shards.compacted(self.needed_shards())
+        given = self._rows_needed()
         there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
         body = orjson.dumps(
             {
@@ -395,7 +443,7 @@ class Committed:
                 "shards": shards.to_json(),
                 "live": index_to_json(self.index, rows[self.index["shard"]]),
                 "pinned": index_to_json(self.pinned, rows[self.pinned["shard"]]),
-                **({"notes": self.notes.to_json(there)} if len(self.notes) or self.notes.sources else {}),
+                **({"notes": self.notes.to_json(there, given, rows)} if len(self.notes) or self.notes.sources else {}),
             }
         )
         return EncodedFile(INDEX_NAME, [seal("snapshot", body)])
@@ -413,12 +461,44 @@ class Committed:
         }
         return EncodedFile(METADATA_NAME, [metadata_json({**state, **values})])
 
-    def needed_shards(self) -> npt.NDArray[np.bool_]:
+    def home_shards(self) -> npt.NDArray[np.bool_]:
         """Return, per shard, whether a live or pinned trajectory lies in it."""
-        needed = np.zeros(len(self.shards), np.bool_)
-        needed[self.index["shard"]] = True
-        needed[self.pinned["shard"]] = True
+        homes = np.zeros(len(self.shards), np.bool_)
+        homes[self.index["shard"]] = True
+        homes[self.pinned["shard"]] = True
+        return homes
+
+    def needed_shards(self) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a live or pinned trajectory lies in it, or values by row that one has or had."""
+        needed = self.home_shards()
+        needed[self.notes.shards(self._rows_needed())] = True
         return needed
+
+    def _rows_needed(self) -> npt.NDArray[np.bool_]:
+        """Return of which values that came late the rows must be kept, see :meth:`Notes.rows_needed`."""
+        heads = self.pins.heads.values()
+        # What a rollback set aside is the state before it: that has the values which the rollback took back.
+        since = [head.generation - (head.back_to is not None) for head in heads]
+        there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
+        return self.notes.rows_needed(there, since)
+
+    def _check_given_rows(self, source: str) -> None:
+        """Refuse values by row that lie outside their shard: they would be read out of bounds.
+
+        Raises:
+            CorruptStoreError: names the value.
+        """
+        for column, ids, shards, starts in self.notes.row_homes():
+            if not all(column in self.shards.schema(row).columns for row in np.unique(shards).tolist()):
+                raise CorruptStoreError(f"{source}: values {column.name} are in a shard that has none")
+            of_axis = self.shards.rows_on([column.axis])[shards]
+            for index in (self.index, self.pinned):
+                positions = index.find_many(ids)
+                there = positions >= 0
+                steps, batch, extra = (index.at(name, positions[there]).astype(np.int64) for name in _EXTENT)
+                count = extra if column.axis is Axis.RESPONSE else steps * batch
+                if (starts[there] > of_axis[there] - count).any():
+                    raise CorruptStoreError(f"{source}: values {column.name} lie outside their shard")
 
     def unneeded(self) -> npt.NDArray[np.intp]:
         """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""

@@ -291,8 +291,9 @@ class Notes:
         for name, kind in given.items():
             known = self._kinds.get(name)
             if kind is not None and known is not None and kind != known:
+                what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
                 raise ConfigurationError(
-                    f"annotate: {name}: {_in_words(kind)}, but the values of this name are {_in_words(known)} here"
+                    f"annotate: {name}: {what}, but the values of this name are {_in_words(known)} here"
                 )
             if kind is None and known is None:
                 raise ConfigurationError(f"annotate: {name}: there is no value of this name to be taken back")

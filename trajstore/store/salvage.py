@@ -238,10 +238,11 @@ class SalvagedCatalog(Catalog):
                 missing = f"record of generation {first} is" if first == last else f"records {first} to {last} are"
                 self._lost.missing(self._warn(f"{source}: the {missing} missing"))
             adds = self._lost.read(record)
-            if record["operation"] == "add" and record["schemas"]:
+            told = record.get("rows", record) if record["operation"] == "annotate" else record
+            if told.get("schemas") and record["operation"] in ("add", "annotate"):
                 # The schemas that a record tells are those of its own shards, and have the highest numbers of these.
-                last = max(natural(one["shard"]["schema"]) for one in added_in(record))
-                number = max(last + 1 - len(record["schemas"]), 0)
+                last = max(natural(one["shard"]["schema"]) for one in added_in(told))
+                number = max(last + 1 - len(told["schemas"]), 0)
                 self._schemas += [_LOST] * (number - len(self._schemas))
                 del self._schemas[number:]
             self.apply([record])

@@ -37,7 +37,7 @@ _OF_METADATA = (
 """What is lost with a ``metadata.json``, and what to do."""
 
 LAYOUT = "trajstore"
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 """2: the snapshot has ``_FOR_RLINF``. 3: log records may move trajectories to another shard. 4: or add several.
 5: or say when. 6: or tell facts of rollouts.
 """

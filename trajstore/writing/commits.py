@@ -153,7 +153,12 @@ def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
 
 def annotate_line(catalog: Catalog, said: Said) -> bytes:
     """Return the line of values that came late, which follows the catalog's generation."""
-    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json()})
+    told: dict[str, Any] = {}
+    if said.rows is not None:
+        schemas = _SchemaNumbers(catalog)
+        schema = schemas.number(said.rows.manifest.schema)
+        told["rows"] = said.rows.to_json(schemas.news(), schema)
+    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json(), **told})
 
 
 def rewrite_line(

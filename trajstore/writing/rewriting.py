@@ -58,7 +58,7 @@ class Usage:
         live = np.zeros(count, np.int64)
         for index in (catalog.index, catalog.pinned):
             np.add.at(live, index["shard"], index["nbytes"])
-        return Usage(np.where(catalog.needed_shards(), catalog.shards.row_bytes(), 0), live)
+        return Usage(np.where(catalog.home_shards(), catalog.shards.row_bytes(), 0), live)
 
     @property
     def is_due(self) -> bool:

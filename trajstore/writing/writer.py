@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from trajstore import locks
 from trajstore.errors import (
@@ -27,8 +28,11 @@ from trajstore.errors import (
 )
 from trajstore.files.base import Directory
 from trajstore.formats.base import TrajectoryFormat
+from trajstore.formats.checksums import manifest_of
 from trajstore.interrupts import start_thread, uninterrupted
 from trajstore.store.notes import Said
+from trajstore.store.row_notes import Rows, RowShard, content_of_rows
+from trajstore.store.shard_table import shard_name
 from trajstore.writing.callbacks import CommitCallbacks
 from trajstore.writing.commit_log import CommitLog, Turn, check_process
 from trajstore.writing.commits import CommitListener
@@ -144,16 +148,43 @@ class StoreWriter:
             uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
 
-    def annotate(self, said: Said) -> None:
+    def annotate(self, said: Said, rows: Rows) -> None:
         """Give trajectories values, after all that others had for them before.
 
+        Args:
+            said: values of each trajectory.
+            rows: values by row, a tensor for each trajectory.
+
         Raises:
-            ConfigurationError, TrajectoryUnavailableError, StoreWriteError, StoreClosedError: see
-                :meth:`CommitLog.annotate`.
+            ConfigurationError: rows do not fit their trajectories; or, as the others, see :meth:`CommitLog.annotate`.
+            TrajectoryUnavailableError, StoreWriteError, StoreClosedError: nothing was given to any.
         """
         self._check_process()
         self.inbox.look()
-        self.log.annotate(said)
+        if not rows:
+            self.log.annotate(said)
+            return
+        with self.log.standing_still() as catalog:
+            extents, kinds = catalog.extents_of(said.ids)
+            known = dict(catalog.notes.kinds)
+        content = content_of_rows(rows, said.ids, extents, kinds, known)
+        number = self.queue.new_shard()
+        name = shard_name(number)
+        encoded = self._format.encode(name, content)
+        manifest = manifest_of(encoded, self._format.name, name, content)
+        said = replace(said, rows=RowShard(number, manifest, tuple(content.extents)))
+        with self.log.standing_still() as catalog:
+            catalog.notes.check(said)  # before anything is written
+        try:
+            self.directory.publish(encoded.files)
+        except OSError as error:
+            raise StoreWriteError(f"{error}: nothing was given to the trajectories") from error
+        try:
+            self.log.annotate(said)
+        except TrajstoreError:
+            if not self.log.must_keep_house:  # else half a record may stand in the log, and name them
+                self.directory.remove([file.name for file in manifest.files])
+            raise
 
     def retain(self) -> None:
         """Evict what retention wants evicted; a failure is logged, and tried again by the next commit or flush."""
