@@ -10,14 +10,14 @@ import io
 import json
 import pickle
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-HIGHEST_LAYOUT_VERSION = 6
+HIGHEST_LAYOUT_VERSION = 7
 
 _SIZES = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -69,6 +69,15 @@ class Column:
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+
+@dataclass
+class Rows:
+    """Where the values by row of a trajectory lie: shard, column, first row."""
+
+    shard: Shard
+    column: str
+    start: int
 
 
 @dataclass
@@ -196,13 +205,13 @@ def open_store(path: Path) -> Store:
     store.live = _entries(snapshot["live"], table)
     named = _named(store)
     store.pinned = {number: entry for number, entry in _entries(snapshot["pinned"], table).items() if number in named}
-    store.notes = _notes(snapshot["notes"]) if "notes" in snapshot else {}
+    store.notes = _notes(snapshot["notes"], table) if "notes" in snapshot else {}
     for record in read_log(path, store.generation):
         _apply(store, record, named)
     return store
 
 
-def _notes(value: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _notes(value: dict[str, Any], table: list[Shard]) -> dict[int, dict[str, Any]]:
     """Return the latest values by id."""
     columns = {name: unpack(column).tolist() for name, column in value["columns"].items()}
     words, found = unpack_texts(value["words"]), dict[int, dict[str, Any]]()
@@ -210,6 +219,9 @@ def _notes(value: dict[str, Any]) -> dict[int, dict[str, Any]]:
         name, kind = value["names"][columns["names"][at]]
         text, value_number = columns["texts"][at], columns["numbers"][at]
         given = (None if text < 0 else words[text]) if kind == "text" else None if isnan(value_number) else value_number
+        if kind.startswith("rows "):
+            row = columns["shards"][at]
+            given = None if row < 0 else Rows(table[row], name, columns["starts"][at])
         if not columns["void"][at]:
             found.setdefault(number, {})[name] = given
     return found
@@ -314,6 +326,13 @@ def _apply(store: Store, record: dict[str, Any], named: set[int]) -> None:
         for name, values in record["values"].items():
             for number, value in zip(record["ids"], values, strict=True):
                 store.notes.setdefault(number, {})[name] = value
+        if "rows" in record:
+            store.schemas += record["rows"]["schemas"]
+            shard = _manifest(record["rows"]["shard"], store.schemas)
+            starts = _starts([(*extent, 0) for extent in record["rows"]["extents"]])
+            for number, start in zip(record["ids"], starts, strict=True):
+                for name, _, _, axis in shard.schema["columns"]:
+                    store.notes.setdefault(number, {})[name] = Rows(shard, name, start[axis])
         return
     if operation not in ("add", "rewrite"):
         raise FormatError(f"operation {operation!r}")
@@ -419,8 +438,8 @@ class _Plain(pickle.Unpickler):
         raise FormatError(f"a pickle names {module}.{name}")
 
 
-def read_columns(store: Store, entry: Entry) -> dict[str, Column]:
-    """Return all columns of a trajectory."""
+def read_columns(store: Store, entry: Entry, only: str | None = None) -> dict[str, Column]:
+    """Return all columns of a trajectory, or one."""
     shard = entry.shard
     content = {}
     if shard.format == "pkl":
@@ -428,6 +447,8 @@ def read_columns(store: Store, entry: Entry) -> dict[str, Column]:
     columns = {}
     for at, column in enumerate(shard.schema["columns"]):
         name, dtype, row_shape, axis = column
+        if only not in (None, name):
+            continue
         width, rows, start = row_bytes(column), rows_on(axis, entry.extent), entry.starts[axis]
         place = shard.places[at]
         if place is not None:
@@ -450,6 +471,14 @@ def _zarr_rows(path: Path, shard: Shard, name: str, start: int, rows: int) -> by
     group = zarr.open_group(path / shard.files[0][0].removesuffix("/zarr.json"), mode="r")
     array = next(array for _, array in group.arrays() if array.attrs["name"] == name)
     return np.ascontiguousarray(array[start : start + rows]).tobytes()
+
+
+def read_rows(store: Store, entry: Entry, name: str) -> Column:
+    """Return values by row of a trajectory."""
+    rows = store.notes[entry.number][name]
+    starts = dict.fromkeys(range(5), rows.start)
+    columns = read_columns(store, replace(entry, shard=rows.shard, starts=starts, extent=(*entry.extent[:3], 0)), name)
+    return columns[name]
 
 
 def read_document(columns: dict[str, Column]) -> dict[str, Any]:

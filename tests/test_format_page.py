@@ -17,6 +17,7 @@ from tests import format_reader
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.columns.conversion import flatten
+from trajstore.formats import FORMATS
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
 
@@ -190,6 +191,25 @@ def test_a_changed_byte_is_refused(tmp_path: Path) -> None:
             format_reader.open_store(path)
         file.write_bytes(sound)
     format_reader.open_store(path)
+
+
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
+def test_the_page_is_enough_to_read_values_by_row(trajectory_format: Any, tmp_path: Path) -> None:
+    rows = [torch.randn(4, 2, 3), torch.randn(2, 2, 3), torch.randn(4, 2, 3)]
+    blocks_of_steps = [Trajectory(rewards=torch.zeros(len(each), 2, 1)) for each in rows]
+    path = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=trajectory_format) as buffer:
+        buffer.add_trajectories(blocks_of_steps)
+        annotate(buffer, [0, 2], {"label": rows[0::2]})
+        annotate(buffer, [2, 1], {"label": [rows[0], rows[1]], "score": 1})
+        copy = copy_live(path, tmp_path / "copy")
+    for each in (copy, path):
+        store = format_reader.open_store(each)
+        for number, expected in ((0, rows[0]), (1, rows[1]), (2, rows[0])):
+            found = format_reader.read_rows(store, store.live[number], "label")
+            assert (found.dtype, found.shape) == ("float32", (len(expected) * 2, 3))
+            assert found.data == expected.numpy().tobytes()
+            format_reader.check_shard(each, store.notes[number]["label"].shard)
 
 
 def test_the_page_is_enough_to_read_values_that_came_late(tmp_path: Path) -> None:

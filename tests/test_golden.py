@@ -7,13 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.golden.make import rows
 from trajstore import TrajectoryReplayBuffer, notes_of
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUTS = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("layout_") and path.is_dir())
+VALUES = sorted(path.name for path in GOLDEN.iterdir() if path.name.startswith("values_"))
 KEYS = {1: 5, 2: 3, 3: 4, 4: 11}
 
 
@@ -52,23 +55,38 @@ def test_a_writer_continues_it(layout: str, tmp_path: Path) -> None:
     assert verify(tmp_path / "store").sound
 
 
-def test_values_that_came_late_are_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", VALUES)
+def test_values_that_came_late_are_as_they_were(layout: str, tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    shutil.copytree(GOLDEN / "values_6", tmp_path / "store")
+    shutil.copytree(GOLDEN / layout, tmp_path / "store")
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         assert [tuple(row.values()) for row in reader.query().select("score", "tag").rows()] == [
             (0.5, "é"),
             (2.0, None),
             (None, "late"),
         ]
-    assert [(note.value, note.who, note.in_force) for note in notes_of(tmp_path / "store", 0)] == [
+    notes = notes_of(tmp_path / "store", 0)
+    assert [(note.value, note.who, note.in_force) for note in notes if note.name != "label"] == [
         (0.5, "anna", True),
         ("é", "anna", True),
         (9.0, "bob", False),
     ]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as writer:  # takes in the inbox
-        assert [(note.name, note.value, note.who) for note in notes_of(writer, 2)] == [
+        notes = notes_of(writer, 2)
+        assert [(note.name, note.value, note.who) for note in notes if note.name != "label"] == [
             ("tag", "late", ""),
             ("score", 4.0, "other"),
         ]
+    assert verify(tmp_path / "store").sound
+
+
+def test_values_by_row_are_as_they_were(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "values_7", tmp_path / "store")
+    for _ in range(2):  # from the log, then from a snapshot of today
+        with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+            for key in range(3):
+                assert torch.equal(reader.get(key).notes["label"], rows(key))
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as writer:
+            told = [(note.who, note.in_force) for note in notes_of(writer, 0) if note.name == "label"]
+            assert told == [("bob", False), ("anna", True)]
     assert verify(tmp_path / "store").sound

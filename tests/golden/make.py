@@ -72,6 +72,12 @@ def make_rollouts(target: Path) -> None:
                     copy_live(path, target, "readers", "writer.lock")
 
 
+def rows(key: int) -> torch.Tensor:
+    """Return values by row of a witness."""
+    steps, batch = witness(key % 3).rewards.shape[:2]
+    return torch.arange(steps * batch, dtype=torch.float32).reshape(steps, batch) + 100 * key
+
+
 def make_values(target: Path) -> None:
     """Write a store with values that came late: in the snapshot, in the log, rolled back, and in the inbox."""
     with tempfile.TemporaryDirectory() as folder:
@@ -80,10 +86,12 @@ def make_values(target: Path) -> None:
             buffer.add_trajectories([witness(key) for key in range(3)])
             annotate(buffer, [0, 1], {"score": [0.5, 2], "tag": ["é", "x"]}, who="anna")
             buffer.points.save(1)
-            annotate(buffer, [0], {"score": 9}, who="bob")
+            annotate(buffer, [0], {"score": 9, "label": [rows(9)]}, who="bob")
             buffer.points.rollback(1)
+            annotate(buffer, [1], {"label": [rows(1)]})
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format="pkl") as buffer:
             annotate(buffer, [1, 2], {"tag": [None, "late"]})
+            annotate(buffer, [0, 2], {"label": [rows(0), rows(2)]}, who="anna")
             annotate(path, 2, {"score": 4}, who="other")
             copy_live(path, target, "readers", "writer.lock")
 

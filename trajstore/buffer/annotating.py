@@ -48,7 +48,7 @@ def annotate(
     who: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Give trajectories values that come late: numbers, texts such as tags, or rows. They are durable when this returns.
+    """Give trajectories values that come late, which are durable when this returns: numbers, texts such as tags, rows.
 
     The latest value of a name counts, and is a column of questions (``query()``); all others stay in the history
     (:func:`notes_of`). A number called ``outcome``, ``success_rate`` or ``reward_NAME`` takes the place of what the

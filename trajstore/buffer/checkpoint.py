@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 
 from trajstore.buffer.rlinf_checkpoint import write_rlinf
-from trajstore.columns.flat import FlatTrajectory
+from trajstore.columns.fields import Axis
+from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.portions import portions
-from trajstore.columns.schema import Schema
+from trajstore.columns.schema import Extent, Schema
 from trajstore.columns.steps import versions_of
 from trajstore.errors import (
     ConfigurationError,
@@ -35,8 +37,10 @@ from trajstore.formats.checksums import manifest_of
 from trajstore.reading.picture import Picture
 from trajstore.reading.places import is_file_of_rlinf, store_above
 from trajstore.reading.shard_access import rows_of
+from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
 from trajstore.store.catalog import Catalog
+from trajstore.store.facts import NOTE_ROWS
 from trajstore.store.home import STARTS
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.log_records import LOG_FOLDER
@@ -46,6 +50,8 @@ from trajstore.store.rlinf_layout import INDEX_NAMES
 from trajstore.store.run_ids import ID_LIMIT
 from trajstore.store.sealed import METADATA_NAME
 from trajstore.store.shard_table import shard_name
+
+logger = logging.getLogger(__name__)
 
 Layout = Literal["trajstore", "rlinf"]
 Loose = list[tuple[int, FlatTrajectory]]
@@ -187,8 +193,28 @@ def _write_store(
             )
             row = known[shard] = catalog.shards.add(len(catalog.shards), manifest)
         rows[at] = row
+    taken: dict[int, int] = {}
+    decoded: list[int] = []
+    for at in _values_in(picture):
+        source, number = picture.sources[picture.values[at][0]], picture.values[at][1]
+        old = source.manifest(number)
+        if converted and old.format != trajectory_format.name:
+            decoded.append(at)
+            continue
+        manifest = _renamed(old, shard_name(len(catalog.shards)))
+        files.setdefault(source, []).extend(
+            (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
+        )
+        taken[at] = catalog.shards.add(len(catalog.shards), manifest)
     for source, names in files.items():
         target.bring(source.directory, names)
+    for at in decoded:
+        name = shard_name(len(catalog.shards))
+        content = _values_at(picture, at)
+        encoded = trajectory_format.encode(name, content)
+        target.publish(encoded.files)
+        manifest = manifest_of(encoded, trajectory_format.name, name, content)
+        taken[at] = catalog.shards.add(len(catalog.shards), manifest)
 
     def write(
         task: tuple[int, list[tuple[int, FlatTrajectory]]],
@@ -206,6 +232,9 @@ def _write_store(
         rows[[at for at, _ in group]] = row
     columns = picture.index.take(np.arange(picture.index.first, picture.index.end))
     columns["shard"] = rows
+    for name in picture.index.row_notes:
+        column = columns[NOTE_ROWS + name]
+        columns[NOTE_ROWS + name] = np.array([taken.get(at, UNAVAILABLE) for at in column.tolist()], np.int32)
     catalog.index.texts = picture.index.texts
     catalog.index.append(columns)
     catalog.notes = Notes.of(catalog.index, catalog.shards, time.time_ns() // 1000)
@@ -218,6 +247,23 @@ def _write_store(
         return
     for file in last:  # whoever sees the metadata finds everything else
         target.publish([file])
+
+
+def _values_in(picture: Picture) -> list[int]:
+    """Return the places, in ``picture.values``, of the shards whose values one of its trajectories has."""
+    index = picture.index
+    tables = [np.unique(index[NOTE_ROWS + name]) for name in index.row_notes]
+    return [at for at in np.unique(np.concatenate([np.zeros(0, np.int32), *tables])).tolist() if at >= 0]
+
+
+def _values_at(picture: Picture, at: int) -> ShardContent:
+    """Return the values by row of a shard as a whole, decoded."""
+    source, row = picture.sources[picture.values[at][0]], picture.values[at][1]
+    manifest, reader = source.manifest(row), source.reader(row)
+    pieces = [[raw_bytes(reader.rows(number, 0, rows))] for number, rows in enumerate(manifest.rows)]
+    rows_on = {column.axis: rows for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True)}
+    extent = Extent(rows_on.get(Axis.SAMPLES, 0), 1, rows_on.get(Axis.RESPONSE, 0))
+    return ShardContent(manifest.schema, [extent], pieces)
 
 
 def _set_homes(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
@@ -273,5 +319,11 @@ def _flat_at(picture: Picture, at: int) -> FlatTrajectory:
 def _write_rlinf(
     target: Directory, picture: Picture, state: CheckpointState, trajectory_format: TrajectoryFormat
 ) -> None:
+    if _values_in(picture):
+        logger.warning(
+            "%s: RLinf's layout has no place for values by row (%s); they are not in the checkpoint",
+            target.url,
+            ", ".join(picture.index.row_notes),
+        )
     flats = ((picture.index.entry(at), _flat_at(picture, at)) for at in range(len(picture.index)))
     write_rlinf(target, flats, state.trajectory_counter, state.seed, trajectory_format.name)

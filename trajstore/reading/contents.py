@@ -8,7 +8,7 @@ Changes happen under ``lock``; copies run outside it, on addresses that stay val
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from trajstore.reading.batch import BatchColumns, Prepared
 from trajstore.reading.cache import Held, TrajectoryCache
 from trajstore.reading.forks import stop_at_forks
 from trajstore.reading.gather import Located, locate
-from trajstore.reading.late import late_columns, with_notes, without_notes
+from trajstore.reading.late import Late, late_columns, with_notes, without_notes
 from trajstore.reading.late_rows import late_rows, split_late, whole_rows
 from trajstore.reading.picture import Picture, picture_of
 from trajstore.reading.residency import HeldRows, MappedShard, Residency
@@ -154,6 +154,29 @@ class Contents:
         self.index.note(noted.ids[mine], columns, noted.texts)
         for slots in left:
             self.residency.leave(slots[slots != UNAVAILABLE])
+
+    def forget_rows(self, damaged: Collection[tuple[str, str]]) -> list[int]:
+        """Show no values by row of damaged shards; return the ids of the trajectories that had some.
+
+        Args:
+            damaged: URL of the directory, and name of the shard, of each.
+        """
+        ids: set[int] = set()
+        with self.lock:
+            for name in self.index.row_notes:
+                slots = self.index[NOTE_ROWS + name]
+                bad = np.zeros(len(slots), np.bool_)
+                for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
+                    number, row = self.residency.shard_of(slot)
+                    source = self.sources[number]
+                    if (source.directory.url, source.manifest(row).name) in damaged:
+                        bad |= slots == slot
+                of_bad, left = self.index["trajectory_id"][bad], slots[bad].copy()
+                ids |= set(of_bad.tolist())
+                none = {NOTE_ROWS + name: np.full(len(of_bad), UNAVAILABLE, np.int32)}
+                self.index.note(of_bad, none, self.index.texts)
+                self.residency.leave(left)
+        return sorted(ids)
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return slots of shards of a source, each with as many entries as name it; -1 stays."""
@@ -312,7 +335,9 @@ class Contents:
         of_each, by_row = split_late(self.index, late)
         # First: what they bring in may send out what nobody holds yet.
         rows = late_rows(self.residency, self.sources, self.index, located, by_row) if by_row else []
-        given = {one.spec.name: one for one in (*late_columns(self.index, located.position, of_each), *rows)}
+        given: dict[str, Late] = {
+            one.spec.name: one for one in (*late_columns(self.index, located.position, of_each), *rows)
+        }
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),

@@ -35,16 +35,13 @@ def split_late(index: TrajectoryIndex, names: Sequence[str]) -> tuple[list[str],
     return [name for name in names if name not in rows], [name for name in names if name in rows]
 
 
-def make_resident(
-    residency: Residency, sources: Sequence[Source], slots: IntArray, index: TrajectoryIndex, beside: IntArray
-) -> None:
+def make_resident(residency: Residency, sources: Sequence[Source], slots: IntArray, beside: IntArray) -> None:
     """Let values by row be read in place, and what is in the slots ``beside`` still.
 
     Args:
         residency: of the slots.
         sources: of the shards.
         slots: of the values, repeated or not.
-        index: notes nothing; values have the extents of their trajectories.
         beside: slots that are resident.
 
     Raises:
@@ -68,18 +65,39 @@ def homes_of(index: TrajectoryIndex, positions: IntArray, names: Sequence[str]) 
     }
 
 
-def column_of(residency: Residency, name: str, slots: IntArray) -> ColumnSpec | None:
-    """Return the column of values by row in resident slots; None where there are none.
+def column_of(
+    residency: Residency,
+    sources: Sequence[Source],
+    index: TrajectoryIndex,
+    name: str,
+    slots: IntArray,
+    beside: IntArray,
+) -> ColumnSpec:
+    """Return the column of values by row.
+
+    Args:
+        residency: of the slots.
+        sources: of the shards.
+        index: has rows of this name.
+        name: with ``notes.`` before it.
+        slots: of the values, resident; -1 for none. Where there are none at all, those of another trajectory tell.
+        beside: slots that are resident, and stay so.
 
     Raises:
-        SchemaMismatchError: they differ, as those of several stores may.
+        SchemaMismatchError: they differ, as those of several stores may; or there are none any more.
     """
     own = name.removeprefix(COLUMNS)
+    if not (slots >= 0).any():
+        others = index[NOTE_ROWS + own]
+        slots = others[others >= 0][:1].astype(np.int64)
+        make_resident(residency, sources, slots, beside)
     found = {_column(residency.schema(slot), own)[1] for slot in np.unique(slots[slots >= 0]).tolist()}
     if len(found) > 1:
         told = " and ".join(sorted(f"{column.dtype} {list(column.row_shape)}" for column in found))
         raise SchemaMismatchError(f"column {name}: its rows are {told} in different stores; give them alike")
-    return next(iter(found), None)
+    if not found:
+        raise SchemaMismatchError(f"column {name}: no trajectory that is here has such rows")
+    return found.pop()
 
 
 def _column(schema: Schema, name: str) -> tuple[int, ColumnSpec]:
@@ -147,18 +165,13 @@ def late_rows(
     """
     homes = homes_of(index, located.position, names)
     every = [slots[slots >= 0] for slots, _ in homes.values()]
-    make_resident(residency, sources, np.concatenate([*every, np.zeros(0, np.int64)]), index, located.slot)
+    needed = np.concatenate([*every, located.slot])
+    make_resident(residency, sources, needed, located.slot)
     places = located.rows[0] - index.at("start_samples", located.position)
     columns = []
     for name, (slots, starts) in homes.items():
         given = slots >= 0
-        column = column_of(residency, name, slots)
-        if column is None:  # of none of these; what the rows of others are
-            some = index[NOTE_ROWS + name.removeprefix(COLUMNS)]
-            make_resident(residency, sources, some[some >= 0][:1].astype(np.int64), index, located.slot)
-            column = column_of(residency, name, some[some >= 0][:1].astype(np.int64))
-        if column is None:
-            raise SchemaMismatchError(f"column {name}: no trajectory that is here was given such rows")
+        column = column_of(residency, sources, index, name, slots, needed)
         check_given(name, column, index, located.position[~given])
         spec = ColumnSpec(name, column.dtype, column.row_shape)
         columns.append(LateRows(spec, given, _prepared(residency, column, located, given, slots, starts + places)))
@@ -201,7 +214,7 @@ def whole_rows(
         slot = int(slots[0])
         if slot < 0:
             continue
-        make_resident(residency, sources, slots, index, np.zeros(0, np.int64))
+        make_resident(residency, sources, slots, np.zeros(0, np.int64))
         schema = residency.schema(slot)
         at, column = _column(schema, name)
         rows = extent.rows(column.axis)

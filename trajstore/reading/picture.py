@@ -13,6 +13,7 @@ from trajstore.reading.cache import Held
 from trajstore.reading.residency import Residency
 from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.sources import Source
+from trajstore.store.facts import NOTE_ROWS
 from trajstore.store.home import STARTS
 from trajstore.store.index import TrajectoryIndex
 
@@ -26,12 +27,14 @@ class Picture:
         shards: per entry, (source, row) on disk, or None where ``flats`` has it.
         flats: by position in ``index``, trajectories that are in memory only.
         sources: the sources that ``shards`` refers to.
+        values: (source, row) of the shards of values by row, which the index names by their place here.
     """
 
     index: TrajectoryIndex
     shards: list[tuple[int, int] | None]
     flats: dict[int, FlatTrajectory]
     sources: list[Source]
+    values: list[tuple[int, int]]
 
     def only(self, entries: npt.NDArray[np.intp]) -> Picture:
         """Return a picture of some of the entries, in their order."""
@@ -40,7 +43,7 @@ class Picture:
         index.append(self.index.take(self.index.first + entries))
         kept = entries.tolist()
         flats = {at: self.flats[entry] for at, entry in enumerate(kept) if entry in self.flats}
-        return Picture(index, [self.shards[entry] for entry in kept], flats, self.sources)
+        return Picture(index, [self.shards[entry] for entry in kept], flats, self.sources, self.values)
 
 
 def picture_of(
@@ -78,5 +81,10 @@ def picture_of(
     picture = TrajectoryIndex()
     picture.texts = index.texts.copy()
     rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
+    values: dict[int, int] = {}
+    for name in index.row_notes:
+        tables = columns[NOTE_ROWS + name]
+        numbers = [values.setdefault(slot, len(values)) if slot >= 0 else UNAVAILABLE for slot in tables.tolist()]
+        columns[NOTE_ROWS + name] = np.array(numbers, np.int32)
     picture.append({name: array[kept] for name, array in columns.items()} | {"shard": rows})
-    return Picture(picture, shards, flats, list(sources))
+    return Picture(picture, shards, flats, list(sources), [residency.shard_of(slot) for slot in values])

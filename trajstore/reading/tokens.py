@@ -159,13 +159,17 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     homes = homes_of(index, positions, by_row)
     of_rows = [given[given >= 0] for given, _ in homes.values()]
     if of_rows:
-        make_resident(residency, contents.sources, np.concatenate(of_rows), index, slots)
+        make_resident(residency, contents.sources, np.concatenate(of_rows), slots)
     starts = {
         axis: index.at(START_OF[axis], positions).astype(np.int64)
         for axis in (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT)
     }
     ids = index.at("trajectory_id", positions)
-    held = HeldRows(residency, np.concatenate([slots, *of_rows]))
+    needed = np.concatenate([slots, *of_rows])
+    specs_of_rows = {
+        name: column_of(residency, contents.sources, index, name, given, needed) for name, (given, _) in homes.items()
+    }
+    held = HeldRows(residency, needed)
     by_slot = {slot: _columns_of(residency, held, slot, ids[slots == slot]) for slot in np.unique(slots).tolist()}
     of_each = [by_slot[slot] for slot in slots.tolist()]
     taken = list(dict.fromkeys(name for columns in by_slot.values() for name in columns)) if names is None else names
@@ -196,7 +200,7 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
     documents = np.where(bases > 0, bases + starts[Axis.DOCUMENT], 0)
     late = late_columns(index, positions, of_each_one)
     for name, (tables, firsts) in homes.items():
-        columns[name] = _given_rows(residency, index, held, positions, name, tables, firsts)
+        columns[name] = _given_rows(residency, index, held, positions, name, specs_of_rows[name], tables, firsts)
     rows = TokenRows(index, positions, columns, documents, held, late)
     contents.forget_decoded()
     return rows
@@ -208,17 +212,15 @@ def _given_rows(
     held: HeldRows,
     positions: IntArray,
     name: str,
+    column: ColumnSpec,
     slots: IntArray,
     starts: IntArray,
 ) -> _Column:
     """Return a column of values by row that came late; NaN stands for those of a trajectory that has none.
 
     Raises:
-        SchemaMismatchError: none of the trajectories has any, or there is no NaN.
+        SchemaMismatchError: there is no NaN.
     """
-    column = column_of(residency, name, slots)
-    if column is None:
-        raise SchemaMismatchError(f"column {name}: no trajectory of this batch was given such rows")
     lacking = slots < 0
     check_given(name, column, index, positions[lacking])
     sources = np.zeros(len(slots), np.int64)

@@ -383,6 +383,8 @@ class Notes:
             ids: of the trajectories that are there.
             since: the generations to which the store can go back.
         """
+        if not self.has_rows:
+            return np.zeros(len(self), np.bool_)
         columns = self._all()
         needed = np.zeros(len(columns["ids"]), np.bool_)
         given = np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names())
@@ -396,13 +398,18 @@ class Notes:
             needed[inside[len(inside) - 1 - last]] = True
         return needed & (columns["shards"] >= 0)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether a name stands for rows."""
+        return bool(self._row_names())
+
     def _row_names(self) -> list[int]:
         return [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
 
     def shards(self, needed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
         """Return the shards, rows of the shard table, of values of which :meth:`rows_needed` says they are kept."""
-        found: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed])
-        return found
+        found: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed] if needed.any() else [])
+        return found.astype(np.int32)
 
     def row_homes(self) -> Iterator[tuple[ColumnSpec, npt.NDArray[np.int64], npt.NDArray[np.int32], Any]]:
         """Yield the column of each name that stands for rows; of each value of it, trajectory, shard and first row."""

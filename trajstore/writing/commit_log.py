@@ -276,6 +276,8 @@ class CommitLog:
                     noted = catalog.annotate(said, catalog.generation + 1)
                     catalog.generation += 1
                     self._tell(lambda: self._listener.noted(noted))
+                if catalog.notes.has_rows:
+                    self.garbage.collect(catalog)  # earlier ones may be needed by nobody now
 
             self._append(lambda: (annotate_line(catalog, said), take_in))
 

@@ -1,0 +1,383 @@
+"""Values by row that come late: read where columns are read, in every format, and carried wherever a store goes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore.buffer.sequences import sample_sequences
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidTrajectoryError,
+    SchemaMismatchError,
+    StoreError,
+    TrajectoryUnavailableError,
+)
+from trajstore.feeding import ReplayLoader, TokenLoader
+from trajstore.formats import FORMATS
+from trajstore.inspection.moving import convert, merge
+from trajstore.inspection.verify import verify
+
+formats = pytest.mark.parametrize("trajectory_format", list(FORMATS))
+
+
+def writer_to(path: Path, trajectory_format: str = "pt", **options: Any) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=path, trajectory_format=trajectory_format, sample_window_size=0, **options
+    )
+
+
+def block(number: int, steps: int = 4) -> Trajectory:
+    """Return a block in which each sample has a number of its own: the trajectory's times 100, and its place."""
+    places = torch.arange(steps * 2).reshape(steps, 2, 1) + 100 * number
+    return Trajectory(rewards=places.float(), dones=torch.zeros(steps, 2, 1, dtype=torch.bool))
+
+
+def rollout(number: int, length: int = 6) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.arange(length) + 10 * number,
+        old_log_probs=torch.full((length - 2,), -0.5),
+        response_mask=torch.ones(length - 2, dtype=torch.int64),
+        response_start=2,
+    )
+
+
+def rows_of(number: int, steps: int = 4) -> torch.Tensor:
+    """Return values from which one can tell of which sample they are."""
+    return (torch.arange(steps * 2).reshape(steps, 2) + 100 * number) * 2.0
+
+
+def agree(batch: dict[str, Any], given_to: set[int]) -> None:
+    """Compare the values of a batch with its rewards, in which the sample stands."""
+    samples = batch["rewards"].reshape(-1)
+    values = batch["notes"]["advantages"].reshape(-1)
+    known = torch.tensor([int(sample) // 100 in given_to for sample in samples.tolist()])
+    assert torch.equal(values[known], 2 * samples[known])
+    assert torch.isnan(values[~known]).all()
+
+
+@formats
+def test_rows_are_columns_wherever_columns_are_read(trajectory_format: str, tmp_path: Path) -> None:
+    columns = ["rewards", "notes.advantages", "notes.judge"]
+    with writer_to(tmp_path / "store", trajectory_format) as writer:
+        writer.add_trajectories([block(number, 3 + number) for number in range(4)])
+        annotate(writer, [2, 0], {"advantages": [rows_of(2, 5), rows_of(0, 3).numpy()], "judge": 0.5}, who="anna")
+        annotate(writer, 1, {"advantages": [rows_of(1, 4)]})
+        with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+            for buffer in (writer, reader):
+                assert [sorted(buffer.get(number).notes) for number in range(4)] == [["advantages"]] * 3 + [[]]
+                assert torch.equal(buffer.get(2).notes["advantages"], rows_of(2, 5))
+                agree(buffer.sample(40, columns=columns), {0, 1, 2})
+                agree(sample_sequences(buffer, 6, 2, columns=columns), {0, 1, 2})
+                out = {"notes.advantages": torch.empty(40), "rewards": torch.empty(40, 1)}
+                agree(buffer.sample(36, columns=columns[:2], out=out), {0, 1, 2})
+                with ReplayLoader(buffer, batch_size=16, columns=columns) as loader:
+                    agree(next(iter(loader)), {0, 1, 2})
+                assert "notes" not in buffer.sample(4)
+    with writer_to(tmp_path / "store", trajectory_format) as again:  # from the snapshot
+        agree(again.sample(40, columns=columns), {0, 1, 2})
+        told = [(note.name, note.value, note.who) for note in notes_of(again, 2)]
+        assert told == [("judge", 0.5, "anna"), ("advantages", "rows of float32", "anna")]
+    assert verify(tmp_path / "store").sound
+
+
+@formats
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_packs_of_tokens_have_rows_of_tokens_and_of_the_response(
+    trajectory_format: str, layout: Any, tmp_path: Path
+) -> None:
+    with writer_to(tmp_path, trajectory_format) as writer:
+        writer.add_trajectories([rollout(number, 5 + number) for number in range(3)])
+        of_tokens = [torch.arange(5.0 + number) + 10 * number for number in (0, 1)]
+        of_response = [torch.arange(3 + number, dtype=torch.float64) + 10 * number for number in (0, 1)]
+        annotate(writer, [0, 1], {"advantages": of_tokens, "kl": of_response})
+        columns = ["input_ids", "notes.advantages", "notes.kl"]
+        with TokenLoader(writer, 18, columns=columns, layout=layout, sampler=None, lookahead=1) as loader:
+            packs = [next(iter(loader))[0] for _ in range(4)]
+        for pack in packs:
+            tokens, advantages, kl = pack["input_ids"], pack["notes"]["advantages"], pack["notes"]["kl"]
+            assert advantages.shape == kl.shape == tokens.shape
+            inside = pack["mask"] if layout == "padded" else torch.ones_like(tokens, dtype=torch.bool)
+            third = inside & (tokens >= 20)
+            assert torch.isnan(advantages[third]).all()
+            known = inside & (tokens < 20)
+            assert torch.equal(advantages[known], tokens[known].float())
+            place = tokens % 10
+            assert torch.equal(kl[known & (place >= 2)], (tokens - 2)[known & (place >= 2)].double())
+            assert (kl[known & (place < 2)] == 0).all()
+        found = writer.get(1)
+        assert torch.equal(found.notes["advantages"], of_tokens[1])
+        assert torch.equal(found.notes["kl"], of_response[1])
+
+
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: Path) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([block(0), block(1)])
+        annotate(writer, 0, {"advantages": [rows_of(0)], "judge": 1})
+        files = sorted((tmp_path / "store" / "shards").iterdir())
+        generation = notes_of(writer, 0)[-1].generation
+        for values, sentence in (
+            ({"advantages": [torch.zeros(3, 2)]}, r"shape \[3, 2\], must have \[4, 2, ...\]: a row for each step"),
+            ({"advantages": [torch.zeros(4, 2).double()]}, "rows of float64, but the values of this name are rows of"),
+            ({"advantages": [torch.zeros(4, 2, 1)]}, r"rows of float32\[1\], but the values of this name are rows"),
+            ({"advantages": 0.5}, "a number, but the values of this name are rows of float32 here"),
+            ({"judge": [torch.zeros(4, 2)]}, "rows of float32, but the values of this name are numbers here"),
+            ({"outcome": [torch.zeros(4, 2)]}, "has rows, but takes the place of a number"),
+            ({"label": [torch.zeros(4, 2)] * 2}, "rows of 2 trajectories for 1, must be as many"),
+            ({"task": [torch.zeros(4, 2)]}, "is a fact that stays as it is"),
+            ({"4": [torch.zeros(4, 2)]}, "must be a name"),
+            ({"label": [torch.zeros(4, 2).to_sparse()]}, "make it dense"),
+        ):
+            with pytest.raises(ConfigurationError, match=sentence):
+                annotate(writer, 0, values)
+        with pytest.raises(ConfigurationError, match=r"trajectory 1 has rows of float64 .*, trajectory 0 of float32"):
+            annotate(writer, [0, 1], {"label": [torch.zeros(4, 2), torch.zeros(4, 2).double()]})
+        with pytest.raises(ConfigurationError, match="others are arrays of rows"):
+            annotate(writer, [0, 1], {"label": [torch.zeros(4, 2), None]})
+        with pytest.raises(TrajectoryUnavailableError, match="no trajectory has the id 7"):
+            annotate(writer, 7, {"label": [torch.zeros(4, 2)]})
+        with pytest.raises(ConfigurationError, match="by the process that writes the store alone"):
+            annotate(tmp_path / "store", 0, {"advantages": [rows_of(0)]})
+        memory = TrajectoryReplayBuffer()
+        memory.add_trajectories([block(0)])
+        with pytest.raises(StoreError, match="no store of its own"):
+            annotate(memory, 0, {"advantages": [rows_of(0)]})
+        memory.close()
+        assert sorted((tmp_path / "store" / "shards").iterdir()) == files
+        assert notes_of(writer, 0)[-1].generation == generation
+        with pytest.raises(InvalidTrajectoryError, match="advantages: values by row that were given late"):
+            writer.add_trajectories([writer.get(0)])
+        annotate(writer, 0, {"count": [torch.ones(4, 2, dtype=torch.int64)]})
+        with pytest.raises(SchemaMismatchError, match="trajectory 1 was given no rows, and int64 has no NaN"):
+            writer.sample(16, columns=["notes.count"])
+        with pytest.raises(SchemaMismatchError, match=r"notes.nothing: no trajectory was given such a value"):
+            writer.sample(4, columns=["notes.nothing"])
+
+
+def test_kinds_of_trajectories_take_a_call_of_their_own(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([block(0), rollout(1)])
+        with pytest.raises(ConfigurationError, match="trajectory 1 is a rollout, trajectory 0 is a block of steps"):
+            annotate(writer, [0, 1], {"label": [rows_of(0), torch.zeros(6)]})
+        with pytest.raises(ConfigurationError, match=r"must have \[6, ...\] or \[4, ...\]: a row for each token"):
+            annotate(writer, 1, {"label": [torch.zeros(5)]})
+        with pytest.raises(ConfigurationError, match="must have one number for each token"):
+            annotate(writer, 1, {"label": [torch.zeros(6, 2)]})
+
+
+@formats
+def test_a_rollback_takes_rows_back_and_take_back_returns_them(trajectory_format: str, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with writer_to(path, trajectory_format) as writer:
+        writer.add_trajectories([block(0), block(1)])
+        annotate(writer, [0], {"advantages": [rows_of(3)]})
+        writer.points.save(1)
+        annotate(writer, [0, 1], {"advantages": [rows_of(0), rows_of(1)]})
+        annotate(writer, [0, 1], {"advantages": [rows_of(4), rows_of(5)]})
+        writer.points.rollback(1)
+        aside = max(writer._backing.writer.log.catalog.pins.names, key=len)  # type: ignore[attr-defined]
+        assert torch.equal(writer.get(0).notes["advantages"], rows_of(3))
+        assert not writer.get(1).notes
+    with writer_to(path, trajectory_format) as writer:
+        assert torch.equal(writer.get(0).notes["advantages"], rows_of(3))
+        writer.points.take_back(aside)
+        assert torch.equal(writer.get(1).notes["advantages"], rows_of(5))
+        assert torch.equal(writer.get(0).notes["advantages"], rows_of(4))
+    assert verify(path).sound
+
+
+def shards_in(path: Path) -> int:
+    return len(list((path / "shards").iterdir()))
+
+
+@formats
+def test_rows_that_nobody_can_come_back_to_go(trajectory_format: str, tmp_path: Path) -> None:
+    with writer_to(tmp_path, trajectory_format) as writer:
+        writer.add_trajectories([block(0), block(1)])
+        writer.flush()
+        before = shards_in(tmp_path)
+        for key in range(5):
+            annotate(writer, [0, 1], {"advantages": [rows_of(key), rows_of(key)]})
+        assert shards_in(tmp_path) == before + 1
+        writer.points.save(0)
+        annotate(writer, [0, 1], {"advantages": [rows_of(0), rows_of(1)]})
+        assert shards_in(tmp_path) == before + 2
+        writer.points.unpin("step-0")
+        assert shards_in(tmp_path) == before + 1
+        assert len([note for note in notes_of(writer, 0) if note.name == "advantages"]) == 6
+        agree(writer.sample(16, columns=["rewards", "notes.advantages"]), {0, 1})
+        annotate(writer, [0], {"advantages": None})
+        agree(writer.sample(16, columns=["rewards", "notes.advantages"]), {1})
+        writer.evict([0])
+        writer.compact()
+        agree(writer.sample(8, columns=["rewards", "notes.advantages"]), {1})
+        writer.evict([1])
+        writer.compact()
+        assert shards_in(tmp_path) == 0
+    assert verify(tmp_path).sound
+
+
+@formats
+def test_evicting_and_compacting_leave_the_rows_of_the_rest(trajectory_format: str, tmp_path: Path) -> None:
+    with writer_to(tmp_path, trajectory_format) as writer:
+        writer.add_trajectories([block(number) for number in range(8)])
+        annotate(writer, range(8), {"advantages": [rows_of(number) for number in range(8)]})
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            writer.evict([0, 1, 3, 6])
+            writer.compact()
+            for _ in range(2):
+                agree(reader.sample(64, columns=["rewards", "notes.advantages"]), set(range(8)))
+                reader.refresh()
+            agree(writer.sample(64, columns=["rewards", "notes.advantages"]), {2, 4, 5, 7})
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        agree(reader.sample(64, columns=["rewards", "notes.advantages"]), {2, 4, 5, 7})
+
+
+def test_a_follower_sees_rows_after_it_has_refreshed(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([block(0), block(1)])
+        writer.flush()
+        with TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as reader:
+            for given_to in (0, 1):
+                annotate(writer, given_to, {"advantages": [rows_of(given_to)]})
+                assert reader.refresh()
+                agree(reader.sample(16, columns=["rewards", "notes.advantages"]), set(range(given_to + 1)))
+            annotate(writer, [0, 1], {"advantages": [rows_of(5), rows_of(6)]})
+            agree(reader.sample(16, columns=["rewards", "notes.advantages"]), {0, 1})
+            reader.refresh()
+            assert torch.equal(reader.get(0).notes["advantages"], rows_of(5))
+
+
+def test_a_run_is_read_with_the_rows_of_each_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([block(2 * rank), block(2 * rank + 1)])
+            annotate(writer, [1], {"advantages": [rows_of(2 * rank + 1)]})
+    with TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as run:
+        agree(run.sample(64, columns=["rewards", "notes.advantages"]), {1, 3})
+    with writer_to(tmp_path / "rank_1") as writer:
+        annotate(writer, [0], {"label": [rows_of(0)]})
+    with writer_to(tmp_path / "rank_0") as writer:
+        annotate(writer, [0], {"label": [rows_of(0).double()]})
+    told = r"notes.label: its rows are float32 \[\] and float64 \[\]"
+    with (
+        TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as run,
+        pytest.raises(SchemaMismatchError, match=told),
+    ):
+        run.sample(32, columns=["notes.label"])
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "merge", "convert"])
+def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with writer_to(store) as writer:
+        writer.add_trajectories([block(0), block(1), block(2)])
+        annotate(writer, [0, 1, 2], {"advantages": [rows_of(7)] * 3})
+        annotate(writer, [0, 1], {"advantages": [rows_of(0), rows_of(1)], "judge": 0.5})
+        annotate(writer, 2, {"advantages": None})
+        if way == "checkpoint":
+            writer.save_checkpoint(copy)
+            with caplog.at_level(logging.WARNING):
+                writer.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
+            assert "no place for values by row (advantages)" in caplog.text
+    if way == "merge":
+        other = tmp_path / "other"
+        with writer_to(other) as writer:
+            writer.add_trajectories([block(3), block(4)])
+            annotate(writer, [1], {"advantages": [rows_of(4)]})
+        merge([store, other], copy)
+    elif way == "convert":
+        convert(store, copy, "zarr")
+        assert all(".zarr" in str(file) for file in (copy / "shards").iterdir())
+    with TrajectoryReplayBuffer.open(copy, sample_window_size=0) as reader:
+        agree(reader.sample(64, columns=["rewards", "notes.advantages"]), {0, 1, 4})
+        assert math.isnan(reader.sample(64, columns=["notes.judge"])["notes"]["judge"].min()) or way != "merge"
+    assert verify(copy).sound
+
+
+keys = st.integers(0, 50)
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 4)),
+        st.tuples(st.just("give"), st.dictionaries(st.integers(0, 7), keys, min_size=1), st.sampled_from("ab")),
+        st.tuples(st.just("take"), st.sets(st.integers(0, 7), min_size=1), st.sampled_from("ab")),
+        st.tuples(st.just("evict"), st.integers(0, 7)),
+        st.tuples(st.sampled_from(["compact", "reopen", "save", "rollback", "refresh"])),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions, st.sampled_from(list(FORMATS)))
+def test_a_dict_says_the_same(
+    tmp_path_factory: pytest.TempPathFactory, todo: list[tuple[Any, ...]], trajectory_format: str
+) -> None:
+    path = tmp_path_factory.mktemp("twin") / "store"
+    writer = writer_to(path, trajectory_format)
+    twin: dict[int, dict[str, int]] = {}
+    lengths: dict[int, int] = {}
+    saved: dict[int, dict[str, int]] | None = None
+    reader: TrajectoryReplayBuffer | None = None
+    names: set[str] = set()
+    try:
+        for kind, *what in todo:
+            if kind == "add":
+                for number in writer.add_trajectories([block(0, what[0])]):
+                    twin[number], lengths[number] = {}, what[0]
+            elif kind == "give":
+                mine = {number: key for number, key in what[0].items() if number in twin}
+                if mine:
+                    rows = [rows_of(key, lengths[number]) for number, key in mine.items()]
+                    annotate(writer, list(mine), {what[1]: rows})
+                    names.add(what[1])
+                    for number, key in mine.items():
+                        twin[number] = {**twin[number], what[1]: key}
+            elif kind == "take":
+                mine_too = [number for number in what[0] if number in twin]
+                if mine_too and what[1] in names:
+                    annotate(writer, mine_too, {what[1]: None})
+                    for number in mine_too:
+                        twin[number] = {name: key for name, key in twin[number].items() if name != what[1]}
+            elif kind == "evict" and what[0] in twin:
+                writer.evict([what[0]])
+                del twin[what[0]]
+            elif kind == "compact":
+                writer.compact()
+            elif kind == "save":
+                writer.points.save(0)
+                saved = {number: dict(given) for number, given in twin.items()}
+            elif kind == "rollback" and saved is not None:
+                writer.points.rollback(0)
+                twin = {number: dict(given) for number, given in saved.items()}
+            elif kind == "reopen":
+                writer.close()
+                writer = writer_to(path, trajectory_format)
+            elif kind == "refresh":
+                writer.flush()
+                reader = reader or TrajectoryReplayBuffer.open(path)
+                reader.refresh()
+                same(reader, twin, lengths)
+            same(writer, twin, lengths)
+    finally:
+        writer.close()
+        if reader is not None:
+            reader.close()
+    assert verify(path).sound
+
+
+def same(buffer: TrajectoryReplayBuffer, twin: dict[int, dict[str, int]], lengths: dict[int, int]) -> None:
+    assert sorted(buffer.trajectory_ids.tolist()) == sorted(twin)
+    for number, given_to in twin.items():
+        found = buffer.get(number).notes
+        assert sorted(found) == sorted(given_to)
+        for name, key in given_to.items():
+            assert torch.equal(found[name], rows_of(key, lengths[number]))
