@@ -335,9 +335,8 @@ class Contents:
         of_each, by_row = split_late(self.index, late)
         # First: what they bring in may send out what nobody holds yet.
         rows = late_rows(self.residency, self.sources, self.index, located, by_row) if by_row else []
-        given: dict[str, Late] = {
-            one.spec.name: one for one in (*late_columns(self.index, located.position, of_each), *rows)
-        }
+        every: list[Late] = [*late_columns(self.index, located.position, of_each), *rows]
+        given = {one.spec.name: one for one in every}
         prepared = Prepared(
             located,
             np.array(numbers, np.int64),
