@@ -12,10 +12,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.mirroring.stores import level
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.buffer.sequences import sample_sequences
 from trajstore.errors import (
     ConfigurationError,
+    CorruptStoreError,
     InvalidTrajectoryError,
     SchemaMismatchError,
     StoreError,
@@ -23,6 +25,7 @@ from trajstore.errors import (
 )
 from trajstore.feeding import ReplayLoader, TokenLoader
 from trajstore.formats import FORMATS
+from trajstore.inspection.copying import repair_store
 from trajstore.inspection.moving import convert, merge
 from trajstore.inspection.verify import verify
 
@@ -304,6 +307,32 @@ def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.Lo
     assert verify(copy).sound
 
 
+@pytest.mark.parametrize("way", ["repair", "merge"])
+def test_damaged_rows_are_named_and_left_out_of_a_repaired_store(way: str, tmp_path: Path) -> None:
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    with writer_to(store) as writer:
+        writer.add_trajectories([block(0), block(1)])
+        annotate(writer, [0], {"advantages": [rows_of(0)]})
+        annotate(writer, [1], {"advantages": [rows_of(1)], "label": [rows_of(1)]})
+    file = sorted((store / "shards").iterdir())[-1]
+    file.write_bytes(file.read_bytes().replace(rows_of(1).numpy().tobytes(), rows_of(2).numpy().tobytes()))
+    (problem,) = {(problem.file, problem.lost) for problem in verify(store).problems}
+    assert problem == (f"shards/{file.name}", ())
+    assert "values by row of trajectories 1 are lost" in verify(store).problems[0].message
+    with TrajectoryReplayBuffer.open(store, verify_shards=True) as reader:
+        assert torch.equal(reader.get(0).notes["advantages"], rows_of(0))
+        with pytest.raises(CorruptStoreError, match="values by row of trajectories 1 are in it"):
+            reader.get(1)
+    if way == "repair":
+        repair_store(store, copy)
+    else:
+        merge([store], copy)
+    with TrajectoryReplayBuffer.open(copy) as reader:
+        assert torch.equal(reader.get(0).notes["advantages"], rows_of(0))
+        assert not reader.get(1).notes
+    assert verify(copy).sound
+
+
 keys = st.integers(0, 50)
 actions = st.lists(
     st.one_of(
@@ -382,3 +411,18 @@ def same(buffer: TrajectoryReplayBuffer, twin: dict[int, dict[str, int]], length
         assert sorted(found) == sorted(given_to)
         for name, key in given_to.items():
             assert torch.equal(found[name], rows_of(key, lengths[number]))
+
+
+def test_a_mirror_has_the_rows(tmp_path: Path) -> None:
+    store, mirror = tmp_path / "store", tmp_path / "mirror"
+    with writer_to(store, mirror=str(mirror)) as writer:
+        writer.add_trajectories([block(0), block(1)])
+        annotate(writer, [0, 1], {"advantages": [rows_of(7)] * 2})
+        level(writer)
+        annotate(writer, [0], {"advantages": [rows_of(0)]})
+        level(writer)
+        for number, key in ((0, 0), (1, 7)):
+            with TrajectoryReplayBuffer.open(mirror) as reader:
+                assert torch.equal(reader.get(number).notes["advantages"], rows_of(key))
+        assert verify(mirror).sound
+    assert verify(mirror).sound

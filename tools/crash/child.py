@@ -130,14 +130,24 @@ class Child:
             self.journal.note("unpinned", name=name)
 
     def annotate(self) -> None:
-        """Give trajectories a value that is higher than all before it, as the writer or through the inbox."""
+        """Give trajectories a value that is higher than all before it, as the writer or through the inbox.
+
+        The writer gives it by row too, in the same call: both are there, or neither.
+        """
         self.flush()
         chosen = sorted(self.chance.sample(ids := self._ids(), min(len(ids), 3)))
         if chosen:
             self.next_value += 1
             self.journal.note("annotating", ids=chosen, value=self.next_value)
             store = self.folder / "store" if self.chance.random() < 0.5 else self.buffer
-            annotate(store, chosen, {"v": self.next_value})
+            values: dict[str, Any] = {"v": self.next_value}
+            if isinstance(store, TrajectoryReplayBuffer):
+                shapes = [self.buffer.get(number).rewards.shape[:2] for number in chosen]
+                values |= {
+                    "rows": [torch.full(shape, self.next_value, dtype=torch.float64) for shape in shapes],
+                    "of_rows": values["v"],
+                }
+            annotate(store, chosen, values)
             self.journal.note("annotated", ids=chosen, value=self.next_value)
 
     def checkpoint(self) -> None:

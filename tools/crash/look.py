@@ -62,15 +62,23 @@ def _look_at_values(store: Path, present: Iterable[int], promises: Promises, pro
         catalog = Catalog.open(directory)
         files = [name for name in waiting(directory) if name not in catalog.notes.sources]
         inbox = [said_in(directory, name, catalog.store_id) for name in files]
+        with TrajectoryReplayBuffer.open(store) as reader:
+            given = {number: reader.get(number).notes for number in present}
+        rows = {number: set(notes["rows"].reshape(-1).tolist()) for number, notes in given.items() if notes}
     except (TrajstoreError, OSError) as error:
         problem(f"the values that came late cannot be read: {type(error).__name__}: {error}")
         return
     for number in sorted(set(present) & promises.annotating.keys()):
-        values = [note.value for note in catalog.notes.history(number)]
+        history = catalog.notes.history(number)
+        values = [note.value for note in history if note.name == "v"]
         values += [said.values["v"][said.ids.index(number)] for said in inbox if number in said.ids]
         found = [int(value) for value in values if isinstance(value, int | float)]
         if found != sorted(set(found)):
             problem(f"trajectory {number} was given {found}: one value twice, or in another order")
+        of_rows = [note.value for note in history if note.name == "of_rows"]
+        told = {float(value) for value in of_rows[-1:] if isinstance(value, float)}
+        if rows.get(number, set()) != told:
+            problem(f"trajectory {number} has the rows {rows.get(number)}, but {told} came with them")
         least, most = promises.annotated.get(number, 0), promises.annotating[number]
         if not least <= max(found, default=0) <= most:
             problem(f"trajectory {number} has the value {max(found, default=None)}, not one from {least} to {most}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from trajstore.buffer.loading import left_out_in_words
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.buffer.view import LoadRequest
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, listed
+from trajstore.files.base import Directory
 from trajstore.files.opening import nested, open_directory
 from trajstore.inspection.points import numbers_absent
 from trajstore.inspection.verification import Problem
@@ -21,6 +22,7 @@ from trajstore.store.log_records import ranges_of
 from trajstore.store.lost_records import lost_in_words
 from trajstore.store.saved_points import PINS_FOLDER
 from trajstore.store.sealed import without_advice
+from trajstore.store.shard_table import shard_name, shard_number
 
 Progress = Callable[[int, int], None]
 """Told (done, total) shards."""
@@ -130,7 +132,8 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
             {number for problem in found.problems for low, high in problem.lost for number in range(low, high + 1)}
         )
         unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
-        copied = _copy(place.url, to, lost, progress, strict=False, unwritten=unwritten)
+        files = [problem.file for problem in found.problems]
+        copied = _copy(place.url, to, lost, progress, strict=False, unwritten=unwritten, damaged=files)
         copied.problems = [told(problem, place.url) for problem in found.problems]
         copied.uncounted = any(problem.uncounted for problem in found.problems)
         copied.notes = found.notes
@@ -196,6 +199,12 @@ def _put_empty(rank: str, why: str, result: Copied) -> None:
     result.problems.append(f"{why}; an empty store takes its place")
 
 
+def damaged_shards(directory: Directory, files: Iterable[str]) -> set[tuple[str, str]]:
+    """Return URL of the directory and name of the shard, of each of these files that is of a shard."""
+    numbers = (shard_number(file) for file in files)
+    return {(directory.url, shard_name(number)) for number in numbers if number is not None}
+
+
 def told(problem: Problem, url: str) -> str:
     """Return a sentence on damage that names its file once; the store's own path is written before it."""
     text = without_advice(problem.message).removeprefix(f"{url}/").removeprefix(f"{url}: ")
@@ -210,13 +219,19 @@ def _copy(
     *,
     strict: bool | None = True,
     unwritten: int = 0,
+    damaged: Sequence[str] = (),
 ) -> Copied:
-    """Copy one store; ``unwritten`` are left out of it without a loss: RLinf lists them, but draws none either."""
+    """Copy one store, without values by row that lie in ``damaged`` files.
+
+    ``unwritten`` trajectories are left out of it without a loss: RLinf lists them, but draws none either.
+    """
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False, verify_shards=True) as reader:
         directory = open_directory(source)  # without ranks beside it: they are copied one by one
         before = reader._load(LoadRequest(directory, None, strict, None, united={0: directory}, quiet=strict is False))
         shown = set(reader.trajectory_ids.tolist())
         reader.evict([number for number in lost if number in shown])
+        shards = damaged_shards(directory, damaged)
+        reader._view.locked(lambda contents: contents.forget_rows(shards))
         reader.save_checkpoint(target)
     found = verify(target, progress)
     if not found.sound:

@@ -24,7 +24,7 @@ from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, nested, open_directory
 from trajstore.formats import FORMATS, get_format
-from trajstore.inspection.copying import Copied, Progress, told
+from trajstore.inspection.copying import Copied, Progress, damaged_shards, told
 from trajstore.inspection.points import absent_ranks
 from trajstore.inspection.verify import verify, verify_place
 from trajstore.reading.picture import Picture
@@ -180,6 +180,7 @@ def _leaves(place: Place) -> list[Place]:
 def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[TrajectoryReplayBuffer]:
     """Yield a reader of what is whole of stores; notes in ``result`` what is not. Every checksum is compared."""
     lost = []
+    damaged: set[tuple[str, str]] = set()
     for number, store in stores.items():
         found = verify_place(store, progress)
         gone = sorted({at for problem in found.problems for low, high in problem.lost for at in range(low, high + 1)})
@@ -188,12 +189,14 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         part.problems = [told(problem, store.url) for problem in found.problems]
         part.uncounted = any(problem.uncounted for problem in found.problems)
         part.notes = found.notes
+        damaged |= damaged_shards(store.directory, [problem.file for problem in found.problems])
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}
     first = next(iter(united.values()))
     with TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False) as reader:
         reader._load(LoadRequest(first, None, strict=False, pin=None, united=united, quiet=True))
         reader.evict(np.intersect1d(reader.trajectory_ids, np.array(lost, np.int64)).tolist())
+        reader._view.locked(lambda contents: contents.forget_rows(damaged))
         sources = [source for source in reader._view.contents.sources if isinstance(source, StoreSource)]
         uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
         doubled = len(uuids) - len(np.unique(uuids))

@@ -23,7 +23,7 @@ from trajstore.inspection.verification import Problem, Verification, problem_of
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog, log_segments
 from trajstore.store.index import TrajectoryIndex
-from trajstore.store.log_records import decode_lines, ranges_of
+from trajstore.store.log_records import decode_lines, ids_in_words, ranges_of
 from trajstore.store.lost_records import Damage
 from trajstore.store.salvage import SalvagedCatalog
 from trajstore.store.saved_points import PINS_FOLDER, pin_name
@@ -284,6 +284,9 @@ def _damage_of(
         if damage:
             inside = np.sort(ids[shards == row]).tolist()
             lost = tuple((low, high) for low, high in ranges_of(inside))
+            if not inside:
+                given = f"; values by row of trajectories {ids_in_words(catalog.notes.ids_in(row))} are lost"
+                damage = [(file, message.removesuffix(SEE_VERIFY) + given) for file, message in damage]
             found += [
                 _Found(file, Problem(file, message.removesuffix(SEE_VERIFY), lost), inside) for file, message in damage
             ]

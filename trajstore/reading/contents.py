@@ -155,13 +155,12 @@ class Contents:
         for slots in left:
             self.residency.leave(slots[slots != UNAVAILABLE])
 
-    def forget_rows(self, damaged: Collection[tuple[str, str]]) -> list[int]:
-        """Show no values by row of damaged shards; return the ids of the trajectories that had some.
+    def forget_rows(self, damaged: Collection[tuple[str, str]]) -> None:
+        """Show no values by row of damaged shards.
 
         Args:
             damaged: URL of the directory, and name of the shard, of each.
         """
-        ids: set[int] = set()
         with self.lock:
             for name in self.index.row_notes:
                 slots = self.index[NOTE_ROWS + name]
@@ -172,11 +171,9 @@ class Contents:
                     if (source.directory.url, source.manifest(row).name) in damaged:
                         bad |= slots == slot
                 of_bad, left = self.index["trajectory_id"][bad], slots[bad].copy()
-                ids |= set(of_bad.tolist())
                 none = {NOTE_ROWS + name: np.full(len(of_bad), UNAVAILABLE, np.int32)}
                 self.index.note(of_bad, none, self.index.texts)
                 self.residency.leave(left)
-        return sorted(ids)
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return slots of shards of a source, each with as many entries as name it; -1 stays."""

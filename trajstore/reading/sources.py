@@ -172,6 +172,12 @@ class StoreSource(Source):
             damage = self._damage(manifest)
         if damage:
             ids = self.index["trajectory_id"][self.index["shard"] == row]
+            if not len(ids):
+                given = ids_in_words(self.catalog.notes.ids_in(row))
+                raise CorruptStoreError(
+                    f"{self.directory.url}/{'; '.join(damage)}; values by row of trajectories {given} are in it; "
+                    "restore the file from a copy, give them again, or take them back with annotate and None"
+                )
             raise CorruptStoreError(
                 f"{self.directory.url}/{'; '.join(damage)}; trajectories {ids_in_words(ids)} are in it; "
                 "restore the file from a copy, evict these trajectories, or let `trajstore repair` make a new store "

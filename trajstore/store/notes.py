@@ -411,6 +411,12 @@ class Notes:
         found: npt.NDArray[np.int32] = np.unique(self._all()["shards"][needed] if needed.any() else [])
         return found.astype(np.int32)
 
+    def ids_in(self, shard: int) -> npt.NDArray[np.int64]:
+        """Return the trajectories that have or had values by row in a shard, a row of the shard table."""
+        columns = self._all()
+        found: npt.NDArray[np.int64] = np.unique(columns["ids"][columns["shards"] == shard])
+        return found
+
     def row_homes(self) -> Iterator[tuple[ColumnSpec, npt.NDArray[np.int64], npt.NDArray[np.int32], Any]]:
         """Yield the column of each name that stands for rows; of each value of it, trajectory, shard and first row."""
         columns, names = self._all(), list(self._kinds.items())

@@ -141,7 +141,8 @@ def difference(left: AnyTrajectory, right: AnyTrajectory) -> str | None:
 
 
 def _leaves(trajectory: AnyTrajectory) -> list[tuple[str, Any]]:
-    values = {k: v for k, v in vars(trajectory).items() if v is not None and k != "model_weights_id"}
+    # What came late was not written with it.
+    values = {k: v for k, v in vars(trajectory).items() if v is not None and k not in ("model_weights_id", "notes")}
     return [(join_name(path), value) for path, value in walk(values)]
 
 
