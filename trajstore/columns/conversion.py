@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,7 @@ def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
             names the field, and its shape or value.
     """
     try:
-        if notes := getattr(trajectory, "notes", None):
-            raise InvalidTrajectoryError(
-                f"field notes: {', '.join(map(str, notes))}: values by row that were given late are not added with a "
-                "trajectory: add it with notes={}, then give them with trajstore.annotate"
-            )
+        _refuse_notes(getattr(trajectory, "notes", {}))
         if isinstance(trajectory, AgentTrajectory):
             return flatten_agent(trajectory)
         return flatten_step(trajectory)
@@ -41,6 +37,17 @@ def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
             raise
         text = str(error).encode("unicode_escape").decode()  # names that nothing has checked yet
         raise InvalidTrajectoryError(text) from error
+
+
+def _refuse_notes(notes: Any) -> None:
+    """Refuse values by row that were given late: they are given to what is in a store, not added with it."""
+    if not isinstance(notes, Mapping | None):
+        raise InvalidTrajectoryError(f"field notes: must be an empty dict, is a {type(notes).__name__}")
+    if notes:
+        raise InvalidTrajectoryError(
+            f"field notes: {', '.join(map(str, notes))}: values by row that were given late are not added with a "
+            "trajectory: add it with notes={}, then give them with trajstore.annotate"
+        )
 
 
 def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:
