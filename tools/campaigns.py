@@ -7,6 +7,7 @@ import logging
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +23,17 @@ PATIENCE = 120.0
 
 @dataclass(kw_only=True)
 class Result:
-    """What a campaign has found so far: ``problems`` are what was wrong."""
+    """What a campaign has found so far.
+
+    Attributes:
+        problems: what was wrong.
+        counts: how often something was done or compared, by what it is called.
+        slowest: seconds that the slowest child, or case, took; 0 where nobody looks at it.
+    """
 
     problems: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
     begun: float = field(default_factory=time.monotonic, repr=False)
 
     @property
@@ -36,11 +45,23 @@ class Result:
 R = TypeVar("R", bound=Result)
 
 
+def counted(result: Result) -> str:
+    """Return the counts of a result, one in a line."""
+    lines = [f"{count} {what}" for what, count in result.counts.items()]
+    return "\n".join(lines + [f"{result.slowest:.1f} s took the slowest"] * bool(result.slowest))
+
+
+def start(target: Callable[..., object], *args: object) -> BaseProcess:
+    """Start a child that calls ``target``."""
+    child = forking().Process(target=target, args=args, daemon=True)
+    child.start()
+    return child
+
+
 @contextmanager
 def at_work(target: Callable[..., object], *args: object) -> Iterator[BaseProcess]:
     """Start a child that calls ``target``; it is killed in the end."""
-    child = forking().Process(target=target, args=args, daemon=True)
-    child.start()
+    child = start(target, *args)
     try:
         yield child
     finally:
@@ -81,32 +102,40 @@ def command(module: str, said: str | None, seed_of: str) -> argparse.ArgumentPar
         said: the module's docstring.
         seed_of: what ``--seed`` decides.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=said)
-    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seed_of} (default: 0)")
-    parser.add_argument("--folder", type=Path, help="empty folder to work in and leave (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=said, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seed_of}")
+    parser.add_argument("--folder", type=Path, help="empty folder to work in and leave; a temporary one if not given")
     return parser
 
 
-def run(options: argparse.Namespace, campaign: Callable[[Path], R], summary: Callable[[R], str]) -> int:
+def main(
+    parser: argparse.ArgumentParser,
+    campaign: Callable[[argparse.Namespace, Path, Callable[[Result], None]], R],
+    summary: Callable[[R], str] = counted,
+) -> int:
     """Run a campaign and say what it found; return 1 if it found problems.
 
     Args:
-        options: of the command line.
-        campaign: works in the folder that it is given.
+        parser: of its command line.
+        campaign: works with the options in the folder that it is given, and tells how far it is.
         summary: what is said after the problems.
     """
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trajstore-") as temporary:
         folder = Path(options.folder or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        result = campaign(folder)
+        result = campaign(options, folder, _show)
     for problem in result.problems:
         sys.stdout.write(f"{problem}\n")
-    sys.stdout.write(f"{summary(result)}, {len(result.problems)} problems\n")
+    sys.stdout.write(f"{summary(result)}\n{len(result.problems)} problems in {result.seconds:.0f} s\n")
     return 1 if result.problems else 0
 
 
-def show(progress: str) -> None:
+def _show(result: Result) -> None:
     """Say how far a campaign is: on a terminal in the same line again and again, elsewhere nothing."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r{progress} ")
+        counts = ", ".join(counted(result).splitlines()[:3])
+        sys.stderr.write(f"\r{counts}, {len(result.problems)} problems, {result.seconds:.0f} s ")
         sys.stderr.flush()

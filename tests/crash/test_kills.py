@@ -15,8 +15,8 @@ from tools.crash.journal import KEEP, Journal, Promises, read_journal
 def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
     result = run_campaign(tmp_path, kills=12, seed=5)
     assert result.problems == []
-    assert result.kills == 12
-    assert result.promised > 25
+    assert result.counts["kills"] == 12
+    assert result.counts["promises checked"] > 25
 
 
 def _kernels_not_called() -> None:
@@ -53,7 +53,7 @@ def _after_warming() -> None:
 def test_nothing_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
     result = run_campaign(tmp_path, kills=200, seed=6)
     assert result.problems == []
-    assert result.promised > 1000
+    assert result.counts["promises checked"] > 1000
 
 
 def test_loss_is_seen(tmp_path: Path) -> None:

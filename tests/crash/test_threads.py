@@ -17,10 +17,11 @@ import torch
 from tools.crash.forked import forking
 from tools.threads.campaign import run_session
 from tools.threads.released import released_is_unreadable
-from tools.threads.session import FORMATS, REPLACERS
+from tools.threads.session import REPLACERS
 from trajstore.columns.memory import Arena
 from trajstore.columns.schema import Schema
 from trajstore.files.local import LocalDirectory
+from trajstore.formats import FORMATS
 from trajstore.reading.residency import MappedShard, Residency
 
 _SHORT = 2.0
@@ -36,7 +37,7 @@ def _check(folder: Path, replacer: str, form: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("replacer", REPLACERS)
 def test_readers_stand_that_contents_are_replaced(tmp_path: Path, replacer: str) -> None:
-    form = FORMATS[REPLACERS.index(replacer) % len(FORMATS)]  # each replacer and each format; all pairs below
+    form = list(FORMATS)[REPLACERS.index(replacer) % len(FORMATS)]  # each replacer and each format; all pairs below
     _check(tmp_path, replacer, form, _SHORT)
 
 

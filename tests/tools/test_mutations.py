@@ -27,7 +27,7 @@ def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
     kinds = [kind for kind in KINDS if kind.name != "store_zstd"]  # as Zarr's, and slow; the long campaign has it
     result = run_campaign(tmp_path, kinds, 54, seed=4)
     assert result.problems == []
-    assert result.mutations == 54
+    assert result.counts["mutations"] == 54
     reported = sum(count for (_, _, outcome), count in result.outcomes.items() if outcome == "reported by verify")
     assert 27 < reported < 54
     assert {level for _, level, _ in result.outcomes} >= {Level.DAMAGE.value, Level.FORGED.value, Level.NOTHING.value}

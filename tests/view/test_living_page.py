@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tests.stores import writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
+from tools.meanwhile import meanwhile
 from trajstore import TrajectoryReplayBuffer
 
 MANY = 10_000
 ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => Number(one.textContent))"
 
 
-@contextmanager
-def adding(writer: TrajectoryReplayBuffer, first: int) -> Iterator[None]:
+def adding(writer: TrajectoryReplayBuffer, first: int) -> AbstractContextManager[None]:
     """Add rollouts as long as it is entered, eight siblings a time, and evict as many old ones."""
-    stopped, failed = threading.Event(), []
+    numbers = itertools.count(first, 8)
 
     def work() -> None:
-        number = first
-        try:
-            while not stopped.wait(0.02):
-                writer.add_trajectories([rollout(at) for at in range(number, number + 8)])
-                writer.evict(range(number - MANY, number - MANY + 8))
-                number += 8
-        except BaseException as error:
-            failed.append(error)
+        number = next(numbers)
+        writer.add_trajectories([rollout(at) for at in range(number, number + 8)])
+        writer.evict(range(number - MANY, number - MANY + 8))
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-    assert failed == []
+    return meanwhile(work, 0.02)
 
 
 def test_every_view_follows_a_writer_of_10000_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -20,19 +20,17 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from tools.bench.t13_replay import until_solved
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.reference.config import TrainerConfig
-from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.demo import BASE, replay_config
-from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 
 GUIDANCE = GuidanceConfig(
@@ -89,11 +87,7 @@ def config_of(arm: str, seed: int, steps: int) -> TrainerConfig:
 
 def measure(arm: str, config: TrainerConfig) -> Run:
     """Train until solved."""
-    began = time.perf_counter()
-    with ReferenceTrainer(config) as trainer:
-        trainer.warm_start()
-        curve = trainer.train(stop_when_solved=True)
-    summary = summarize(curve, config.solved_at)
+    summary, took = until_solved(config)
     return Run(
         arm=arm,
         seed=config.seed,
@@ -103,7 +97,7 @@ def measure(arm: str, config: TrainerConfig) -> Run:
         steps=summary.steps,
         best=summary.best,
         final=summary.final,
-        seconds=round(time.perf_counter() - began, 1),
+        seconds=round(took, 1),
     )
 
 

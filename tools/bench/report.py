@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,20 @@ from typing import Any
 
 class SkippedError(Exception):
     """A benchmark cannot run here; the message says what it needs."""
+
+
+def needs(*modules: str, extra: str = "") -> None:
+    """Skip a benchmark where a module is not installed; ``extra`` of trajstore would bring it.
+
+    Raises:
+        SkippedError: names the module.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            advice = f": install trajstore[{extra}]" if extra else ""
+            raise SkippedError(f"needs {module}{advice} ({error})") from error
 
 
 @dataclass(frozen=True)

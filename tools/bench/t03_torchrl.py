@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import alternate, ratio
 from tools.bench.workloads import RawGather, Workload, image, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
@@ -29,10 +29,7 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: torchrl is not installed.
     """
-    try:
-        import torchrl  # noqa: F401
-    except ImportError as error:
-        raise SkippedError(f"needs torchrl: {error}") from error
+    needs("torchrl")
     for make in (state, image):
         workload = make(options)
         columns = raw_columns(workload.trajectories)

@@ -9,7 +9,6 @@ columns that a trajectory brings, so that everything derived from them counts as
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tools.bench.timing import repeats_told
 from trainer_hooks.batch import BatchRow, build_batch, to_tensordict
 from trajstore.trajectory import AgentTrajectory
 
@@ -80,17 +80,13 @@ def time_ratio(mine: Callable[[], object], peer: Callable[[], object], repeats: 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    repeats = repeats_told(__doc__, 15)
     generator = torch.Generator().manual_seed(0)
     rows = [make_row(number, generator) for number in range(ROWS)]
     pieces = ready_made(rows)
     stored = {name: pieces[name] for name in STORED}
     for name, peer, target in (("the same tensors", pieces, TARGET), ("stored columns only", stored, None)):
-        ratio = time_ratio(partial(build_batch, rows, 0), partial(pad, peer), options.repeats)
+        ratio = time_ratio(partial(build_batch, rows, 0), partial(pad, peer), repeats)
         figure = {"id": "T11", "name": f"build_batch over pad_sequence, {name}", "ratio": round(ratio, 3)}
         sys.stdout.write(json.dumps({**figure, "target": target}) + "\n")
 

@@ -10,7 +10,6 @@ real batches do.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tools.bench.timing import repeats_told
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 
 ROWS, TOKENS = 64, 2048
@@ -168,17 +168,13 @@ def check_equal(batch: Inputs) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    repeats = repeats_told(__doc__, 21)
     for masks in ("scattered", "turns"):
         batch = make_inputs(masks, torch.Generator().manual_seed(0))
         check_equal(batch)
         memory = peak_bytes(ours, batch) / peak_bytes(transcription, batch)
         for name, ratio, target in (
-            (f"time, {masks}", time_ratio(batch, options.repeats), TIME_TARGET),
+            (f"time, {masks}", time_ratio(batch, repeats), TIME_TARGET),
             (f"peak extra memory, {masks}", memory, MEMORY_TARGET),
         ):
             figure = {"id": "T12", "name": name, "ratio": round(ratio, 3), "target": target}

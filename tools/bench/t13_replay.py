@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from trainer_hooks.reference.config import TrainerConfig
-from trainer_hooks.reference.curves import summarize
+from trainer_hooks.reference.curves import CurveSummary, summarize
 from trainer_hooks.reference.demo import BASE, replay_config
 from trainer_hooks.reference.trainer import ReferenceTrainer
 
@@ -61,15 +61,20 @@ class Run:
     seconds: float
 
 
-def measure(config: TrainerConfig, select: str | None = None) -> Run:
-    """Train until solved; without replay, or with histories that a rule chooses."""
-    if select is not None:
-        config = replace(config, replay=replace(replay_config(seed=config.seed), **RULES[select]))
+def until_solved(config: TrainerConfig) -> tuple[CurveSummary, float]:
+    """Train until solved; return what the curve comes to, and the seconds that it took."""
     began = time.perf_counter()
     with ReferenceTrainer(config) as trainer:
         trainer.warm_start()
         curve = trainer.train(stop_when_solved=True)
-    summary = summarize(curve, config.solved_at)
+    return summarize(curve, config.solved_at), time.perf_counter() - began
+
+
+def measure(config: TrainerConfig, select: str | None = None) -> Run:
+    """Train until solved; without replay, or with histories that a rule chooses."""
+    if select is not None:
+        config = replace(config, replay=replace(replay_config(seed=config.seed), **RULES[select]))
+    summary, took = until_solved(config)
     return Run(
         environment=config.environment,
         seed=config.seed,
@@ -79,7 +84,7 @@ def measure(config: TrainerConfig, select: str | None = None) -> Run:
         fresh_rollouts=summary.fresh_rollouts,
         steps=summary.steps,
         best=summary.best,
-        seconds=round(time.perf_counter() - began, 1),
+        seconds=round(took, 1),
     )
 
 

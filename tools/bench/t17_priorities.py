@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import alternate, ratio
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.sampling import Additions, Priorities, WeightedSampler
@@ -28,10 +28,9 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: cpprb is not installed.
     """
-    try:
-        from cpprb import PrioritizedReplayBuffer
-    except ImportError as error:
-        raise SkippedError("needs cpprb") from error
+    needs("cpprb")
+    from cpprb import PrioritizedReplayBuffer
+
     rows = options.count(10_000_000, 10_000)
     sampler = filled(rows // SAMPLES)
     peer = PrioritizedReplayBuffer(rows, {"x": {"dtype": np.uint8}}, alpha=0.6)

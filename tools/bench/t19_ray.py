@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import in_turn, processor_seconds, ratio, seconds
 from tools.bench.workloads import agent_trajectory, nbytes, state_trajectory
 from trajstore import TrajectoryReplayBuffer
@@ -37,10 +37,9 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: Ray is not installed.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise SkippedError("needs ray: install trajstore[ray]") from error
+    needs("ray", extra="ray")
+    import ray
+
     ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=PRODUCERS + 2)
     try:
         yield _adding(options, ray)

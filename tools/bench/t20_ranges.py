@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 from tools.bench import lance_take
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import percentile, ratio, seconds
 from tools.bench.workloads import Workload, image, raw_columns
 from trajstore import TrajectoryReplayBuffer
@@ -46,11 +46,7 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: s3fs or moto is not installed.
     """
-    try:
-        import moto.server  # noqa: F401
-        import s3fs  # noqa: F401
-    except ImportError as error:
-        raise SkippedError(str(error)) from error
+    needs("moto.server", "s3fs")
     logging.getLogger("trajstore.files.remote_lock").setLevel(logging.ERROR)  # rclone keeps no conditions
     workload = image(options)
     _write(options.folder / "local", workload, {})

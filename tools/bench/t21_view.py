@@ -11,10 +11,8 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -27,6 +25,7 @@ from tools.bench.t23_questions import some_facts
 from tools.bench.timing import in_child, processor_seconds
 from tools.bench.workloads import PROMPT, agent_trajectory
 from tools.browser import Command, NoBrowserError, Page, browser
+from tools.meanwhile import meanwhile
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.view.page import STATIC
 
@@ -82,7 +81,7 @@ def _first_rollout(options: Options, path: Path, page: Page) -> Iterator[Figure]
         for _ in range(total // len(made)):
             writer.add_trajectories(made)
         writer.flush()
-        with Command(path) as command, _adding(writer, made):
+        with Command(path) as command, meanwhile(lambda: writer.add_trajectories(made[:8]), 0.05):
             links = [f"{command.address}/#/trajectory/{number * 7 % total}" for number in range(options.repeats)]
             times = [_seen(page, f"{link}?color=old_log_probs&token={PROMPT}", _TOKEN) for link in links]
     name = f"first coloured rollout, one of {total:,} in a store that is written"
@@ -204,29 +203,6 @@ def _long_rollout(tokens: int) -> AgentTrajectory:
         response_mask=ones,
         task_id="long",
     )
-
-
-@contextmanager
-def _adding(writer: TrajectoryReplayBuffer, made: list[AgentTrajectory]) -> Iterator[None]:
-    """Add eight rollouts twenty times a second as long as it is entered."""
-    stopped, failed = threading.Event(), []
-
-    def work() -> None:
-        try:
-            while not stopped.wait(0.05):
-                writer.add_trajectories(made[:8])
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-    if failed:
-        raise failed[0]
 
 
 def _child(path: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, SkippedError, needs
 from tools.bench.timing import in_child, in_turn, ratio
 from tools.bench.workloads import raw_columns, state_trajectory
 
@@ -40,10 +40,7 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: Ray is not installed, or this process may not change its host name.
     """
-    try:
-        import ray  # noqa: F401
-    except ImportError as error:
-        raise SkippedError("needs ray: install trajstore[ray]") from error
+    needs("ray", extra="ray")
     if os.geteuid():
         raise SkippedError("needs root, for a host name of its own")
     took = in_child("tools.bench.t22_remote", options.folder, options.repeats, options.count(16, 4))

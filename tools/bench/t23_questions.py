@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, needs
 from tools.bench.t08_open import write_store
 from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import agent_trajectory
@@ -74,11 +74,9 @@ WITHIN: dict[str, tuple[str, str]] = {
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield each question's time at both sizes, and what facts take in memory."""
-    try:
-        import duckdb
-        import polars  # noqa: F401
-    except ImportError as error:
-        raise SkippedError(f"needs {error.name}") from error
+    needs("duckdb", "polars")
+    import duckdb
+
     for full, target in ((100_000, 20.0), (1_000_000, 200.0)):
         total = options.count(full, 800)
         folder = options.folder / f"store_{full}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tools.bench.report import SkippedError
 
@@ -116,6 +119,17 @@ def processor_seconds() -> float:
     while found := {number for number, parent in parents.items() if parent in mine} - mine:
         mine |= found
     return sum(ticks[number] for number in mine) / os.sysconf("SC_CLK_TCK")
+
+
+def repeats_told(said: str | None, usual: int) -> int:
+    """Return the repeats that the command line of a benchmark asks for, and use as many threads as it says."""
+    parser = argparse.ArgumentParser(description=said, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=usual)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    repeats: int = options.repeats
+    return repeats
 
 
 def in_child(module: str, *arguments: object) -> Any:

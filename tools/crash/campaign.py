@@ -7,12 +7,10 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tools import campaigns
-from tools.campaigns import at_work, wait_for
+from tools.campaigns import Result, at_work, wait_for
 from tools.crash.child import torture
 from tools.crash.interrupted import WAYS, error_file, stacks_file, work
 from tools.crash.journal import Promises, read_journal
@@ -21,23 +19,6 @@ from tools.crash.look import look
 _LONGEST_LIFE = 0.8  # seconds, once a child has begun
 _AFTER_PROMISE = 0.05  # seconds that one lives, at most, whose first promise came later
 _PATIENCE = 240.0  # seconds; who has not come to an end then never will
-
-
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign found.
-
-    Attributes:
-        kills: children killed.
-        checked: trajectories read back and compared, all kills together.
-        promised: trajectories whose ``flush`` had returned, counted at each kill.
-        slowest: seconds that an interrupted child took to end, at most.
-    """
-
-    kills: int = 0
-    checked: int = 0
-    promised: int = 0
-    slowest: float = 0.0
 
 
 def run_campaign(
@@ -78,7 +59,7 @@ def run_campaign(
         if journal.exists():
             read_journal(journal, promises)
         _look(folder, number, promises, seen, result)
-        result.kills += 1
+        result.counts["kills"] += 1
         if progress is not None:
             progress(result)
     return result
@@ -114,8 +95,8 @@ def _look(folder: Path, number: int, promises: Promises, seen: dict[int, int], r
     present = look(folder, promises, problem)
     if present is None:
         return
-    result.checked += len(present)
-    result.promised += len(promises.flushed)
+    result.counts["trajectories compared"] += len(present)
+    result.counts["promises checked"] += len(promises.flushed)
     for trajectory_id, key in present.items():
         if seen.setdefault(trajectory_id, key) != key:
             problem(f"id {trajectory_id} was given twice")

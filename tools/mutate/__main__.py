@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
-from tools.campaigns import command, run, show
+from tools.campaigns import command, counted, main
 from tools.mutate.campaign import Result, run_campaign
 from tools.mutate.pristine import KINDS, kinds_of
 
 
-def main() -> int:
-    """Run a campaign and say what it found."""
-    groups = sorted({kind.name.split("_")[0] for kind in KINDS} | {kind.name for kind in KINDS})
-    parser = command("tools.mutate", __doc__, "the damage")
-    parser.add_argument("--mutations", type=int, default=10_000, help="how many, all kinds together (default: 10000)")
-    parser.add_argument("--kind", choices=groups, help="of which kind, or group of kinds (default: all)")
-    parser.add_argument("--only", type=int, help="the one mutation of a kind with this number")
-    options = parser.parse_args()
+def _campaign(options: Namespace, folder: Path, tell: Callable[[Result], None]) -> Result:
     kinds = kinds_of(options.kind)
     if options.only is not None and len(kinds) != 1:
-        parser.error("--only needs the --kind of the mutation")
-    return run(
-        options,
-        lambda folder: run_campaign(folder, kinds, options.mutations, options.seed, only=options.only, progress=_show),
-        _summary,
-    )
-
-
-def _show(result: Result) -> None:
-    show(f"{result.mutations} mutations, {len(result.problems)} with problems, {result.seconds:.0f} s")
+        raise SystemExit("--only needs the --kind of the mutation")
+    return run_campaign(folder, kinds, options.mutations, options.seed, only=options.only, progress=tell)
 
 
 def _summary(result: Result) -> str:
@@ -45,9 +33,13 @@ def _summary(result: Result) -> str:
         for name in dict.fromkeys(name for name, _ in counts):
             row = [counts[name, outcome] for outcome in outcomes]
             lines.append(" | ".join([f"{name:26}", str(sum(row)), *map(str, row)]))
-    lines += ["", f"{result.mutations} mutations in {result.seconds:.0f} s (the slowest {result.slowest:.1f} s)"]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", counted(result)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    groups = sorted({kind.name.split("_")[0] for kind in KINDS} | {kind.name for kind in KINDS})
+    parser = command("tools.mutate", __doc__, "the damage")
+    parser.add_argument("--mutations", type=int, default=10_000, help="how many, all kinds together")
+    parser.add_argument("--kind", choices=groups, help="of which kind, or group of kinds; all if not given")
+    parser.add_argument("--only", type=int, help="the one mutation of a kind with this number")
+    sys.exit(main(parser, _campaign, _summary))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tools import campaigns
+from tools.campaigns import Result
 from tools.crash.journal import Promises
 from tools.crash.look import look, read, verify_at
 from tools.powerloss.filesystem import Op, Promise
@@ -19,23 +18,6 @@ from trajstore.testing.witness import witness
 
 _NEW_KEY = 1 << 39
 Tell = Callable[[str], None]
-
-
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign found.
-
-    Attributes:
-        states: different states of the disk that were looked at.
-        possible: how many crashes there were to choose from.
-        operations: recorded, all sessions together.
-        compared: trajectories read back and compared.
-    """
-
-    states: int = 0
-    possible: int = 0
-    operations: int = 0
-    compared: int = 0
 
 
 def run_campaign(
@@ -63,7 +45,7 @@ def run_campaign(
     check(folder / "pools", record_pools(folder / "record_pools"), pools, seed, look_at_pool, "pools", result, tell)
     for at, number in enumerate(sessions):
         ops = record_store(folder / "record", number, seed, steps)
-        share = (states - result.states) // (len(sessions) - at)
+        share = (states - result.counts["states"]) // (len(sessions) - at)
         check(folder / "store", ops, share, seed, look_at_store, f"session {number}", result, tell)
     return result
 
@@ -77,8 +59,8 @@ def check(
 ) -> None:  # fmt: skip
     """Look at so many different states of the disk after what was recorded."""
     cases = plan(ops, states, seed)
-    result.possible += len(cases)
-    result.operations += len(ops)
+    result.counts["crashes to choose from"] += len(cases)
+    result.counts["operations recorded"] += len(ops)
     seen: set[tuple[bytes, int]] = set()
     for case in cases:
         if len(seen) >= states:
@@ -90,10 +72,10 @@ def check(
         seen.add(key)
         write_tree(folder, files)
         found: list[str] = []
-        result.compared += examine(folder, _promises(ops, case), found.append)
+        result.counts["trajectories compared"] += examine(folder, _promises(ops, case), found.append)
         result.problems += [f"seed {seed}, {name}, {_described(ops, case)}: {text}" for text in found]
         shutil.rmtree(folder)
-        result.states += 1
+        result.counts["states"] += 1
         tell(result)
 
 

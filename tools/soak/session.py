@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import campaigns
+from tools.campaigns import start
 from tools.crash.forked import forking
 from tools.soak.follower import follow
 from tools.soak.measure import Sample, bytes_of, growth, taken_by
@@ -45,20 +46,16 @@ class Plan:
     followers: int = 2
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Result(campaigns.Result):
     """What was found.
 
     Attributes:
         samples: in the order of time.
-        added: trajectories.
-        rows: that were checked by followers.
         worst: shard bytes over live bytes, at the worst moment.
     """
 
     samples: list[Sample] = field(default_factory=list)
-    added: int = 0
-    rows: int = 0
     worst: float = 0.0
 
 
@@ -79,8 +76,7 @@ def soak(folder: Path, plan: Plan, seed: int, progress: Callable[[Result], None]
     for number in range(plan.followers):
         ours, theirs = context.Pipe()
         arguments = (str(folder / "store"), plan.scale, seed + number, begun, done, theirs)
-        process = context.Process(target=follow, args=arguments, daemon=True)
-        process.start()
+        process = start(follow, *arguments)
         theirs.close()
         pipes.append(ours)
         processes.append(process)
@@ -96,7 +92,7 @@ def soak(folder: Path, plan: Plan, seed: int, progress: Callable[[Result], None]
                 result.problems.append("a follower did not end")
                 process.kill()
             elif isinstance(told := ours.recv(), int):
-                result.rows += told
+                result.counts["rows checked by followers"] += told
             else:
                 result.problems.append(str(told))
             process.join()
@@ -148,7 +144,7 @@ class _Session:
         taken = time.perf_counter() - begin
         self.costs.append(taken / self.plain_write(sum(sizes)))
         self.sizes |= dict(zip(ids, sizes, strict=True))
-        self.result.added += count
+        self.result.counts["trajectories added"] += count
 
     def plain_write(self, nbytes: int) -> float:
         begin = time.perf_counter()

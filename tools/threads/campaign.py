@@ -5,32 +5,18 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tools import campaigns
-from tools.crash.forked import forking
+from tools.campaigns import Result, start
 from tools.threads.session import FOUND, TOLD, Found, run
 
 _LAST_LINES = 60
 
 
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign has found so far."""
-
-    sessions: int = 0
-    replaced: int = 0
-    changed: int = 0
-    read: int = 0
-    checked: int = 0
-
-
 def run_session(folder: Path, replacer: str, form: str, seconds: float, seed: int) -> Found:
     """Return what one session found; its death is a problem."""
     folder.mkdir(parents=True)
-    child = forking().Process(target=run, args=(folder, replacer, form, seconds, seed))
-    child.start()
+    child = start(run, folder, replacer, form, seconds, seed)
     child.join()
     code = child.exitcode or 0
     if code == 0:
@@ -53,11 +39,11 @@ def run_campaign(
     for replacer in replacers:
         for form in formats:
             found = run_session(folder / f"{replacer}-{form}", replacer, form, seconds, seed)
-            result.sessions += 1
-            result.replaced += found.replaced
-            result.changed += found.changed
-            result.read += sum(found.read.values())
-            result.checked += found.checked
+            result.counts["processes"] += 1
+            result.counts["replacements"] += found.replaced
+            result.counts["evictions and rewritings"] += found.changed
+            result.counts["readings"] += sum(found.read.values())
+            result.counts["comparisons with the store"] += found.checked
             result.problems += [f"{replacer}, {form}, seed {seed}: {problem}" for problem in found.problems]
             tell(result)
     return result

@@ -24,7 +24,6 @@ from trajstore.files.opening import open_directory
 from trajstore.store.catalog import Catalog
 
 REPLACERS = ("rollback", "take_back", "load", "refresh", "close")
-FORMATS = ("pt", "pkl", "zarr")
 
 _FIRST = 16
 """Trajectories of a store before anything is replaced."""

@@ -6,14 +6,13 @@ import logging
 import random
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
-from tools import campaigns
+from tools.campaigns import Result
 from trajstore import TrajectoryReplayBuffer
 from trajstore.distributed import DistributedReplayBuffer
 from trajstore.errors import TrajstoreError
@@ -24,18 +23,6 @@ NAME = "campaign"
 _KEYS = 1 << 20  # of one producer
 _LONGEST_START = 120.0  # seconds
 _MOMENT = 1.0  # seconds; a producer asks a store that did not answer again after two at the most
-
-
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign found."""
-
-    actors_killed: int = 0
-    nodes_killed: int = 0
-    acknowledged: int = 0
-    stored: int = 0
-    errors: int = 0
-    retries: int = 0
 
 
 class _Retries(logging.Handler):
@@ -108,12 +95,12 @@ def run(folder: Path, seconds: float, producers: int, seed: int) -> Result:
                 if chance.random() < 0.75:  # else it is often killed while it starts, and has nothing to lose
                     _let_it_work(actor, end)
                 ray.kill(actor, no_restart=False)
-                result.actors_killed += 1
+                result.counts["actors killed"] += 1
             except ValueError as error:
                 result.problems.append(f"rank_{rank} has no actor: {error}")
             if nodes and time.monotonic() > node_dies:
                 cluster.remove_node(nodes.pop(), allow_graceful=False)
-                result.nodes_killed += 1
+                result.counts["nodes killed"] += 1
                 node_dies = end + 1e9
         acknowledged: dict[int, int] = {}
         for answer in work:
@@ -150,18 +137,18 @@ def _collect(answer: Any, acknowledged: dict[int, int], result: Result) -> None:
     for number in acknowledged.keys() & keys.keys():
         result.problems.append(f"id {number} was given twice")
     acknowledged.update(keys)
-    result.errors += len(errors)
-    result.retries += retries
+    result.counts["errors told to producers"] += len(errors)
+    result.counts["parcels sent again"] += retries
 
 
 def _judge(folder: Path, acknowledged: dict[int, int], result: Result) -> None:
-    result.acknowledged = len(acknowledged)
+    result.counts["trajectories acknowledged"] = len(acknowledged)
     for part in sorted(folder.glob("rank_*")):
         result.problems += [f"{part.name}: {problem}" for problem in verify(part).problems]
     with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
         buffer.load_checkpoint(folder)
         ids = buffer.trajectory_ids.tolist()
-        result.stored = len(ids)
+        result.counts["stored"] = len(ids)
         keys: dict[int, int] = {}
         for number in ids:
             try:

@@ -8,7 +8,6 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from unittest import mock
 
 import orjson
 
-from tools import campaigns
-from tools.campaigns import PATIENCE, at_work, s3_server, wait_for
+from tools.campaigns import PATIENCE, Result, at_work, s3_server, wait_for
 from tools.crash.frozen.sleeper import Freeze, open_store, sleep_and_go_on
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
@@ -33,23 +31,6 @@ _RENEWED = (LOCK_NAME, "metadata.json")
 """What a living writer writes again by itself."""
 
 
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign found.
-
-    Attributes:
-        freezes: writers that were frozen, lost the store, and were woken.
-        fenced: of these, writers that were told so.
-        points: requests at which they were frozen, and how often.
-        promised: trajectories that were acknowledged and compared, all stores together.
-    """
-
-    freezes: int = 0
-    fenced: int = 0
-    points: dict[str, int] = field(default_factory=dict)
-    promised: int = 0
-
-
 def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Result], None] | None = None) -> Result:
     """Freeze a writer ``freezes`` times, each on a store of its own; return what was found.
 
@@ -61,7 +42,7 @@ def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Resu
     """
     result, number = Result(), 0
     with s3_server() as options, mock.patch.dict(os.environ, _environment(options)):
-        while result.freezes < freezes:
+        while result.counts["writers frozen"] < freezes:
             _Round(folder, options, f"{seed}/{number}", result).run()
             number += 1
             if progress is not None:
@@ -120,7 +101,7 @@ class _Round:
         self.where = f"{freeze}, at {point['request']} of {point['name']}"
         kind = point["name"].partition("/")[0]
         name = f"{freeze.side} {point['request']} {kind}"
-        self.result.points[name] = self.result.points.get(name, 0) + 1
+        self.result.counts[f"frozen {name}"] += 1
         for _ in range(self.chance.randrange(2)):
             self.write(closing=True)
         heir = self.write(closing=self.chance.random() < 0.5)
@@ -137,7 +118,7 @@ class _Round:
         if heir is not None:
             self.go_on(heir, closing=True)
         self.look()
-        self.result.freezes += 1
+        self.result.counts["writers frozen"] += 1
 
     def write(self, *, closing: bool) -> TrajectoryReplayBuffer | None:
         """Open the store as soon as it is free, use it, and return it unless it was closed."""
@@ -227,7 +208,7 @@ class _Round:
         (error,) = errors
         if error["kind"] == "StoreLockedError" and not self.notes("opened"):
             return  # it had not got the store yet
-        self.result.fenced += error["kind"] == "WriterFencedError"
+        self.result.counts["told that they lost the store"] += error["kind"] == "WriterFencedError"
         if error["kind"] != "WriterFencedError" or "was taken over" not in error["text"]:
             self.problem(f"{error['kind']}: {error['text']}")
 
@@ -252,7 +233,7 @@ class _Round:
                 self.problem(f"trajectory {number} is another one")
             elif number not in present and number not in evicted:
                 self.problem(f"trajectory {number} was acknowledged and is lost")
-        self.result.promised += len(promised)
+        self.result.counts["trajectories compared"] += len(promised)
 
     def problem(self, text: str) -> None:
         self.result.problems.append(f"round {self.seed} ({self.where}): {text}")

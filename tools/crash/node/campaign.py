@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools import campaigns
-from tools.campaigns import s3_server, wait_for
-from tools.crash.forked import forking
+from tools.campaigns import Result, s3_server, start, wait_for
 from tools.crash.node.child import work
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
@@ -28,18 +26,6 @@ from trajstore.testing.witness import WitnessError, check_trajectory
 
 _KEYS = 1 << 20  # of one round
 _LOCK_TTL = 1.0  # of the mirror: a node that is frozen for longer is taken for lost
-
-
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign found."""
-
-    rounds: int = 0
-    restores_killed: int = 0
-    compared: int = 0
-    below_watermark: int = 0
-    lost_above: int = 0
-    frozen: int = 0
 
 
 @dataclass
@@ -104,7 +90,6 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         rounds: how often.
         seed: of what is done when.
     """
-    context = forking()
     rng, result, known = random.Random(seed), Result(), _Known()
     disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
     options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
@@ -114,8 +99,7 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         journal.touch()
         store = disks / str(number)
         given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
-        child = context.Process(target=work, args=given)
-        child.start()
+        child = start(work, *given)
         wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
         if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
             child.join(rng.random())
@@ -132,7 +116,8 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
             known.read(folder / f"journal_{number - 1}", woken=True)
         if storage_options and rng.random() < 0.4 and child.exitcode is None:
             os.kill(child.pid, signal.SIGSTOP)
-            frozen, result.frozen = child, result.frozen + 1
+            frozen = child
+            result.counts["of them only frozen"] += 1
             time.sleep(2 * _LOCK_TTL)
         else:
             child.kill()
@@ -140,13 +125,13 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         known.read(journal)
         if frozen is None:
             shutil.rmtree(disks)
-        result.rounds += 1
+        result.counts["nodes lost"] += 1
         if known.watermark < 0 and not before:
             mirror = f"{mirrors}/store_{number + 1}"  # lost before anything was on the mirror
             continue
         store = disks / str(number + 1)
         if rng.random() < 0.3:
-            result.restores_killed += _killed_restore(context, mirror, storage_options, store, rng)
+            result.counts["restores killed and taken up"] += _killed_restore(mirror, storage_options, store, rng)
         try:
             restore(mirror, store, storage_options=storage_options)
             before = _look(store, known, before, result, number)
@@ -156,7 +141,7 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
     if frozen is not None:
         frozen.kill()
         frozen.join()
-    if rounds and not result.below_watermark:
+    if rounds and not result.counts["trajectories below the watermark"]:
         result.problems.append("no trajectory was on a mirror: nothing was tested")
     return result
 
@@ -170,10 +155,9 @@ def _watermark(journal: Path) -> int:
     return found
 
 
-def _killed_restore(context: Any, mirror: str, options: dict[str, Any], store: Path, rng: random.Random) -> bool:
+def _killed_restore(mirror: str, options: dict[str, Any], store: Path, rng: random.Random) -> bool:
     """Kill a restore at a random moment; return whether it had not ended."""
-    child = context.Process(target=_restore, args=(mirror, str(store), options))
-    child.start()
+    child = start(_restore, mirror, str(store), options)
     child.join(0.02 + 0.4 * rng.random())
     alive = child.exitcode is None
     if alive and child.pid is not None:
@@ -206,9 +190,10 @@ def _look(store: Path, known: _Known, before: set[int], result: Result, number: 
     if absent:
         result.problems.append(f"round {number}: ids {absent[:10]} were on the mirror ({known.watermark}) and are lost")
     known.may_be_gone -= there.keys()  # this is the store now
-    result.compared += len(there)
-    result.below_watermark += len(promised & there.keys())
-    result.lost_above += len([one for one in known.keys if one > known.watermark and one not in there])
-    for one in [one for one in known.keys if one not in there]:
+    result.counts["compared in all"] += len(there)
+    result.counts["trajectories below the watermark"] += len(promised & there.keys())
+    lost = [one for one in known.keys if one not in there]
+    result.counts["lost above the watermark"] += len([one for one in lost if one > known.watermark])
+    for one in lost:
         del known.keys[one]
     return set(there)

@@ -6,14 +6,12 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tools import campaigns
-from tools.crash.forked import forking
+from tools.campaigns import Result, start
 from tools.crash.resume.loop import EVERY, running
 from trajstore import saved_points
 from trajstore.files.local import LocalDirectory
@@ -22,21 +20,6 @@ from trajstore.inspection.verify import verify
 MOMENTS = ("between point and model", "in save_point", "in rollback", "in a step", "while the loader reads")
 _CALLS = 7  # changes of the directory in a save_point, or in a rollback; the k-th of these is the last
 _VERIFIED = 10  # every so many kills the store is verified whole
-
-
-@dataclass
-class Result(campaigns.Result):
-    """What a campaign found.
-
-    Attributes:
-        kills: children that were killed, by moment.
-        resumed: steps that children resumed at.
-        steps: of the run.
-    """
-
-    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MOMENTS, 0))
-    resumed: list[int] = field(default_factory=list)
-    steps: int = 0
 
 
 def _die() -> None:
@@ -105,7 +88,7 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         seed: of the moments.
         progress: told after each kill.
     """
-    context, chance, result = forking(), random.Random(seed), Result()
+    chance, result = random.Random(seed), Result()
     killed, whole = folder / "killed", folder / "whole"
     killed.mkdir()
     whole.mkdir()
@@ -114,25 +97,22 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         if moment == "in rollback" and not (killed / "model.pt").exists():
             moment = MOMENTS[0]
         number, passed = chance.randint(1, _CALLS), chance.randint(0, 1)
-        process = context.Process(target=child, args=(str(killed), moment, number, passed), daemon=True)
-        process.start()
+        process = start(child, str(killed), moment, number, passed)
         process.join()
         if process.exitcode != -signal.SIGKILL:
             result.problems.append(f"kill {kill}, {moment}: exit code {process.exitcode}")
             break
-        result.kills[moment] += 1
+        result.counts["kills"] += 1
+        result.counts[f"killed {moment}"] += 1
         _look(killed, kill, moment, result)
         if progress is not None:
             progress(result)
-    result.steps = EVERY * (2 + max(result.resumed, default=0) // EVERY)
-    runs = [context.Process(target=finish, args=(str(one), result.steps), daemon=True) for one in (killed, whole)]
-    for process in runs:
-        process.start()
-    for process in runs:
+    steps = EVERY * (2 + result.counts["step resumed at last"] // EVERY)
+    for process in [start(finish, str(one), steps) for one in (killed, whole)]:
         process.join()
     ends = [torch.load(one / "model.pt") for one in (killed, whole)]
-    if not ends[0]["step"] == ends[1]["step"] == result.steps:
-        result.problems.append(f"the runs ended at steps {ends[0]['step']} and {ends[1]['step']}, not {result.steps}")
+    if not ends[0]["step"] == ends[1]["step"] == steps:
+        result.problems.append(f"the runs ended at steps {ends[0]['step']} and {ends[1]['step']}, not {steps}")
     differing = [
         step + 1
         for step, pair in enumerate(zip(ends[0]["digests"], ends[1]["digests"], strict=False))
@@ -140,6 +120,7 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
     ]
     if differing or not torch.equal(ends[0]["weights"], ends[1]["weights"]):
         result.problems.append(f"the resumed run differs from the uninterrupted one at the steps {differing[:10]}")
+    result.counts["steps compared"] = steps
     problems = verify(killed / "store").problems
     result.problems += [f"in the end: {problem}" for problem in problems]
     return result
@@ -158,7 +139,7 @@ def _look(folder: Path, kill: int, moment: str, result: Result) -> None:
     if not (folder / "model.pt").exists():
         return
     step = torch.load(folder / "model.pt")["step"]
-    result.resumed.append(step)
+    result.counts["step resumed at last"] = max(step, result.counts["step resumed at last"])
     steps = [point.step for point in saved_points(folder / "store")]
     if step not in steps:
         result.problems.append(f"kill {kill}, {moment}: the model is at step {step}, the store has points {steps}")

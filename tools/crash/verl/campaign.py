@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,27 +22,10 @@ class Result(campaigns.Result):
     """What a campaign found.
 
     Attributes:
-        kills: drivers killed.
-        phases: kills by the last phase that the driver had noted.
-        between: kills that fell between our cut and verl's checkpoint.
-        since: acknowledged rollouts younger than the checkpoint that the next driver had to have in its pool
-            (``on_resume: keep``), all kills together.
-        rollouts: different rollouts whose commit was acknowledged, all of them checked after every later kill.
-        checked: comparisons of an acknowledged rollout with the store, all kills together.
         resumed: steps at which drivers resumed.
-        steps: trained by all drivers together.
-        survivors: processes outside the driver's group that had to be ended after the kill, all kills together.
     """
 
-    kills: int = 0
-    phases: Counter[str] = field(default_factory=Counter)
-    between: int = 0
-    since: int = 0
-    rollouts: int = 0
-    checked: int = 0
     resumed: list[int] = field(default_factory=list)
-    steps: int = 0
-    survivors: int = 0
 
 
 def run_campaign(
@@ -83,7 +65,7 @@ def run_campaign(
         try:
             obstacle = wait_for(moment, driver, journal, chance)
         finally:
-            result.survivors += driver.kill()
+            result.counts["processes ended after their driver"] += driver.kill()
         journal.refresh()
         if obstacle is not None:
             tell(obstacle)
@@ -100,13 +82,13 @@ def run_campaign(
             tell(f"what is left cannot be read: {type(error).__name__}: {error}")
             break
         expected = found.expected
-        result.checked += found.rollouts
-        result.rollouts = len(promises.rollouts)
+        result.counts["comparisons"] += found.rollouts
+        result.counts["acknowledged rollouts"] = len(promises.rollouts)
         if moment is not None:
-            result.kills += 1
-            result.between += found.between
-            result.since += found.since
-            result.phases[journal.phase] += 1
+            result.counts["kills"] += 1
+            result.counts["between our cut and verl's checkpoint"] += found.between
+            result.counts["times an acknowledged rollout had to be in the pool that the cut had not"] += found.since
+            result.counts[f"killed after {journal.phase}"] += 1
         if progress is not None:
             progress(result)
         if obstacle is not None:
@@ -135,7 +117,7 @@ def _take(
             result.resumed.append(entry["step"])
         elif entry["event"] == "phase" and entry["name"] == "trained":
             trained.append(entry["step"])
-    result.steps += len(trained)
+    result.counts["steps trained"] += len(trained)
     if loaded is not None and (trains or trained) and trained[:1] != [loaded["step"] + 1]:
         tell(f"resumed at step {loaded['step']} and trained {trained}: training does not go on")
     return loaded
