@@ -78,6 +78,15 @@ def batch_rows() -> list[BatchRow]:
     return [BatchRow(trajectory=one, group_id=0) for one in rollouts()]
 
 
+def of_a_step() -> tuple[list[PlannedTask[str]], Any, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    """Return a plan, its batch, zeros of the batch's shape, its masks of responses and of replay, and a loss."""
+    batch = build_batch(batch_rows(), 0)
+    mask, exp = batch.tensors["response_mask"], batch.tensors["exp_mask"]
+    rows = torch.zeros(batch.tensors["responses"].shape)
+    loss = het_compute_token_on_off_policy_loss(rows, rows, rows, mask, exp, cliprange=0.2)
+    return [PlannedTask("a", 2, ())], batch, rows, mask, exp, loss
+
+
 def template() -> ChatTemplate:
     return ChatTemplate(lambda messages, ask: "".join(map(str, messages)), lambda text: [1, 2], {2})
 
@@ -97,12 +106,8 @@ mixed = MixedTasks(("a",), ("b",))
 
 def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
     """Name and maker of every call; each is made anew, for a call may change what it is called on."""
-    plan = [PlannedTask("a", 2, ())]
-    batch = build_batch(batch_rows(), 0)
+    plan, batch, rows, mask, exp, loss = of_a_step()
     tensors = batch.tensors
-    shape = tensors["responses"].shape
-    rows, mask, exp = torch.zeros(shape), tensors["response_mask"], tensors["exp_mask"]
-    loss = het_compute_token_on_off_policy_loss(rows, rows, rows, mask, exp, cliprange=0.2)
 
     yield from methods(
         replay_hook,

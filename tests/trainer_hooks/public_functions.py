@@ -17,6 +17,7 @@ from tests.trainer_hooks.public_calls import (
     Call,
     batch_rows,
     filled,
+    of_a_step,
     plain,
     rollouts,
     template,
@@ -86,12 +87,8 @@ from trajstore.guidance import (
 
 def calls_of_functions(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]:
     """Name and maker of every call."""
-    plan = [PlannedTask("a", 2, ())]
-    batch = build_batch(batch_rows(), 0)
+    plan, batch, rows, mask, exp, loss = of_a_step()
     tensors = batch.tensors
-    shape = tensors["responses"].shape
-    rows, mask, exp = torch.zeros(shape), tensors["response_mask"], tensors["exp_mask"]
-    loss = het_compute_token_on_off_policy_loss(rows, rows, rows, mask, exp, cliprange=0.2)
     generator = np.random.default_rng(0)
     maker = LocalMaker()
     experience = Experience(when_to_use="x", content="y")
@@ -322,5 +319,5 @@ def calls_of_functions(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]
             },
         ),
         (aggregate_loss, {"losses": rows, "response_mask": mask.bool(), "loss_agg_mode": "token-mean"}),
-        (token_sums, {"loss": loss, "response_mask": mask, "exp_mask": exp[:, -shape[1] :]}),
+        (token_sums, {"loss": loss, "response_mask": mask, "exp_mask": exp[:, -rows.shape[1] :]}),
     )

@@ -119,6 +119,19 @@ def _no_prompts() -> None:
     ROLLED.clear()
 
 
+def loop_of(config: Any, engine: Any = None) -> GuidedAgentLoop:
+    return GuidedAgentLoop(
+        trainer_config=DictConfigWrap(config),
+        server_manager=engine,
+        tokenizer=TOKENIZER,
+        processor=None,
+        hf_model_type="llama",
+        dataset_cls=None,
+        data_config=DictConfigWrap(config.data),
+        tools=ToolListWrap([]),
+    )
+
+
 def rolled_out(
     kind: type[Loop],
     mode: TrainMode,
@@ -136,17 +149,7 @@ def rolled_out(
     named = {"raw_prompt": plain, "session_id": session, OFFER: offer.to_text(), "index": 3}
 
     async def go() -> Any:
-        loop = GuidedAgentLoop(
-            trainer_config=DictConfigWrap(config),
-            server_manager=None,
-            tokenizer=TOKENIZER,
-            processor=None,
-            hf_model_type="llama",
-            dataset_cls=None,
-            data_config=DictConfigWrap(config.data),
-            tools=ToolListWrap([]),
-        )
-        return await loop.run({}, **named)
+        return await loop_of(config).run({}, **named)
 
     made = asyncio.run(go())
     assert plain == before
@@ -240,17 +243,7 @@ def test_the_loops_of_verl(name: str, compose_verl: Compose) -> None:
     plain = [dict(one) for one in PLAIN]
 
     async def go() -> Any:
-        loop = GuidedAgentLoop(
-            trainer_config=DictConfigWrap(config),
-            server_manager=Engine(),
-            tokenizer=TOKENIZER,
-            processor=None,
-            hf_model_type="llama",
-            dataset_cls=None,
-            data_config=DictConfigWrap(config.data),
-            tools=ToolListWrap([]),
-        )
-        return await loop.run({}, raw_prompt=plain, session_id=0, **{OFFER: offer.to_text()})
+        return await loop_of(config, Engine()).run({}, raw_prompt=plain, session_id=0, **{OFFER: offer.to_text()})
 
     one = asyncio.run(go())
     assert plain == PLAIN

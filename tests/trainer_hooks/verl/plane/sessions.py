@@ -173,12 +173,12 @@ def new_session(
     return ReplaySession(block, TaskTable(Dataset(asks)), tokenizer=tokenizer, run=run, checkpoints=tmp_path)
 
 
-def sampler_of_verl() -> ReplayBuffer:
+def sampler_of_verl(**more: Any) -> ReplayBuffer:
     return ReplayBuffer(
         trainer_mode="sync",
         trainer_config=OmegaConf.create({}),
         max_off_policy_threshold=None,
         max_off_policy_strategy="drop",
         sampler_kwargs=OmegaConf.create({}),
-        poll_interval=0.05,
+        **{"poll_interval": 0.05, **more},
     )

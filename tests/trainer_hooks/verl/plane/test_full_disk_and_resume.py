@@ -12,19 +12,8 @@ import torch
 import transfer_queue as tq
 
 from tests.trainer_hooks.verl.builders import fresh_row
-from tests.trainer_hooks.verl.plane.sessions import (
-    TASKS,
-    MakeSession,
-    N,
-    column,
-    fill,
-    planned,
-    put,
-    put_prompts,
-    rate,
-    rollouts,
-    sessions,
-)
+from tests.trainer_hooks.verl.plane import sessions as plane
+from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.cuts import read_cut
 from trainer_hooks.verl.dataplane import prompts_under_way
@@ -46,13 +35,13 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     with failing_disk(plan):
         for step in range(1, 5):
             assert sorted(one.task for one in session.plan(TASKS, 0.5, step)) == TASKS
-            batch = put(rollouts(f"u{step}", N, index=step - 1))
-            rate(joined := session.join(batch))
+            batch = plane.put(rollouts(f"u{step}", N, index=step - 1))
+            plane.rate(joined := session.join(batch))
             figures = session.scored(joined, step)
             session.save(tmp_path / f"global_step_{step}", step)
         plan.heal()
-        batch = put(rollouts("after", N, index=0))
-        rate(joined := session.join(batch))
+        batch = plane.put(rollouts("after", N, index=0))
+        plane.rate(joined := session.join(batch))
         figures = session.scored(joined, 5)
         session.close()
     assert "No space left" in caplog.text
@@ -69,7 +58,7 @@ def second_step(session: ReplaySession) -> None:
         for index in range(len(TASKS))
         for number in range(N)
     ]
-    rate(joined := session.join(put(rows)))
+    plane.rate(joined := session.join(plane.put(rows)))
     session.scored(joined, 2)
 
 
@@ -79,7 +68,7 @@ def test_keeping_what_was_recorded_since_on_a_full_disk(
 ) -> None:
     pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool"), "capacity": 256}}
     session = make_session(**pool)
-    fill(session)
+    plane.fill(session)
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     second_step(session)
@@ -115,7 +104,7 @@ def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
     files: Mapping[str, Any] = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1, "store": None}
     session = make_session(**files)
     session.plan(TASKS, 0.5, 1)
-    fill(session)
+    plane.fill(session)
     session.plan(TASKS, 0.5, 2)
     second_step(session)
     session.close()
@@ -132,24 +121,24 @@ def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
 
 def test_histories_of_dropped_prompts_are_forgotten(make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    held = planned(session)
-    put_prompts("alive", "dropped", status="running")
+    plane.fill(session)
+    held = plane.planned(session)
+    plane.put_prompts("alive", "dropped", status="running")
     session.expect({"alive": held["sums:0"], "dropped": held["sums:1"]})
     tq.kv_clear(keys=["dropped"], partition_id=TRAINING)
     assert prompts_under_way(TRAINING) == {"alive"}
     session.expect({"next": held["sums:2"]})
     joined = session.join(
-        put([fresh_row(uid, 0, index=index) for index, uid in enumerate(("alive", "dropped", "next"))])
+        plane.put([fresh_row(uid, 0, index=index) for index, uid in enumerate(("alive", "dropped", "next"))])
     )
-    assert sessions(joined) == {"alive": 2, "dropped": 1, "next": 2}
+    assert plane.sessions(joined) == {"alive": 2, "dropped": 1, "next": 2}
 
 
 def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tmp_path: Path) -> None:
     pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
     session = make_session(**pool)
-    fill(session)
-    (history,) = planned(session)["sums:1"]
+    plane.fill(session)
+    (history,) = plane.planned(session)["sums:1"]
     session.expect({"u": (history,)})
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
@@ -157,10 +146,10 @@ def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tm
 
     resumed = make_session(run="run-b", **pool)
     resumed.resume(folder, 1)
-    joined = resumed.join(put(rollouts("u", 2, index=1)))
+    joined = resumed.join(plane.put(rollouts("u", 2, index=1)))
     assert joined.keys[-1] == "u_1000_0"
     assert history.input_ids is not None
-    assert torch.equal(column(joined, "input_ids")["u_1000_0"], history.input_ids.long())
+    assert torch.equal(plane.column(joined, "input_ids")["u_1000_0"], history.input_ids.long())
 
 
 @pytest.mark.parametrize(("on_resume", "trajectories"), [("exact", 8), ("keep", 16)])
@@ -169,7 +158,7 @@ def test_rollouts_recorded_after_the_checkpoint(
 ) -> None:
     pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
     session = make_session(**pool)
-    fill(session)
+    plane.fill(session)
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     session.plan(TASKS, 0.5, 2)
@@ -178,16 +167,16 @@ def test_rollouts_recorded_after_the_checkpoint(
         for index in range(len(TASKS))
         for number in range(N)
     ]
-    joined = session.join(put(rows))
-    rate(joined)
+    joined = session.join(plane.put(rows))
+    plane.rate(joined)
     assert session.scored(joined, 2)["experience_replay/pool_trajectories"] == 16
     session.close()
 
     resumed = make_session(on_resume=on_resume, **pool)
     resumed.resume(folder, 1)
-    again = put(rollouts("third", N, index=0))
+    again = plane.put(rollouts("third", N, index=0))
     joined = resumed.join(again)
-    rate(joined)
+    plane.rate(joined)
     # The rollouts of the third group are those of the first once more: nothing new for the pool.
     assert resumed.scored(joined, 2)["experience_replay/pool_trajectories"] == trajectories
 
@@ -196,11 +185,11 @@ def test_a_part_of_a_group_is_no_solved_task(make_session: MakeSession, tmp_path
     """A crash left two successes of a group and took its failures: both enter, and what was there stays."""
     pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
     session = make_session(**pool)
-    fill(session)
+    plane.fill(session)
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     rows = [fresh_row("second", number, response=3 + number, score=float(number < 2), seed=100) for number in range(N)]
-    rate(joined := session.join(put(rows)))
+    plane.rate(joined := session.join(plane.put(rows)))
     session.scored(joined, 2)
     session.close()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as rollouts_store:
@@ -228,7 +217,7 @@ def test_what_the_pool_had_not_committed_yet(
 ) -> None:
     """Rollouts are committed before what the pool makes of them; here a crash came in between."""
     session = make_session(store={"path": str(tmp_path / "pool")})
-    fill(session)
+    plane.fill(session)
     session.close()
 
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
@@ -239,7 +228,7 @@ def test_what_the_pool_had_not_committed_yet(
 def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSession, tmp_path: Path) -> None:
     pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
     session = make_session(**pool)
-    fill(session)
+    plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
     session.close()
     resumed = make_session(on_resume="keep", **pool)
@@ -253,8 +242,8 @@ def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSes
 
 def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> None:
     session = make_session(enable=False)
-    batch = put(rollouts("u", N))
+    batch = plane.put(rollouts("u", N))
     assert session.join(batch) is batch
-    rate(batch)
+    plane.rate(batch)
     assert session.scored(batch, 1)["recording/rollouts"] == N
     assert not session.replays

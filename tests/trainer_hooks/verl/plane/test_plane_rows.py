@@ -15,22 +15,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 from tests.trainer_hooks.verl.builders import fresh_row
-from tests.trainer_hooks.verl.plane.sessions import (
-    EOS,
-    TASKS,
-    MakeSession,
-    N,
-    batch_of,
-    column,
-    fill,
-    planned,
-    put,
-    put_prompts,
-    rate,
-    rollouts,
-    sampler_of_verl,
-    sessions,
-)
+from tests.trainer_hooks.verl.plane import sessions as plane
+from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.verl.dataplane import read_rows, read_whole_row, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
@@ -46,7 +32,7 @@ def test_the_plane_drops_a_column_that_one_row_lacks() -> None:
     """If this fails, verl's data plane has learned to say so, and read_rows may become simpler."""
     with_bonus = fresh_row("a", 0)
     with_bonus = Row(with_bonus.key, with_bonus.tag, {**with_bonus.columns, "bonus": torch.ones(4)})
-    batch = put([with_bonus, fresh_row("a", 1)])
+    batch = plane.put([with_bonus, fresh_row("a", 1)])
     data = tq.kv_batch_get(keys=batch.keys, partition_id=TRAINING, select_fields=["responses", "bonus"])
     assert set(data.keys()) == {"responses"}
 
@@ -54,19 +40,22 @@ def test_the_plane_drops_a_column_that_one_row_lacks() -> None:
 def test_reading_rows_names_the_column_that_one_lacks() -> None:
     first, second = (fresh_row("a", session, response=2 + session) for session in (0, 1))
     more = Row(first.key, first.tag, {**first.columns, "bonus": torch.ones(2), "malus": torch.ones(2)})
-    batch = put([more, second])
+    batch = plane.put([more, second])
     with pytest.raises(ConfigurationError, match=r"no column bonus, malus for these 2 rows.*drops it for all"):
         read_rows(batch, ["responses", "bonus", "malus"])
     rows = read_rows(batch, ["responses"], welcome=["bonus"])
     assert [row.columns.keys() for row in rows] == [{"responses"}] * 2
     write_column([second.key], TRAINING, "bonus", [torch.zeros(3)])
-    assert {key: value.tolist() for key, value in column(batch, "bonus").items()} == {"a_0_0": [1, 1], "a_1_0": [0] * 3}
+    assert {key: value.tolist() for key, value in plane.column(batch, "bonus").items()} == {
+        "a_0_0": [1, 1],
+        "a_1_0": [0] * 3,
+    }
 
 
 def test_rows_come_in_the_order_of_the_batch() -> None:
     rows = rollouts("a", N) + rollouts("b", N)
-    put(rows)
-    batch = batch_of(rows[::-1])
+    plane.put(rows)
+    batch = plane.batch_of(rows[::-1])
     found = read_rows(batch, ["uid", "index", "responses", "raw_prompt", "extra_fields"])
     for row, wanted in zip(found, rows[::-1], strict=True):
         assert (row.key, row.tag) == (wanted.key, wanted.tag)
@@ -74,16 +63,16 @@ def test_rows_come_in_the_order_of_the_batch() -> None:
         for name in ("uid", "index", "raw_prompt"):
             assert row.columns[name] == wanted.columns[name]
         assert row.columns["extra_fields"]["min_global_steps"] == 4
-    assert read_rows(batch_of([]), ["uid"]) == []
+    assert read_rows(plane.batch_of([]), ["uid"]) == []
 
 
 def test_a_row_that_nobody_marked_stops_the_step(make_session: MakeSession) -> None:
     session = make_session()
-    joined = session.join(put(rollouts("a", 3)))
+    joined = session.join(plane.put(rollouts("a", 3)))
     late = fresh_row("a", 3)
-    put([late])
+    plane.put([late])
     batch = KVBatchMeta(partition_id=TRAINING, keys=[*joined.keys, late.key], tags=[*joined.tags, dict(late.tag)])
-    rate(batch)
+    plane.rate(batch)
     with pytest.raises(ConfigurationError, match=rf"no column {EXP_MASK} for these 4 rows"):
         session.scored(batch, 1)
 
@@ -92,12 +81,12 @@ def test_a_row_that_nobody_marked_stops_the_step(make_session: MakeSession) -> N
 
 
 def test_verl_loses_the_group_of_a_uid_with_an_underscore_and_we_refuse_it(make_session: MakeSession) -> None:
-    put(rollouts("good", 2) + rollouts("b_d", 2))
-    put_prompts("good", "b_d")
-    batch, _ = sampler_of_verl().sample(global_steps=1, partition_id=TRAINING, batch_size=2)
+    plane.put(rollouts("good", 2) + rollouts("b_d", 2))
+    plane.put_prompts("good", "b_d")
+    batch, _ = plane.sampler_of_verl().sample(global_steps=1, partition_id=TRAINING, batch_size=2)
     assert sorted(batch.keys) == ["good_0_0", "good_1_0"]
     with pytest.raises(ConfigurationError, match=r"'b_d_0_0'.*uid must have no '_'"):
-        make_session().join(batch_of(rollouts("good", 2) + rollouts("b_d", 2)))
+        make_session().join(plane.batch_of(rollouts("good", 2) + rollouts("b_d", 2)))
 
 
 # ---- more rows than n ----
@@ -105,8 +94,8 @@ def test_verl_loses_the_group_of_a_uid_with_an_underscore_and_we_refuse_it(make_
 
 def test_verl_fills_up_what_stands_on_top_of_n() -> None:
     """The trap: four rows more than four prompts of four make twelve rows of padding, and a second optimizer step."""
-    batch = put([row for index in range(4) for row in rollouts(f"u{index}", N + 1, index)])
-    filled = upsample_batch_to_divisible_size(batch, 4 * N, EOS)
+    batch = plane.put([row for index in range(4) for row in rollouts(f"u{index}", N + 1, index)])
+    filled = upsample_batch_to_divisible_size(batch, 4 * N, plane.EOS)
     assert (len(batch), len(filled)) == (20, 32)
     assert sum(tag.get("is_padding", False) for tag in filled.tags) == 12
 
@@ -114,22 +103,22 @@ def test_verl_fills_up_what_stands_on_top_of_n() -> None:
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_joined_batch_keeps_its_size(k: int, make_session: MakeSession) -> None:
     session = make_session(offpolicy_trajectories_per_task=k)
-    fill(session)
-    histories = planned(session)
+    plane.fill(session)
+    histories = plane.planned(session)
     uids = {f"u{index}": histories[task] for index, task in enumerate(TASKS)}
     session.expect(uids)
     fresh = [row for index, (uid, held) in enumerate(uids.items()) for row in rollouts(uid, N - len(held), index)]
-    joined = session.join(put(fresh))
+    joined = session.join(plane.put(fresh))
     assert len(joined) == 4 * N
-    assert sessions(joined) == dict.fromkeys(uids, N)
+    assert plane.sessions(joined) == dict.fromkeys(uids, N)
     assert joined.keys[: len(fresh)] == [row.key for row in fresh]
-    assert upsample_batch_to_divisible_size(joined, 4 * N, EOS) is joined
+    assert upsample_batch_to_divisible_size(joined, 4 * N, plane.EOS) is joined
 
 
 def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
     session = make_session(offpolicy_trajectories_per_task=2)
-    fill(session)
-    held = planned(session)["sums:0"]
+    plane.fill(session)
+    held = plane.planned(session)["sums:0"]
     assert len(held) == 2
     many = [*rollouts("many", 3)[:2], fresh_row("many", 2), fresh_row("many", 2, output=1, seed=5)]
     rows = {
@@ -140,8 +129,8 @@ def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
         "alone": rollouts("alone", 3),
     }
     session.expect(dict.fromkeys(("full", "roomy", "tight", "many", "absent"), held))
-    joined = session.join(put([row for group in rows.values() for row in group]))
-    assert sessions(joined) == {"full": N, "roomy": N, "tight": N, "many": N, "alone": 3}
+    joined = session.join(plane.put([row for group in rows.values() for row in group]))
+    assert plane.sessions(joined) == {"full": N, "roomy": N, "tight": N, "many": N, "alone": 3}
     replayed = [key for key in joined.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
     assert sorted(replayed) == ["many_1000_0", "roomy_1000_0", "roomy_1001_0", "tight_1000_0"]
 
@@ -150,24 +139,24 @@ def test_no_prompt_gets_more_than_n_sessions(make_session: MakeSession) -> None:
 def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSession) -> None:
     """A session of two outputs has a row more than was planned for; verl would fill 17 rows up to 32."""
     session = make_session()
-    fill(session)
-    uids = {f"u{index}": planned(session)[task] for index, task in enumerate(TASKS)}
+    plane.fill(session)
+    uids = {f"u{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)}
     session.expect(uids)
     fresh = [row for index, uid in enumerate(uids) for row in rollouts(uid, N - 1, index)]
     fresh.append(fresh_row("u2", 0, output=1, seed=7))
-    batch = put(fresh)
+    batch = plane.put(fresh)
     if filtered:
         tags = dict(zip(batch.keys, batch.tags, strict=True))
         session.join_finished(set(uids), tags, "acc")
         batch = KVBatchMeta(partition_id=TRAINING, keys=list(tags), tags=list(tags.values()))
         assert len(batch) == 4 * N + 1
     joined = session.join(batch, 4 * N)
-    assert upsample_batch_to_divisible_size(joined, 4 * N, EOS) is joined
+    assert upsample_batch_to_divisible_size(joined, 4 * N, plane.EOS) is joined
     replayed = [key for key in joined.keys if int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION]
     assert sorted(replayed) == ["u0_1000_0", "u1_1000_0", "u2_1000_0"], "the last of the plan is left out"
     there = [key for key in (tq.kv_list(TRAINING) or {}).get(TRAINING, {}) if "_" in key]
     assert sorted(there) == sorted(joined.keys)
-    rate(joined)
+    plane.rate(joined)
     figures = session.scored(joined, 2)
     assert figures["experience_replay/histories_without_room"] == 1
     assert figures["experience_replay/replayed_rows"] == 3
@@ -175,16 +164,16 @@ def test_histories_never_make_a_mini_batch(filtered: bool, make_session: MakeSes
 
 def test_prompts_may_say_how_many_sessions_they_have(make_session: MakeSession) -> None:
     session = make_session(offpolicy_trajectories_per_task=2)
-    fill(session)
-    held = planned(session)["sums:0"]
+    plane.fill(session)
+    held = plane.planned(session)["sums:0"]
     assert len(held) == 2
     wanted = {"one": 1, "two": 2, "usual": N, "many": 7}
     joining = session.expect(dict.fromkeys(wanted, held), wanted)
     assert joining == {"two": 1, "usual": 2, "many": 2}, "each makes a fresh rollout"
     rows = [row for uid, count in wanted.items() for row in rollouts(uid, count - joining.get(uid, 0))]
-    joined = session.join(put(rows), 2 * N)
-    assert sessions(joined) == wanted
-    rate(joined)
+    joined = session.join(plane.put(rows), 2 * N)
+    assert plane.sessions(joined) == wanted
+    plane.rate(joined)
     session.scored(joined, 2)
     assert session._histories.asked == {"one": 1, "two": 1, "usual": 2, "many": 5}
 
@@ -211,7 +200,7 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     """The pool of an earlier run; a name of a task is another prompt now, or the limits of lengths are others."""
     pool = {"store": {"path": str(tmp_path / "pool")}, "prepare_in_background": background}
     first = make_session(**pool)
-    fill(first)
+    plane.fill(first)
     first.close()
     session = make_session("run-b", **pool, **changed)
     asks = changed.get("asks", range(4))
@@ -226,9 +215,9 @@ def test_histories_that_do_not_fit_are_refused_and_told(
         rows = rollouts(f"u{number}", one.fresh_rollouts, index)
         prompt = [{"role": "user", "content": f"task {asks[index]}"}]
         fresh += [Row(row.key, row.tag, {**row.columns, "raw_prompt": prompt}) for row in rows]
-    joined = session.join(put(fresh))
+    joined = session.join(plane.put(fresh))
     assert len(joined) - len(fresh) == (0 if reason else len(TASKS))
-    rate(joined)
+    plane.rate(joined)
     figures = session.scored(joined, 2)
     begins = ("experience_replay/histories_refused/", "experience_replay/other_prompts")
     told = {name.rpartition("/")[2]: value for name, value in figures.items() if value and name.startswith(begins)}
@@ -239,11 +228,11 @@ def test_histories_that_do_not_fit_are_refused_and_told(
 
 def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSession) -> None:
     session = make_session(offpolicy_trajectories_per_task=N - 1)
-    fill(session)
-    uids = {f"u{index}": planned(session)[task] for index, task in enumerate(TASKS)}
+    plane.fill(session)
+    uids = {f"u{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)}
     joining = session.expect(uids)
     assert set(joining.values()) == {2}
-    joined = session.join(put([row for index, uid in enumerate(uids) for row in rollouts(uid, N - 2, index)]), N)
+    joined = session.join(plane.put([row for index, uid in enumerate(uids) for row in rollouts(uid, N - 2, index)]), N)
     before = list(joined.keys)
     assert all(int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION for key in before[2 * N :])
     batch = session.balanced(joined, ranks=2, multiple=N)
@@ -259,14 +248,14 @@ def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSessio
 
 def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    (history,) = planned(session)["sums:2"]
+    plane.fill(session)
+    (history,) = plane.planned(session)["sums:2"]
     session.expect({"u": (history,)})
     fresh = rollouts("u", 3, index=2)
-    joined = session.join(put(fresh))
+    joined = session.join(plane.put(fresh))
     data = tq.kv_batch_get(keys=joined.keys, partition_id=TRAINING)
     assert set(data.keys()) == {*fresh[0].columns, EXP_MASK}, "no column was lost"
-    masks = column(joined, EXP_MASK)
+    masks = plane.column(joined, EXP_MASK)
     assert not any(masks[row.key].any() for row in fresh)
     assert {key: len(mask) for key, mask in masks.items()} == {
         key: tag["response_len"] for key, tag in zip(joined.keys, joined.tags, strict=True)
@@ -282,14 +271,14 @@ def test_replayed_rows_have_every_column_and_the_mask(make_session: MakeSession)
 def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, make_session: MakeSession) -> None:
     # Every other run draws in the background.
     session = make_session(exp_is_correct=correct, prepare_in_background=correct)
-    fill(session)
-    histories = planned(session)
+    plane.fill(session)
+    histories = plane.planned(session)
     session.expect({f"u{index}": histories[task] for index, task in enumerate(TASKS)})
-    joined = session.join(put([row for index in range(4) for row in rollouts(f"u{index}", N - 1, index)]))
-    rate(joined)
-    before = column(joined, "old_log_probs")
+    joined = session.join(plane.put([row for index in range(4) for row in rollouts(f"u{index}", N - 1, index)]))
+    plane.rate(joined)
+    before = plane.column(joined, "old_log_probs")
     figures = session.scored(joined, 2)
-    after = column(joined, "old_log_probs")
+    after = plane.column(joined, "old_log_probs")
     assert after.keys() == before.keys()
     for key, current in before.items():
         uid, number, _ = key.split("_")
@@ -308,7 +297,7 @@ def test_scoring_gives_replayed_rows_their_recorded_log_probs(correct: bool, mak
 
 def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> None:
     session = make_session(task_sampling="similar", exp_ratio=0.5, prepare_in_background=True)
-    fill(session)
+    plane.fill(session)
     plan = session.plan(["sums:1", "sums:3", "sums:0", "sums:2"], 0.5, 2)
     assert [one.task for one in plan if one.histories] == ["sums:1", "sums:3"]
     session.expect({one.task: one.histories for one in plan})
@@ -317,7 +306,7 @@ def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> No
 
 def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSession) -> None:
     session = make_session(offpolicy_trajectories_per_task=2)
-    fill(session)
+    plane.fill(session)
     manager = session._hook.manager
     assert manager is not None
     demos = []
@@ -330,12 +319,12 @@ def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSessio
     found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 2)}
     found = {one.task: one.histories for one in session.plan(TASKS, 0.5, 3)}  # the demonstrations' turn
     session.expect({f"u{index}": found[task] for index, task in enumerate(TASKS)})
-    joined = session.join(put([row for index in range(4) for row in rollouts(f"u{index}", N - 2, index)]))
-    rate(joined)
-    before = column(joined, "old_log_probs")
+    joined = session.join(plane.put([row for index in range(4) for row in rollouts(f"u{index}", N - 2, index)]))
+    plane.rate(joined)
+    before = plane.column(joined, "old_log_probs")
     figures = session.scored(joined, 3)
-    after, engine = column(joined, "old_log_probs"), column(joined, "rollout_log_probs")
-    scores = column(joined, "rm_scores")
+    after, engine = plane.column(joined, "old_log_probs"), plane.column(joined, "rollout_log_probs")
+    scores = plane.column(joined, "rm_scores")
     kept = 0
     for key, current in before.items():
         uid, number, _ = key.split("_")
@@ -359,10 +348,10 @@ def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSessio
 
 def test_a_replayed_row_never_takes_the_session_of_a_rollout(make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    held = planned(session)["sums:0"]
+    plane.fill(session)
+    held = plane.planned(session)["sums:0"]
     session.expect({"u": held})
-    joined = session.join(put(rollouts("u", 2)))
+    joined = session.join(plane.put(rollouts("u", 2)))
     assert len(joined.keys) == len({key.rpartition("_")[0] for key in joined.keys}) == 3
     with pytest.raises(ConfigurationError, match="sessions from 1000 on"):
         session.join(joined)
@@ -370,10 +359,10 @@ def test_a_replayed_row_never_takes_the_session_of_a_rollout(make_session: MakeS
 
 def test_a_sampler_that_uses_the_sessions_of_replay_is_stopped(make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    session.expect({"u": planned(session)["sums:0"]})
+    plane.fill(session)
+    session.expect({"u": plane.planned(session)["sums:0"]})
     with pytest.raises(ConfigurationError, match=r"row 'u_1000_0': sessions from 1000 on are those of replayed rows"):
-        session.join(put([fresh_row("u", 0), fresh_row("u", FIRST_REPLAYED_SESSION)]))
+        session.join(plane.put([fresh_row("u", 0), fresh_row("u", FIRST_REPLAYED_SESSION)]))
 
 
 # ---- padding ----
@@ -382,23 +371,23 @@ def test_a_sampler_that_uses_the_sessions_of_replay_is_stopped(make_session: Mak
 @pytest.mark.parametrize("first", ["fresh", "replayed"])
 def test_padding_is_neither_recorded_nor_replaced(first: str, make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    session.expect({"u": planned(session)["sums:0"]})
-    joined = session.join(put(rollouts("u", 2)))  # one rollout failed
+    plane.fill(session)
+    session.expect({"u": plane.planned(session)["sums:0"]})
+    joined = session.join(plane.put(rollouts("u", 2)))  # one rollout failed
     if first == "replayed":  # verl balances rows over ranks, and padding copies whichever comes first
         joined = KVBatchMeta(partition_id=TRAINING, keys=joined.keys[::-1], tags=joined.tags[::-1])
-    filled = upsample_batch_to_divisible_size(joined, N, EOS)
+    filled = upsample_batch_to_divisible_size(joined, N, plane.EOS)
     padding = filled.keys[len(joined) :]
     assert (len(joined), len(padding)) == (3, 1)
-    copied = column(filled, EXP_MASK)[padding[0]]
-    assert torch.equal(copied, column(joined, EXP_MASK)[joined.keys[0]])
+    copied = plane.column(filled, EXP_MASK)[padding[0]]
+    assert torch.equal(copied, plane.column(joined, EXP_MASK)[joined.keys[0]])
     assert bool(copied.any()) == (first == "replayed")
-    rate(filled)
-    before = column(filled, "old_log_probs")[padding[0]]
+    plane.rate(filled)
+    before = plane.column(filled, "old_log_probs")[padding[0]]
     figures = session.scored(filled, 2)
     assert figures["recording/rollouts"] == 2
     assert figures["experience_replay/rows"] == 3
-    assert torch.equal(column(filled, "old_log_probs")[padding[0]], before)
+    assert torch.equal(plane.column(filled, "old_log_probs")[padding[0]], before)
 
 
 # ---- validation ----
@@ -406,12 +395,12 @@ def test_padding_is_neither_recorded_nor_replaced(first: str, make_session: Make
 
 def test_validation_goes_through_untouched(make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    session.expect({"v": planned(session)["sums:0"]})
-    sampler = ReplaySampler(sampler_of_verl(), session.join)
+    plane.fill(session)
+    session.expect({"v": plane.planned(session)["sums:0"]})
+    sampler = ReplaySampler(plane.sampler_of_verl(), session.join)
     for partition in ("val", TRAINING):
-        put(rollouts("v", 3), partition)
-        put_prompts("v", partition=partition)
+        plane.put(rollouts("v", 3), partition)
+        plane.put_prompts("v", partition=partition)
     validated, _ = sampler.sample(1, "val", 1)
     assert sorted(validated.keys) == ["v_0_0", "v_1_0", "v_2_0"]
     assert EXP_MASK not in set(tq.kv_batch_get(keys=validated.keys, partition_id="val").keys())
@@ -420,7 +409,7 @@ def test_validation_goes_through_untouched(make_session: MakeSession) -> None:
 
 
 def test_a_sampler_is_otherwise_what_it_was() -> None:
-    sampler = ReplaySampler(sampler_of_verl(), lambda batch: batch)
+    sampler = ReplaySampler(plane.sampler_of_verl(), lambda batch: batch)
     assert sampler.poll_interval == 0.05
     assert copy.copy(sampler).trainer_mode == "sync"
     with pytest.raises(AttributeError, match="no_such_thing"):

@@ -10,20 +10,8 @@ import pytest
 import torch
 
 from tests.trainer_hooks.verl.builders import VOCABULARY, fresh_row
-from tests.trainer_hooks.verl.plane.sessions import (
-    TASKS,
-    MakeSession,
-    N,
-    batch_of,
-    column,
-    fill,
-    planned,
-    put,
-    put_prompts,
-    rate,
-    rollouts,
-    shown,
-)
+from tests.trainer_hooks.verl.plane import sessions as plane
+from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import OFFER
@@ -44,7 +32,7 @@ class Words:
 def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
     """The text comes later than the pool decides."""
     session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
-    fill(session)
+    plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
     assert session._hook.manager is not None
     pooled = [one for held in session._hook.manager.task2trajectories.values() for one in held]
@@ -90,10 +78,10 @@ def test_a_task_that_nobody_here_wrote(make_session: MakeSession, tmp_path: Path
         rows[1].columns["extra_fields"]["odd"] = 2**70
         rows[4].columns["responses"][1] = VOCABULARY + 7
         rows[4].columns["input_ids"][-1] = VOCABULARY + 7
-        rate(joined := session.join(put(rows)))
+        plane.rate(joined := session.join(plane.put(rows)))
         figures = session.scored(joined, step)
     session.save(tmp_path / "global_step_3", 3)
-    figures |= session.scored(batch_of([]), 3)
+    figures |= session.scored(plane.batch_of([]), 3)
     assert figures["recording/lost"] == 0
     assert figures["recording/without_text"] == 3
     with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as recorded:
@@ -113,22 +101,24 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
     guidance = GuidanceConfig(enable_context_generator=True, rollout_expratio=0.5, updated_freq=0)
     session = make_session(guidance=guidance, enable=replay)
     if replay:
-        fill(session)
-        session.expect({"a": planned(session)[TASKS[0]][:1]})
+        plane.fill(session)
+        session.expect({"a": plane.planned(session)[TASKS[0]][:1]})
     plain, kept, taken = rollouts("a", 3)
-    put_prompts("a")
-    joined = session.join(put([plain, shown(kept, "keep"), shown(taken, "discard")]))
-    masks = {key: mask.tolist() for key, mask in column(joined, EXP_MASK).items()}
+    plane.put_prompts("a")
+    joined = session.join(plane.put([plain, plane.shown(kept, "keep"), plane.shown(taken, "discard")]))
+    masks = {key: mask.tolist() for key, mask in plane.column(joined, EXP_MASK).items()}
     assert masks["a_0_0"] == [0, 0]
     assert masks["a_1_0"] == [0, 0, 0]
     assert masks["a_2_0"] == [1, 1, 1, 1], "the whole response, what the environment said in it too"
     assert len(masks) == 3 + replay
-    rate(joined)
+    plane.rate(joined)
     figures = session.scored(joined, 2)
     assert figures["guidance/guided_rollouts"] == 2.0
-    engine = column(joined, "rollout_log_probs")
+    engine = plane.column(joined, "rollout_log_probs")
     assert torch.equal(engine["a_1_0"], kept.columns["rollout_log_probs"])
-    assert torch.equal(engine["a_2_0"], column(joined, "old_log_probs")["a_2_0"]), "the engine's are of another prompt"
+    assert torch.equal(engine["a_2_0"], plane.column(joined, "old_log_probs")["a_2_0"]), (
+        "the engine's are of another prompt"
+    )
     session.close()
     with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as recorded:
         found = [recorded.get(int(number)) for number in recorded.trajectory_ids]
@@ -141,7 +131,7 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
     assert "extra_fields" not in by_id["a_2_0"].metadata
     if replay:
         history = joined.keys[-1]
-        assert masks[history] == column(joined, "response_mask")[history].tolist()
-        assert column(joined, "extra_fields")[history].get(OFFER) is None, (
+        assert masks[history] == plane.column(joined, "response_mask")[history].tolist()
+        assert plane.column(joined, "extra_fields")[history].get(OFFER) is None, (
             "what the group was shown is not the history's"
         )

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transfer_queue as tq
-from omegaconf import OmegaConf
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests.trainer_hooks.verl.builders import fresh_row
-from tests.trainer_hooks.verl.plane.sessions import (
-    TASKS,
-    MakeSession,
-    N,
-    column,
-    fill,
-    planned,
-    put,
-    put_prompts,
-    rate,
-    rollouts,
-    sampler_of_verl,
-)
+from tests.trainer_hooks.verl.plane import sessions as plane
+from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.verl.dataplane import write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
@@ -37,21 +23,6 @@ from trajstore.experience.rows import rows_of
 from trajstore.trajectory import AgentTrajectory
 
 # ---- groups that are filtered ----
-
-
-def filtering_sampler(metric: str, refill: Callable[[int], None]) -> ReplayBuffer:
-    return ReplayBuffer(
-        trainer_mode="sync",
-        trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=None,
-        max_off_policy_strategy="drop",
-        sampler_kwargs=OmegaConf.create({}),
-        poll_interval=0.01,
-        refill_fn=refill,
-        filter_groups_metric=metric,
-        train_batch_size=2,
-        gen_batch_size=1,
-    )
 
 
 def equal_group(uid: str, count: int, score: float, index: int) -> list[Row]:
@@ -66,18 +37,20 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
     metric: str, make_session: MakeSession, tmp_path: Path
 ) -> None:
     session = make_session(offpolicy_trajectories_per_task=2)
-    fill(session)
-    held = planned(session)
+    plane.fill(session)
+    held = plane.planned(session)
     session.expect({"failed": held["sums:0"], "solved": held["sums:1"]})
-    put([*equal_group("failed", 2, 0.0, 0), *equal_group("solved", 2, 1.0, 1)])
-    put_prompts("failed", "solved")
+    plane.put([*equal_group("failed", 2, 0.0, 0), *equal_group("solved", 2, 1.0, 1)])
+    plane.put_prompts("failed", "solved")
 
     def refill(count: int) -> None:
-        put(rollouts("other", N, index=2))
-        put_prompts("other")
+        plane.put(rollouts("other", N, index=2))
+        plane.put_prompts("other")
 
     sampler = ReplaySampler(
-        filtering_sampler(metric, refill),
+        plane.sampler_of_verl(
+            refill_fn=refill, filter_groups_metric=metric, train_batch_size=2, gen_batch_size=1, poll_interval=0.01
+        ),
         session.join,
         session.join_finished,
         lambda batch: session.dropped(batch, 2),
@@ -88,10 +61,10 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
         ["failed_0_0", "failed_1_0", *replayed, *(f"other_{number}_0" for number in range(N))]
     ), "two failures beside two successes are a group that says something; four successes are none"
     assert figures["training/filter_groups/evicted_samples"] == 1
-    masks = column(batch, EXP_MASK)
+    masks = plane.column(batch, EXP_MASK)
     assert [key for key, mask in sorted(masks.items()) if mask.any()] == replayed
     assert not [key for key in (tq.kv_list(TRAINING) or {}).get(TRAINING, {}) if key.startswith("solved")]
-    rate(batch)
+    plane.rate(batch)
     metrics = session.scored(batch, 2)
     assert metrics["experience_replay/replayed_rows"] == 2
     assert (metrics["recording/rollouts"], metrics["recording/dropped"]) == (6, 2)
@@ -115,8 +88,8 @@ def test_histories_join_before_groups_are_filtered_and_every_rollout_is_recorded
 def test_successes_that_were_dropped_say_what_they_say_and_are_not_refused(make_session: MakeSession) -> None:
     """Two of four rollouts of a dropped group succeeded: the task has its difficulty, the pool nothing of them."""
     session = make_session()
-    session.dropped(put(rollouts("gone", N)), 1)
-    rate(joined := session.join(put(rollouts("other", N, index=1))))
+    session.dropped(plane.put(rollouts("gone", N)), 1)
+    plane.rate(joined := session.join(plane.put(rollouts("other", N, index=1))))
     figures = session.scored(joined, 1)
     assert (figures["recording/dropped"], figures["recording/dropped_successes"]) == (N, 2)
     assert figures["experience_replay/tasks_at_difficulty/2"] == 2
@@ -127,7 +100,7 @@ def test_successes_that_were_dropped_say_what_they_say_and_are_not_refused(make_
 
 def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSession) -> None:
     session = make_session()
-    sampler = sampler_of_verl()
+    sampler = plane.sampler_of_verl()
     ReplaySampler(sampler, session.join, session.join_finished)
     assert "_sync_metadata_from_transfer_queue" not in vars(sampler)
 
@@ -137,9 +110,9 @@ def test_without_filtering_nothing_joins_before_sampling(make_session: MakeSessi
 
 def test_what_did_not_come_back_is_unknown(make_session: MakeSession) -> None:
     session = make_session()
-    fill(session)
-    joined = session.join(put(equal_group("u", 1, 1.0, 0)))  # three of four raised
-    rate(joined)
+    plane.fill(session)
+    joined = session.join(plane.put(equal_group("u", 1, 1.0, 0)))  # three of four raised
+    plane.rate(joined)
     session.scored(joined, 2)
     assert "sums:0" in {one.task for one in session.plan(TASKS, 0.5, 3) if one.histories}, "one success solves nothing"
 
@@ -147,12 +120,12 @@ def test_what_did_not_come_back_is_unknown(make_session: MakeSession) -> None:
 def test_versions_of_another_count_of_steps_have_no_age(make_session: MakeSession) -> None:
     session = make_session()
     rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
-    joined = session.join(put(rows))
-    rate(joined, value=-2.0)
+    joined = session.join(plane.put(rows))
+    plane.rate(joined, value=-2.0)
     session.scored(joined, 500)
-    session.expect({"u": planned(session)["sums:0"]})
-    joined = session.join(put(rollouts("u", 3)))
-    rate(joined)
+    session.expect({"u": plane.planned(session)["sums:0"]})
+    joined = session.join(plane.put(rollouts("u", 3)))
+    plane.rate(joined)
     figures = session.scored(joined, 2)
     assert figures["experience_replay/age_unknown_rows"] == 1
     assert "experience_replay/age_min" not in figures
@@ -163,8 +136,8 @@ def test_an_outcome_that_is_missing_is_told_once_and_counted(
 ) -> None:
     session = make_session()
     for step in (1, 2):
-        batch = put([fresh_row(f"u{step}", number, score=float("nan")) for number in range(N)])
-        rate(joined := session.join(batch))
+        batch = plane.put([fresh_row(f"u{step}", number, score=float("nan")) for number in range(N)])
+        plane.rate(joined := session.join(batch))
         assert session.scored(joined, step)["recording/without_outcome"] == N
     told = [one.getMessage() for one in caplog.records if "no outcome" in one.getMessage()]
     assert len(told) == 1
@@ -182,20 +155,20 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
         for number in range(N)
         for output in range(2)
     ]
-    rate(joined := session.join(put(rows)), value=-2.0)
+    plane.rate(joined := session.join(plane.put(rows)), value=-2.0)
     figures = session.scored(joined, 1)
     assert (figures["recording/rollouts"], figures["experience_replay/rows"]) == (N, 2 * N)
     assert figures["experience_replay/pool_trajectories"] == 2
     (history,) = next(one.histories for one in session.plan(TASKS, 0.5, 2) if one.task == "sums:0")
     session.expect({"u": (history,)})
-    joined = session.join(put([fresh_row("u", number, seed=9) for number in range(N - 1)]))
+    joined = session.join(plane.put([fresh_row("u", number, seed=9) for number in range(N - 1)]))
     assert joined.keys[-2:] == ["u_1000_0", "u_1000_1"]
-    rate(joined)
-    before = column(joined, "old_log_probs")
+    plane.rate(joined)
+    before = plane.column(joined, "old_log_probs")
     figures = session.scored(joined, 2)
     assert figures["experience_replay/replayed_rows"] == 2
-    after = column(joined, "old_log_probs")
-    masks = column(joined, EXP_MASK)
+    after = plane.column(joined, "old_log_probs")
+    masks = plane.column(joined, EXP_MASK)
     for output, part in enumerate(rows_of(history)):
         key = f"u_1000_{output}"
         assert part.old_log_probs is not None
@@ -224,11 +197,11 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
 )
 def test_what_a_success_lacks_is_named(changed: dict[str, float], reason: str, make_session: MakeSession) -> None:
     session = make_session()
-    batch = session.join(put(rollouts("first", N)))
-    rate(batch)
+    batch = session.join(plane.put(rollouts("first", N)))
+    plane.rate(batch)
     [key] = [key for key in batch.keys if key.startswith("first_0_")]
     for name, value in changed.items():
-        old = column(batch, name)[key]
+        old = plane.column(batch, name)[key]
         write_column([key], TRAINING, name, [torch.full_like(old, value)])
     figures = session.scored(batch, 1)
     begin = "experience_replay/refused/"
