@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trajstore import TrajectoryReplayBuffer
+from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import check_trajectory
 
 
@@ -31,3 +36,15 @@ def contents_of(path: Path) -> list[int]:
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
         reader.load_checkpoint(path)
         return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+
+
+@contextmanager
+def nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let removing files of local directories fail as long as this is entered."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalDirectory, "remove", fail)
+        yield

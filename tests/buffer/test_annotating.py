@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import writer_to
+from tests.stores import nothing_can_be_deleted, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
-from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -228,11 +227,7 @@ def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog:
 def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(5, "no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalDirectory, "remove", fail)
+    with nothing_can_be_deleted(monkeypatch):
         annotate(path, 0, {"score": 1})
     assert "could not be taken in" in caplog.text
     assert len(list((path / "inbox").iterdir())) == 1

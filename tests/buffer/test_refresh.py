@@ -17,6 +17,13 @@ from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
+def holding_one(path: Path) -> TrajectoryReplayBuffer:
+    source = writer_to(path)
+    source.add_trajectories([witness(0)])
+    source.flush()
+    return source
+
+
 def test_a_store_that_was_empty_when_it_was_loaded_is_followed(tmp_path: Path) -> None:
     with writer_to(tmp_path) as source:
         reader = reader_of(tmp_path)
@@ -30,9 +37,7 @@ def test_a_store_that_was_empty_when_it_was_loaded_is_followed(tmp_path: Path) -
 
 
 def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as source:
-        source.add_trajectories([witness(0)])
-        source.flush()
+    with holding_one(tmp_path) as source:
         reader = reader_of(tmp_path)
         source.clear()
         assert reader.refresh()
@@ -216,9 +221,7 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
 
 
 def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as source:
-        source.add_trajectories([witness(0)])
-        source.flush()
+    with holding_one(tmp_path) as source:
         reader = reader_of(tmp_path)
         source.add_trajectories([witness(1), witness(2)])
         source.flush()

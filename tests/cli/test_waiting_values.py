@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.stores import Run
-from tests.stores import writer_to
+from tests.stores import nothing_can_be_deleted, writer_to
 from trajstore import annotate
-from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import witness
 from trajstore.writing.inbox import Inbox
 
@@ -58,11 +57,7 @@ def test_a_writer_that_has_the_store_open_is_named(store: Path, run: Run, monkey
 def test_a_file_that_was_recorded_and_only_not_deleted_does_not_wait(
     store: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(5, "no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalDirectory, "remove", fail)
+    with nothing_can_be_deleted(monkeypatch):
         annotate(store, 0, {"score": 4})
     assert len(list((store / "inbox").iterdir())) == 3
     assert "of inbox/" not in run("inspect", store)[1] + run("verify", store)[1]

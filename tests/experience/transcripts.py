@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.tokenizers_of_words import tokenizer_of
+
 TEMPLATES = Path(__file__).parent / "templates"
 WORDS = (
     "bring",
@@ -28,23 +30,14 @@ MARKS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>")
 
 def make_tokenizer(template: str = "chatml") -> Any:
     """One token for each word, line break and mark."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pieces = (*MARKS, *WORDS, "assistant", "\n", " ", "<think>", "</think>")
-    vocabulary = {token: number for number, token in enumerate(pieces)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|\w+|\n| "), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
+    return tokenizer_of(
+        (*MARKS, *WORDS, "assistant", "\n", " ", "<think>", "</think>"),
+        r"</?think>|\w+|\n| ",
+        (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n"),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
     )
-    fast.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n")
-    return fast
 
 
 def turn(*contents: str) -> list[dict[str, Any]]:

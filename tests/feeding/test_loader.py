@@ -232,20 +232,26 @@ def test_ranks_together_get_the_global_batches_whatever_their_number(
     assert begun + rest == expected
 
 
+def evicted_at_first_read(buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Evict the first trajectory that is to be read, once; return its id, when there is one."""
+    evicted: list[int] = []
+    genuine = buffer.read
+
+    def evict_first(rows: Any, **options: Any) -> dict[str, Any]:
+        if not evicted:
+            evicted.append(int(rows.ids[0]))
+            buffer.evict(evicted)
+        return genuine(rows, **options)
+
+    monkeypatch.setattr(buffer, "read", evict_first)
+    return evicted
+
+
 def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew(
     store: Callable[..., TrajectoryReplayBuffer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     buffer = store()
-    drawn: list[int] = []
-    genuine = buffer.read
-
-    def evict_first(rows: Any, **options: Any) -> dict[str, Any]:
-        if not drawn:
-            drawn.append(int(rows.ids[0]))
-            buffer.evict(drawn)
-        return genuine(rows, **options)
-
-    monkeypatch.setattr(buffer, "read", evict_first)
+    drawn = evicted_at_first_read(buffer, monkeypatch)
     with ReplayLoader(buffer, 8) as loader:
         for _ in range(5):
             assert all(value // 1000 != drawn[0] for value in rewards(next(loader)))

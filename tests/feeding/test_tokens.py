@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.feeding.test_loader import evicted_at_first_read
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import Internals, internals_of
 from trajstore.errors import ConfigurationError, SchemaMismatchError
@@ -309,16 +310,7 @@ def test_the_transition_loader_ends_with_its_epochs_and_loses_no_row_to_an_evict
 ) -> None:
     buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
     buffer.add_trajectories([Trajectory(rewards=torch.full((2, 1, 1), float(key))) for key in range(7)])
-    evicted: list[int] = []
-    genuine = buffer.read
-
-    def evict_first(rows: Any, **options: Any) -> dict[str, Any]:
-        if not evicted:
-            evicted.append(int(rows.ids[0]))
-            buffer.evict(evicted)
-        return genuine(rows, **options)
-
-    monkeypatch.setattr(buffer, "read", evict_first)
+    evicted = evicted_at_first_read(buffer, monkeypatch)
     with ReplayLoader(buffer, 4, sampler=EpochSampler(epochs=1), prefetch=1) as loader:
         seen = [value for batch in loader for value in batch["rewards"].reshape(-1).tolist()]
     left = [float(key) for key in range(7) if key not in evicted for _ in range(2)]

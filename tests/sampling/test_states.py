@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sampling import makers
 from tests.sampling.told import told
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 from trajstore.sampling import (
-    EpochSampler,
-    FreshestSampler,
     GroupSampler,
     LeastUsedSampler,
     Priorities,
@@ -28,13 +27,11 @@ from trajstore.sampling import (
 from trajstore.sampling.draws import Draws
 
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
-    "rows": lambda: WeightedSampler([Recency(3.0), UseLimit(9, cooldown=1)], Priorities()),
-    "trajectories": lambda: WeightedSampler(
+    **makers.SAMPLERS,
+    "everything of rows": lambda: WeightedSampler([Recency(3.0), UseLimit(9, cooldown=1)], Priorities()),
+    "everything of trajectories": lambda: WeightedSampler(
         [Recency(2.0, by="versions"), Staleness(5)], Priorities(per="trajectory"), unit="trajectory"
     ),
-    "epochs": EpochSampler,
-    "freshest": FreshestSampler,
-    "least_used": LeastUsedSampler,
     "groups": GroupSampler,
 }
 

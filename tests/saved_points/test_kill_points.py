@@ -71,6 +71,28 @@ def look(copy: Path) -> tuple[dict[int, int], list[int]]:
     return before, steps
 
 
+def with_two_points(place: Path | str) -> TrajectoryReplayBuffer:
+    """Return a buffer with point 1 after four trajectories, and point 2 after six."""
+    buffer = make(place)
+    add(buffer, range(4))
+    buffer.points.save(1)
+    add(buffer, range(4, 6))
+    buffer.points.save(2)
+    return buffer
+
+
+def fail_at(patch: pytest.MonkeyPatch, kind: type[LocalDirectory | RemoteDirectory], what: str, error: OSError) -> None:
+    """Let publishing files whose names begin with ``what`` fail."""
+    genuine: Any = kind.publish
+
+    def failing(directory: Any, files: Any) -> None:
+        if any(file.name.startswith(what) for file in files):
+            raise error
+        genuine(directory, files)
+
+    patch.setattr(kind, "publish", failing)
+
+
 def test_a_kill_during_a_rollback_leaves_the_store_before_or_after_it(killed: Any) -> None:
     seen = []
     for copy in killed(lambda buffer: buffer.points.rollback(1)):
@@ -126,20 +148,9 @@ def test_a_kill_while_it_is_taken_back_leaves_it_aside_or_live(killed: Any) -> N
 def test_a_rollback_that_cannot_be_written_says_so_and_is_decided_when_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    genuine = LocalDirectory.publish
-
-    def failing(directory: LocalDirectory, files: Any) -> None:
-        if any(file.name.startswith(what) for file in files):
-            raise OSError(28, "No space left on device", what)
-        genuine(directory, files)
-
-    buffer = make(tmp_path)
-    add(buffer, range(4))
-    buffer.points.save(1)
-    add(buffer, range(4, 6))
-    buffer.points.save(2)
+    buffer = with_two_points(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(LocalDirectory, "publish", failing)
+        fail_at(patch, LocalDirectory, what, OSError(28, "No space left on device", what))
         if what == "pins/aside-3-step":  # the rollback has happened by then, and nobody lists the later point
             buffer.points.rollback(1)
             assert "No space left" in caplog.text
@@ -169,20 +180,9 @@ def test_a_rollback_in_an_object_store_that_was_cut_short_makes_no_point_void(
 ) -> None:
     """There the next writer begins with a commit, which has the generation that the rollback would have had."""
     url = f"memory://bucket-{uuid.uuid4()}"
-    genuine = RemoteDirectory.publish
-
-    def failing(directory: RemoteDirectory, files: Any) -> None:
-        if any(file.name.startswith(what) for file in files):
-            raise OSError(5, "the node is gone", what)
-        genuine(directory, files)
-
-    buffer = make(url)
-    add(buffer, range(4))
-    buffer.points.save(1)
-    add(buffer, range(4, 6))
-    buffer.points.save(2)
+    buffer = with_two_points(url)
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteDirectory, "publish", failing)
+        fail_at(patch, RemoteDirectory, what, OSError(5, "the node is gone", what))
         with pytest.raises(StoreError, match="node is gone"):
             buffer.points.rollback(1)
         with suppress(StoreError):

@@ -24,12 +24,18 @@ def reader(tmp_path: Path) -> Callable[[], TrajectoryReplayBuffer]:
     return open_reader
 
 
+def with_a_point(path: Path) -> TrajectoryReplayBuffer:
+    """Return a buffer with point 1 after four trajectories."""
+    buffer = make(path)
+    add(buffer, range(4))
+    buffer.points.save(1)
+    return buffer
+
+
 def test_a_follower_shows_what_was_before_until_it_refreshes(
     tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
 ) -> None:
-    with make(tmp_path) as buffer:
-        add(buffer, range(4))
-        buffer.points.save(1)
+    with with_a_point(tmp_path) as buffer:
         add(buffer, range(4, 8))
         follower = reader()
         buffer.points.rollback(1, aside=False)
@@ -47,9 +53,7 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(
 def test_a_follower_that_comes_late_finds_the_newest_state(
     tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
 ) -> None:
-    with make(tmp_path) as buffer:
-        add(buffer, range(4))
-        buffer.points.save(1)
+    with with_a_point(tmp_path) as buffer:
         follower = reader()
         for number in range(3):
             add(buffer, [10 + number])
@@ -77,9 +81,7 @@ def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(
                 if found[:4] != [0, 1, 2, 3] or first % 100 or later != list(range(first, first + len(later))):
                     problems.append(str(found))
 
-    with make(tmp_path) as buffer:
-        add(buffer, range(4))
-        buffer.points.save(1)
+    with with_a_point(tmp_path) as buffer:
         thread = threading.Thread(target=follow)
         thread.start()
         try:
@@ -109,9 +111,7 @@ def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -
 
 
 def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
-    with make(tmp_path) as buffer:
-        add(buffer, range(4))
-        buffer.points.save(1)
+    with with_a_point(tmp_path) as buffer:
         expected = buffer.sample(8)["rewards"]
         add(buffer, range(4, 8))
         with TrajectoryReplayBuffer(sample_window_size=0) as other:
@@ -121,17 +121,15 @@ def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
 
 
 def test_refresh_of_a_points_reader_tells_of_commits_and_draws_on(tmp_path: Path) -> None:
-    with make(tmp_path) as buffer:
-        add(buffer, range(4))
-        buffer.points.save(1)
-        with (
-            TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as reader,
-            TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as still,
-        ):
-            assert not reader.refresh()
-            add(buffer, range(4, 8))
-            buffer.evict([0])
-            assert reader.refresh()
-            assert reader.trajectory_ids.tolist() == [0, 1, 2, 3]
-            assert not reader.refresh()
-            assert torch.equal(reader.sample(8)["rewards"], still.sample(8)["rewards"])
+    with (
+        with_a_point(tmp_path) as buffer,
+        TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as reader,
+        TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) as still,
+    ):
+        assert not reader.refresh()
+        add(buffer, range(4, 8))
+        buffer.evict([0])
+        assert reader.refresh()
+        assert reader.trajectory_ids.tolist() == [0, 1, 2, 3]
+        assert not reader.refresh()
+        assert torch.equal(reader.sample(8)["rewards"], still.sample(8)["rewards"])

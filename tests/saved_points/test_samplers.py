@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.sampling.makers import SAMPLERS
 from tests.stores import opened
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.sampling import (
-    EpochSampler,
-    FreshestSampler,
-    LeastUsedSampler,
-    Priorities,
-    Recency,
-    Sampler,
-    Staleness,
-    UseLimit,
-    WeightedSampler,
-)
-
-MAKERS: dict[str, Callable[[], Sampler]] = {
-    "recency": lambda: WeightedSampler([Recency(half_life=2)]),
-    "recency of trajectories": lambda: WeightedSampler([Recency(half_life=1.5)], unit="trajectory"),
-    "recency by versions": lambda: WeightedSampler([Recency(half_life=2, by="versions")]),
-    "staleness": lambda: WeightedSampler([Staleness(max_age=2)]),
-    "priorities": lambda: WeightedSampler(priorities=Priorities()),
-    "recency and priorities": lambda: WeightedSampler([Recency(half_life=3)], priorities=Priorities()),
-    "uses": lambda: WeightedSampler([UseLimit(max_uses=9, cooldown=1)], unit="trajectory"),
-    "epochs": lambda: EpochSampler(),
-    "freshest": lambda: FreshestSampler(decay=2.0),
-    "least used": lambda: LeastUsedSampler(),
-}
+from trajstore.sampling import Sampler, WeightedSampler
 
 
 def rollout(version: int) -> Trajectory:
@@ -64,7 +41,7 @@ class Run:
 
 @pytest.mark.parametrize("undrawn", [0, 3])
 @pytest.mark.parametrize("drawn", [0, 2])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
     tmp_path: Path, name: str, drawn: int, undrawn: int
 ) -> None:
@@ -72,7 +49,7 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
         undrawn = 1
     found = []
     for killed in (False, True):
-        run = Run(tmp_path / f"{killed}", MAKERS[name]())
+        run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
         for _ in range(drawn):
             run.add()
             run.draw()
@@ -85,7 +62,7 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
                 run.add()
                 run.draw()
             run.buffer.close()
-            run = Run(tmp_path / f"{killed}", MAKERS[name]())
+            run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
             state = run.buffer.points.rollback(0, aside=False)
             run.buffer.follow(run.sampler)
             run.sampler.load_state_dict(state["sampler"])

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.stateful.machines import add_witnesses, compare_index, short
 from trajstore import Retention, TrajectoryReplayBuffer, errors
-from trajstore.buffer.internals import internals_of
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
 LIMIT = 10
@@ -45,11 +44,10 @@ class MemoryTwin(RuleBasedStateMachine):
     def add(self, count: int) -> None:
         keys = range(self.next_key, self.next_key + count)
         self.next_key += count
-        ids = self.buffer.add_trajectories([witness(key) for key in keys])
-        assert ids == list(range(self.next_id, self.next_id + count))
+        added = add_witnesses(self.buffer, keys, self.next_id)
         self.next_id += count
-        self.twin |= dict(zip(ids, keys, strict=True))
-        self.held += ids
+        self.twin |= added
+        self.held += added
         in_memory = [number for number in self.held if number not in self.loaded]
         gap = in_memory[: -self.kept] if self.kept else []
         if self.limit is not None:
@@ -121,10 +119,7 @@ class MemoryTwin(RuleBasedStateMachine):
     def equal(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        assert self.buffer.trajectory_ids.tolist() == list(self.twin)
-        assert len(self.buffer) == len(self.twin)
-        assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
-        assert internals_of(self.buffer).trajectory_counter == self.next_id
+        compare_index(self.buffer, self.twin, self.next_id)
         for number, key in list(self.twin.items())[::2]:
             if number in self.held:
                 assert check_trajectory(self.buffer.get(number)) == key
@@ -136,5 +131,4 @@ class MemoryTwin(RuleBasedStateMachine):
         self.temporary.cleanup()
 
 
-TestMemoryTwin = MemoryTwin.TestCase
-TestMemoryTwin.settings = settings(settings.get_profile("stateful"), max_examples=40, stateful_step_count=25)
+TestMemoryTwin = short(MemoryTwin, 40, 25)

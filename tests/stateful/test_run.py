@@ -6,12 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.stateful.machines import long, short
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.inspection.trajectory_report import inspect_trajectory
 from trajstore.inspection.verify import verify
@@ -210,11 +209,5 @@ class Ranks(RuleBasedStateMachine):
         self.temporary.cleanup()
 
 
-TestRun = Ranks.TestCase
-TestRun.settings = settings(settings.get_profile("stateful"), max_examples=20, stateful_step_count=25)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-class TestLongRun(Ranks.TestCase):  # type: ignore[misc]
-    settings = settings(settings.get_profile("stateful"), max_examples=300, stateful_step_count=60, derandomize=False)
+TestRun = short(Ranks, 20, 25)
+TestLongRun = long(Ranks, 300)

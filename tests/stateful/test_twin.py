@@ -7,12 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.stateful.machines import add_witnesses, compare_index, long, short
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
@@ -68,10 +67,9 @@ class Twin(RuleBasedStateMachine):
     def add(self, count: int) -> None:
         keys = range(self.next_key, self.next_key + count)
         self.next_key += count
-        ids = self.buffer.add_trajectories([witness(key) for key in keys])
-        assert ids == list(range(self.next_id, self.next_id + count))
+        added = add_witnesses(self.buffer, keys, self.next_id)
         self.next_id += count
-        self.twin |= dict(zip(ids, keys, strict=True))
+        self.twin |= added
         self.finish_adding()
 
     @rule()
@@ -195,10 +193,7 @@ class Twin(RuleBasedStateMachine):
     def equal(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        assert self.buffer.trajectory_ids.tolist() == list(self.twin)
-        assert len(self.buffer) == len(self.twin)
-        assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
-        assert internals_of(self.buffer).trajectory_counter == self.next_id
+        compare_index(self.buffer, self.twin, self.next_id)
         for number, key in list(self.twin.items())[::3]:
             assert check_trajectory(self.buffer.get(number)) == key
         check_notes(self.buffer, self.notes)
@@ -221,11 +216,5 @@ def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, An
         }
 
 
-TestTwin = Twin.TestCase
-TestTwin.settings = settings(settings.get_profile("stateful"), max_examples=20, stateful_step_count=20)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-class TestLongTwin(Twin.TestCase):  # type: ignore[misc]
-    settings = settings(settings.get_profile("stateful"), max_examples=400, stateful_step_count=60, derandomize=False)
+TestTwin = short(Twin, 20, 20)
+TestLongTwin = long(Twin, 400)

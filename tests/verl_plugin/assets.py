@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.tokenizers_of_words import tokenizer_of
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<user>", "<assistant>", "<system>")
 CHARACTERS = "0123456789+=" + LETTERS + " .:?\n"
@@ -57,23 +59,15 @@ def make_rows(first: int, count: int, split: str) -> list[dict[str, Any]]:
 
 def make_tokenizer() -> Any:
     """Return a tokenizer with one token per character and a chat template."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return tokenizer_of(
+        (*SPECIAL, *CHARACTERS),
+        r"[\s\S]",
+        CHAT_TEMPLATE,
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
-        unk_token="<unk>",
         additional_special_tokens=["<user>", "<assistant>", "<system>"],
     )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def make_assets(
