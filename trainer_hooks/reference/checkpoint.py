@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
 from pathlib import Path
 
 import torch
 
 from trainer_hooks.reference.trainer import ReferenceTrainer
-from trajstore.errors import CorruptStoreError, StoreNotFoundError
+from trajstore.errors import StoreNotFoundError
 from trajstore.files.base import EncodedFile
 from trajstore.files.local import LocalDirectory
+from trajstore.store.states import read_plain
 
 _NAME = re.compile(r"step_(\d{8})\.pt")
 
@@ -53,10 +53,6 @@ def load_checkpoint(trainer: ReferenceTrainer, path: str | Path) -> None:
         data = path.read_bytes()
     except FileNotFoundError:
         raise StoreNotFoundError(f"{path}: no checkpoint here") from None
-    try:
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise CorruptStoreError(f"{path}: damaged, or no checkpoint; resume from an earlier step") from error
-    if not isinstance(state, dict):
-        raise CorruptStoreError(f"{path}: no checkpoint of a trainer")
-    trainer.load_state_dict(state)
+    trainer.load_state_dict(
+        read_plain(data, f"{path}: damaged, or no checkpoint of a trainer; resume from an earlier step")
+    )

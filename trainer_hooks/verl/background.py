@@ -62,18 +62,17 @@ class Background:
             BaseException: what an earlier call raised; this one is submitted nevertheless.
         """
         call = _Call(function, weight)
-        while True:
-            self._check_process()
-            with self._lock:
-                if self._closing:
-                    raise StoreClosedError(f"{self._name}: was closed")
-                if not self._calls or sum(one.weight for one in self._calls) + weight <= self._most:
-                    self._calls.append(call)
-                    self._parking.wake()
-                    break
-                gate = self._parking.gate()
-            self._parking.wait(gate)
-        self._tell()
+
+        def taken() -> bool:
+            if self._closing:
+                raise StoreClosedError(f"{self._name}: was closed")
+            if self._calls and sum(one.weight for one in self._calls) + weight > self._most:
+                return False
+            self._calls.append(call)
+            self._parking.wake()
+            return True
+
+        self._until(taken)
 
     def wait(self) -> None:
         """Return when everything submitted before has been called.
@@ -82,17 +81,15 @@ class Background:
             StoreClosedError: this is a forked child.
             BaseException: what a call raised.
         """
-        self._check_process()
-        last: _Call | None = None
-        while True:
-            with self._lock:
-                if last is None:
-                    last = self._calls[-1] if self._calls else None
-                if last is None or last not in self._calls:
-                    break
-                gate = self._parking.gate()
-            self._parking.wait(gate)
-        self._tell()
+        before: list[_Call] | None = None
+
+        def called() -> bool:
+            nonlocal before
+            if before is None:
+                before = [self._calls[-1]] if self._calls else []
+            return not before or before[0] not in self._calls
+
+        self._until(called)
 
     def close(self) -> None:
         """Take nothing more, and return when everything submitted has been called. Again, or in a child: nothing.
@@ -106,6 +103,17 @@ class Background:
             self._closing = True
             self._parking.wake()
         self.wait()
+
+    def _until(self, reached: Callable[[], bool]) -> None:
+        """Ask with the lock held, and after every change again, until it says yes; then raise what a call raised."""
+        while True:
+            self._check_process()
+            with self._lock:
+                if reached():
+                    break
+                gate = self._parking.gate()
+            self._parking.wait(gate)
+        self._tell()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

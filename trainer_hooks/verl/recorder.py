@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from trainer_hooks.verl.background import Background
@@ -127,12 +128,8 @@ class RolloutRecorder:
             StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error="raise"``).
         """
         self._background.wait()
-        try:
+        with self._told(StoreWriteError):
             self.buffer.flush()
-        except StoreWriteError as error:
-            self._failed(error, 0)
-            if self._on_error == "raise":
-                raise
 
     def close(self) -> None:
         """Flush and close the store. An interrupt while it waits leaves out what has no text yet, and says so.
@@ -148,13 +145,20 @@ class RolloutRecorder:
             raise
         finally:
             try:
-                self.buffer.close()
-            except StoreError as error:
-                self._failed(error, 0)
-                if self._on_error == "raise":
-                    raise
+                with self._told(StoreError):
+                    self.buffer.close()
             finally:
                 exits.forget(self)
+
+    @contextmanager
+    def _told(self, kind: type[StoreError]) -> Iterator[None]:
+        """Count and log an error of the store; it is raised only with ``on_error="raise"``."""
+        try:
+            yield
+        except kind as error:
+            self._failed(error, 0)
+            if self._on_error == "raise":
+                raise
 
     def _write(self, made: list[AgentTrajectory]) -> None:
         """Give rollouts their text and add them to the store, in order. The thread's part.

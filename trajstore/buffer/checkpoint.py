@@ -176,36 +176,38 @@ def _write_store(
     files: dict[Source, list[tuple[str, str, int]]] = {}
     known: dict[tuple[int, int], int] = {}
     loose: list[int] = []
+
+    def linked(place: tuple[int, int]) -> int | None:
+        """Return the row of a shard that was linked here; None if it must be written in another format."""
+        source = picture.sources[place[0]]
+        old = source.manifest(place[1])
+        if converted and old.format != trajectory_format.name:
+            return None
+        manifest = _renamed(old, shard_name(len(catalog.shards)))
+        files.setdefault(source, []).extend(
+            (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
+        )
+        return catalog.shards.add(len(catalog.shards), manifest)
+
     for at, shard in enumerate(picture.shards):
         if shard is None or not picture.sources[shard[0]].linkable:
             loose.append(at)
             continue
         row = known.get(shard)
         if row is None:
-            source = picture.sources[shard[0]]
-            old = source.manifest(shard[1])
-            if converted and old.format != trajectory_format.name:
-                loose.append(at)
-                continue
-            manifest = _renamed(old, shard_name(len(catalog.shards)))
-            files.setdefault(source, []).extend(
-                (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
-            )
-            row = known[shard] = catalog.shards.add(len(catalog.shards), manifest)
-        rows[at] = row
+            row = linked(shard)
+        if row is None:
+            loose.append(at)
+            continue
+        rows[at] = known[shard] = row
     taken: dict[int, int] = {}
     decoded: list[int] = []
     for at in _values_in(picture):
-        source, number = picture.sources[picture.values[at][0]], picture.values[at][1]
-        old = source.manifest(number)
-        if converted and old.format != trajectory_format.name:
+        row = linked(picture.values[at])
+        if row is None:
             decoded.append(at)
-            continue
-        manifest = _renamed(old, shard_name(len(catalog.shards)))
-        files.setdefault(source, []).extend(
-            (there.name, here.name, here.size) for there, here in zip(old.files, manifest.files, strict=True)
-        )
-        taken[at] = catalog.shards.add(len(catalog.shards), manifest)
+        else:
+            taken[at] = row
     for source, names in files.items():
         target.bring(source.directory, names)
     for at in decoded:

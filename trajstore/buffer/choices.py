@@ -57,6 +57,12 @@ class Batch(dict[str, Any]):
         return None if self.drawn.weights is None else torch.from_numpy(self.drawn.weights)
 
 
+def _check_unit(sampler: Sampler, unit: str, otherwise: str) -> None:
+    check_instance("sampler", sampler, Sampler, _SAMPLER)
+    if sampler.unit != unit:
+        raise ConfigurationError(otherwise)
+
+
 def _check_fits(sampler: Sampler) -> None:
     parameters = inspect.signature(sampler.draw).parameters.values()
     if not any(one.name == "fits" or one.kind is one.VAR_KEYWORD for one in parameters):
@@ -269,9 +275,9 @@ class Choices:
             EmptyBufferError: there is nothing to draw from.
             ConfigurationError: the sampler draws transitions.
         """
-        check_instance("sampler", sampler, Sampler, _SAMPLER)
-        if sampler.unit != "trajectory":
-            raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory', or call sample")
+        _check_unit(
+            sampler, "trajectory", "this sampler draws transitions; make it with unit='trajectory', or call sample"
+        )
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
             drawn = self._draw(contents, count, window_size, sampler, None)
@@ -293,9 +299,7 @@ class Choices:
             EmptyBufferError: there is nothing to draw from.
             ConfigurationError: the sampler draws trajectories.
         """
-        check_instance("sampler", sampler, Sampler, _SAMPLER)
-        if sampler.unit != "sample":
-            raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
+        _check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
         def draw(contents: Contents) -> tuple[Drawn, Prepared]:
             drawn = self._draw(contents, count, window_size, sampler, None)

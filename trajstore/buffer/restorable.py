@@ -26,10 +26,7 @@ class RestorableBuffer(ReadableBuffer):
     """What a buffer shows can be saved, and replaced by what was saved. Users make a ``TrajectoryReplayBuffer``.
 
     Args:
-        view: what is shown.
-        draws: the generator of the draws.
-        backing: what stands behind the view.
-        sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
+        view, draws, backing, sample_window_size: as of :class:`~trajstore.buffer.readable.ReadableBuffer`.
         trajectory_format: name of the format of new shards.
         form: the format itself, with its options.
         storage_options: passed on to the fsspec file system.

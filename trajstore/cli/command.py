@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from trajstore.cli.output import Output
 
+SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
+"""What commands that make new stores take, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -26,3 +29,9 @@ class Command:
     description: str
     configure: Callable[[ArgumentParser], None]
     run: Callable[[Namespace, Output], int]
+
+
+def add_target(parser: ArgumentParser, metavar: str, said: str) -> None:
+    """Let a command that makes stores be told where to, and how to write its result."""
+    parser.add_argument("target", metavar=metavar, help=said)
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")

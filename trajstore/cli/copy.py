@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
@@ -16,11 +16,8 @@ _SHOWN = 50  # problems written one by one
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="SRC", help="store, checkpoint, run directory or directory of RLinf; path or URL"
-    )
-    parser.add_argument("target", metavar="DST", help="where to; must be absent or empty")
-    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+    parser.add_argument("source", metavar="SRC", help=SOURCE)
+    add_target(parser, "DST", "where to; must be absent or empty")
 
 
 def _copy(options: Namespace, out: Output) -> int:

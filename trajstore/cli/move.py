@@ -6,22 +6,20 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 
 if TYPE_CHECKING:
     from trajstore.inspection.copying import Copied
 
-_SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
-
 
 def _configure_merge(parser: ArgumentParser) -> None:
-    parser.add_argument("sources", metavar="SRC", nargs="+", help=_SOURCE)
+    parser.add_argument("sources", metavar="SRC", nargs="+", help=SOURCE)
     _configure_target(parser)
 
 
 def _configure_split(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help=_SOURCE)
+    parser.add_argument("source", metavar="SRC", help=SOURCE)
     _configure_target(parser)
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--ranks", type=int, metavar="N", help="into a run of N ranks, rank_0 and so on")
@@ -30,14 +28,13 @@ def _configure_split(parser: ArgumentParser) -> None:
 
 
 def _configure_convert(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help=_SOURCE)
+    parser.add_argument("source", metavar="SRC", help=SOURCE)
     _configure_target(parser)
     parser.add_argument("--format", choices=("pt", "pkl", "zarr"), required=True, help="format of the shards")
 
 
 def _configure_target(parser: ArgumentParser) -> None:
-    parser.add_argument("target", metavar="OUT", help="where to; absent, empty, or what this command has made before")
-    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+    add_target(parser, "OUT", "where to; absent, empty, or what this command has made before")
 
 
 def _merge(options: Namespace, out: Output) -> int:

@@ -73,12 +73,14 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
             least = whole("min_demo_buffer_size", self.min_demo_buffer_size, 0)
             options |= {"demos": self.demo_buffer, "min_demo_size": least, "common_columns": True}
             size = 2 * (size // 2)  # RLinf draws the same number from both
-        self._begin(size, options)
+        self._draws = self._begin(size, options)
         self._made_of = told
         return False
 
-    def _begin(self, batch_size: int, options: BatchOptions) -> None:
+    def _begin(self, batch_size: int, options: BatchOptions) -> BatchSource | ReplayLoader:
+        """Return what draws from now on."""
         self._source = BatchSource(self.replay_buffer, batch_size, **options)
+        return self._source
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield batches, from when both buffers hold as much as they must until :meth:`close`.
@@ -96,14 +98,14 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
                 time.sleep(_LOOK_AGAIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffers' generators."""
+        """Return the state of what draws: generators; with a thread also the rows of batches made ahead."""
         self._up_to_date()
-        return self._source.state_dict()
+        return self._draws.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the buffers' generators."""
+        """Take up what :meth:`state_dict` returned."""
         self._up_to_date()
-        self._source.load_state_dict(state)
+        self._draws.load_state_dict(state)
 
     def close(self) -> None:
         """Yield no more; the buffers stay open."""
@@ -118,7 +120,7 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
 
     _loader: ReplayLoader
 
-    def _begin(self, batch_size: int, options: BatchOptions) -> None:
+    def _begin(self, batch_size: int, options: BatchOptions) -> ReplayLoader:
         options |= {"prefetch": self.prefetch_size, "timeout": _LOOK_UP}
         loader = ReplayLoader(self.replay_buffer, batch_size, **options)
         if self._made_of:
@@ -126,6 +128,7 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
                 loader.load_state_dict(self._loader.state_dict(), changed=True)
             self._loader.close()
         self._loader = loader
+        return loader
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield batches, as the other dataset does."""
@@ -135,16 +138,6 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
                 yield next(self._loader)
             except TimeoutError:  # an attribute may have been set meanwhile
                 continue
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state: generators, and the rows of batches made ahead."""
-        self._up_to_date()
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the loader's state."""
-        self._up_to_date()
-        self._loader.load_state_dict(state)
 
     def close(self) -> None:
         """End the thread; the buffers stay open."""

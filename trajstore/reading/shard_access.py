@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
 
 import torch
 
 from trajstore.columns.conversion import trajectory_of
 from trajstore.columns.fields import Axis
-from trajstore.columns.schema import Extent, Schema
+from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Buffer, Directory
 from trajstore.formats import open_shard
@@ -47,16 +47,9 @@ class ShardAccess:
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
-        manifest = self._open(int(index.at("shard", position)))
-        extent = extent_at(index, position)
         found = {}
-        for number, column in enumerate(manifest.schema.columns):
-            if only is not None and column.name not in only:
-                continue
-            start = int(index.at(START_OF[column.axis], position))
-            rows = extent.rows(column.axis)
-            tensor = self._rows(manifest, number, start, start + rows)
-            if manifest.schema.kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
+        for column, extent, rows, tensor in self._read(index, position, 1, only):
+            if self.schema(index, position).kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
                 tensor = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
             found[column.name] = tensor
         return found
@@ -78,15 +71,10 @@ class ShardAccess:
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
-        manifest = self._open(int(index.at("shard", position)))
-        extent = extent_at(index, position)
-        found = {}
-        for number, column in enumerate(manifest.schema.columns):
-            if column.name in only:
-                start, rows = int(index.at(START_OF[column.axis], position)), extent.rows(column.axis)
-                tensor = self._rows(manifest, number, start, start + count * rows)
-                found[column.name] = tensor.reshape(count, rows // extent.batch, extent.batch, *column.row_shape)
-        return found
+        return {
+            column.name: tensor.reshape(count, rows // extent.batch, extent.batch, *column.row_shape)
+            for column, extent, rows, tensor in self._read(index, position, count, only)
+        }
 
     def rows(self, index: TrajectoryIndex, position: int, name: str, start: int, stop: int) -> torch.Tensor | None:
         """Return rows ``[start, stop)`` of a column, counted within the trajectory; None if it lacks the column.
@@ -129,6 +117,17 @@ class ShardAccess:
             self.close()
             self._row, self._manifest = row, self._catalog.shards.manifest(row)
         return self._manifest
+
+    def _read(
+        self, index: TrajectoryIndex, position: int, count: int, only: Collection[str] | None
+    ) -> Iterator[tuple[ColumnSpec, Extent, int, torch.Tensor]]:
+        """Yield columns of ``count`` trajectories that follow each other: with extent and rows of the first."""
+        manifest = self._open(int(index.at("shard", position)))
+        extent = extent_at(index, position)
+        for number, column in enumerate(manifest.schema.columns):
+            if only is None or column.name in only:
+                start, rows = int(index.at(START_OF[column.axis], position)), extent.rows(column.axis)
+                yield column, extent, rows, self._rows(manifest, number, start, start + count * rows)
 
     def _rows(self, manifest: ShardManifest, column: int, start: int, stop: int) -> torch.Tensor:
         place, spec = manifest.places[column], manifest.schema.columns[column]

@@ -15,6 +15,7 @@ import orjson
 import torch
 
 from trajstore.columns.conversion import trajectory_of
+from trajstore.columns.document import decode_document
 from trajstore.columns.fields import DICT_FIELDS, TENSOR_FIELDS, Axis, axis_of, join_name, nest, walk
 from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.leaves import document_of, is_json
@@ -99,12 +100,9 @@ def _entry(number: Any, item: Mapping[str, Any]) -> RLinfEntry:
 
 def _object(data: bytes, source: str) -> dict[str, Any]:
     try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        return decode_document(data)
+    except CorruptStoreError as error:
         raise CorruptStoreError(f"{source}: {error}; a crash may have torn it{FROM_A_COPY}") from error
-    if not isinstance(value, dict):
-        raise CorruptStoreError(f"{source}: not a JSON object{FROM_A_COPY}")
-    return value
 
 
 Leaf = TensorPlace | torch.Tensor

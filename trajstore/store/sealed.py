@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from trajstore.columns.document import decode_document
 from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
 METADATA_NAME = "metadata.json"
@@ -115,11 +116,9 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
         UnsupportedVersionError: a newer trajstore wrote it.
     """
     try:
-        values = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
+        values = decode_document(data)
+    except CorruptStoreError as error:
         raise CorruptStoreError(f"{source}: damaged ({error}); {_OF_METADATA}") from error
-    if not isinstance(values, dict):
-        raise CorruptStoreError(f"{source}: damaged (not a JSON object); {_OF_METADATA}")
     if is_of_rlinf(data):
         raise CorruptStoreError(
             f"{source}: RLinf has written into this store and replaced its metadata.json and trajectory_index.json; "

@@ -42,14 +42,29 @@ def decode_state(data: bytes, source: str) -> dict[str, Any]:
     Raises:
         CorruptStoreError: it is no such state.
     """
+    restored: dict[str, Any] = _restored(
+        read_plain(data, f"{source}: not the state of a saved point; restore it from a copy")
+    )
+    return restored
+
+
+def read_plain(data: bytes, otherwise: str) -> dict[str, Any]:
+    """Return the dict that ``torch.save`` wrote. Runs nothing that is in it.
+
+    Args:
+        data: its bytes.
+        otherwise: what is said if it is none.
+
+    Raises:
+        CorruptStoreError: it is none, or damaged.
+    """
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise CorruptStoreError(f"{source}: not the state of a saved point; restore it from a copy") from error
+        raise CorruptStoreError(otherwise) from error
     if not isinstance(state, dict):
-        raise CorruptStoreError(f"{source}: not the state of a saved point; restore it from a copy")
-    restored: dict[str, Any] = _restored(state)
-    return restored
+        raise CorruptStoreError(otherwise)
+    return state
 
 
 def asked(state: Mapping[str, Any]) -> dict[str, Any]:
