@@ -16,9 +16,9 @@ from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.fields import join_name, walk
 from trajstore.columns.schema import dtypes
+from trajstore.formats import FORMATS
 from trajstore.testing.witness import check_batch, check_trajectory, difference, rows_of, witness
 
-FORMATS = ("pt", "zarr", "pkl")
 KINDS = [("memory", "pt"), *((kind, fmt) for fmt in FORMATS for kind in ("cached", "uncached"))]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.buffer.internals import internals_of
+from trajstore.formats import FORMATS
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back
@@ -358,7 +359,7 @@ def test_one_entry_of_the_index_that_makes_no_sense_costs_itself(tmp_path: Path)
 # -- shards ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 @pytest.mark.parametrize("damage", ["missing", "cut", "grown"])
 def test_shards_of_another_size_are_found_when_loading(
     tmp_path: Path, trajectory_format: str, damage: str, caplog: pytest.LogCaptureFixture
@@ -421,7 +422,7 @@ def flip(file: Path, pattern: bytes | None = None) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 @pytest.mark.parametrize("own", [True, False])
 def test_a_changed_byte_is_refused_when_shards_are_verified(
     tmp_path: Path, trajectory_format: str, own: bool, monkeypatch: pytest.MonkeyPatch

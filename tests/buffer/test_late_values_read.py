@@ -15,6 +15,7 @@ from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffe
 from trajstore.columns.facts import GIVEN, RECORDED
 from trajstore.errors import SchemaMismatchError
 from trajstore.feeding import ReplayLoader, TokenLoader
+from trajstore.formats import FORMATS
 from trajstore.sampling import WeightedSampler
 from trajstore.testing.witness import witness
 
@@ -88,7 +89,7 @@ def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_fo
                 first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
 
 
-@pytest.mark.parametrize("format_", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("format_", list(FORMATS))
 def test_batches_have_values_that_are_asked_for(tmp_path: Path, format_: str) -> None:
     blocks = [witness(number) for number in range(4)]
     with writer_to(tmp_path, trajectory_format=format_) as writer:

@@ -18,11 +18,10 @@ from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED
 from trajstore.cli.output import format_bytes
+from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.statistics import RewardStatistics
 from trajstore.inspection.verify import verify
-
-FORMATS = ["pt", "pkl", "zarr"]
 
 
 @pytest.mark.parametrize("trajectory_format", FORMATS)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tests.cli.stores import Run, make_rollout, write_store
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
+from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None:
     if trajectory_format == "zarr":
         pytest.importorskip("zarr")
@@ -33,7 +34,7 @@ def test_a_sound_store(run: Run, tmp_path: Path, trajectory_format: str) -> None
     assert result["problems"] == result["notes"] == []
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.schema import dtypes
+from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
@@ -286,7 +287,7 @@ def test_any_value_is_refused_or_comes_back(trajectory: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("form", list(FORMATS))
 @settings(max_examples=1500, derandomize=False, deadline=None, suppress_health_check=list(HealthCheck))
 @given(trajectory=TRAJECTORIES)
 def test_any_value_is_refused_or_comes_back_in_a_long_search(form: str, trajectory: Any) -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+from trajstore.formats import FORMATS
 from trajstore.trajectory import AgentTrajectory
 
 Make = Callable[..., AgentTrajectory]
 RULES = PoolRules(n_rollout=4)
-FORMATS = ("pt", "pkl", "zarr")
 
 
 def begin(make: Make, path: Path, file_format: str) -> dict[str, AgentTrajectory]:

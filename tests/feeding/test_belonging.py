@@ -12,23 +12,15 @@ import pytest
 import torch
 
 from tests.feeding.test_loader import block, fill, reader, rewards
+from tests.sampling.makers import SAMPLERS
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
 from trajstore.inspection.copying import copy_store
-from trajstore.sampling import (
-    EpochSampler,
-    FreshestSampler,
-    LeastUsedSampler,
-    Priorities,
-    Recency,
-    Sampler,
-    UseLimit,
-    WeightedSampler,
-)
+from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.testing.waiting import wait_until
 
-SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
+OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,
     "epochs": EpochSampler,
     "weighted": lambda: WeightedSampler([UseLimit(cooldown=1)], Priorities()),
@@ -48,39 +40,39 @@ def of_two_ranks(path: Path, first: range, second: range) -> TrajectoryReplayBuf
     return reader(path)
 
 
-@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("name", list(OF_LOADERS))
 def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Path, name: str) -> None:
     for place in ("here", "there"):
         fill(tmp_path / place, range(10)).close()
-    with ReplayLoader(reader(tmp_path / "here"), 8, sampler=SAMPLERS[name]()) as loader:
+    with ReplayLoader(reader(tmp_path / "here"), 8, sampler=OF_LOADERS[name]()) as loader:
         next(loader)
         state = loader.state_dict()
         expected = [rewards(next(loader)) for _ in range(5)]
-    other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=SAMPLERS[name]())
+    other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=OF_LOADERS[name]())
     with pytest.raises(ConfigurationError, match=r"replay buffer is of other trajectories: 10 of 10 ids .* \(id 0: "):
         other.load_state_dict(state)
     copy_store(tmp_path / "here", tmp_path / "copy")
     reader(tmp_path / "here").save_checkpoint(tmp_path / "checkpoint")
     for place in ("copy", "checkpoint"):
-        with ReplayLoader(reader(tmp_path / place), 8, sampler=SAMPLERS[name]()) as again:
+        with ReplayLoader(reader(tmp_path / place), 8, sampler=OF_LOADERS[name]()) as again:
             again.load_state_dict(state)
             assert [rewards(next(again)) for _ in range(5)] == expected
 
 
-@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("name", list(OF_LOADERS))
 def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Path, name: str) -> None:
     """Ids of a run stay when a rank grows; ranks that were exchanged give them to other trajectories."""
-    state = state_after(of_two_ranks(tmp_path, range(5), range(10, 15)), sampler=SAMPLERS[name]())
+    state = state_after(of_two_ranks(tmp_path, range(5), range(10, 15)), sampler=OF_LOADERS[name]())
     with fill(tmp_path / "rank_0", range(0)) as grown:
         grown.add_trajectories([block(50)])
-    with ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]()) as fine:
+    with ReplayLoader(reader(tmp_path), 8, sampler=OF_LOADERS[name]()) as fine:
         fine.load_state_dict(state)
         next(fine)
     (tmp_path / "rank_0").rename(tmp_path / "old")
     (tmp_path / "rank_1").rename(tmp_path / "rank_0")
     (tmp_path / "old").rename(tmp_path / "rank_1")
     with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0: "):
-        ReplayLoader(reader(tmp_path), 8, sampler=SAMPLERS[name]()).load_state_dict(state)
+        ReplayLoader(reader(tmp_path), 8, sampler=OF_LOADERS[name]()).load_state_dict(state)
 
 
 def test_a_store_of_whose_ids_none_is_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +199,7 @@ def by_age() -> Sampler:
     [
         (lambda: WeightedSampler(priorities=Priorities()), EpochSampler, "'weighted', this one is 'epochs'"),
         (lambda: EpochSampler(unit="trajectory"), EpochSampler, r"unit 'trajectory' \(here 'sample'\)"),
-        (FreshestSampler, LeastUsedSampler, "'freshest', this one is 'least_used'"),
+        (SAMPLERS["freshest"], SAMPLERS["least used"], "'freshest', this one is 'least_used'"),
         (
             lambda: WeightedSampler(priorities=Priorities(alpha=0.5)),
             lambda: WeightedSampler(priorities=Priorities(alpha=0.6)),
@@ -225,10 +217,9 @@ def test_samplers_of_another_kind(then: Callable[[], Sampler], here: Callable[[]
         here().load_state_dict(then().state_dict())
 
 
-@pytest.mark.parametrize(
-    "make", [EpochSampler, FreshestSampler, LeastUsedSampler, lambda: WeightedSampler([UseLimit(2)])]
-)
-def test_a_samplers_state_of_another_store(tmp_path: Path, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("name", ["epochs", "freshest", "least used", "uses"])
+def test_a_samplers_state_of_another_store(tmp_path: Path, name: str) -> None:
+    make = SAMPLERS[name]
     fill(tmp_path / "here", range(6)).close()
     fill(tmp_path / "there", range(6)).close()
     here, there = reader(tmp_path / "here"), reader(tmp_path / "there")
@@ -263,7 +254,7 @@ def test_what_is_no_state(tmp_path: Path, state: Any, caplog: pytest.LogCaptureF
         TokenLoader(buffer, 4),
         ReplayBufferDataset(buffer, None, 4, 1, 1),
         EpochSampler(),
-        LeastUsedSampler(),
+        SAMPLERS["least used"](),
         WeightedSampler(),
     ]
     for taker in takers:

@@ -18,6 +18,7 @@ from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.files.base import Buffer, EncodedFile
 from trajstore.files.local import LocalDirectory
+from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.mirroring import mirror as mirror_module
@@ -334,7 +335,7 @@ def test_shards_that_are_lost_on_the_mirror_are_copied_again(tmp_path: Path) -> 
     assert keys_at(tmp_path / "mirror") == {number: number for number in range(5)}
 
 
-@pytest.mark.parametrize("fmt", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("fmt", list(FORMATS))
 def test_every_format_in_an_object_store(tmp_path: Path, fmt: str) -> None:
     if fmt == "zarr":
         pytest.importorskip("zarr")

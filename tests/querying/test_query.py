@@ -17,6 +17,7 @@ from tests.stores import writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.formats import FORMATS
 from trajstore.querying import FACTS, readable
 from trajstore.reading.contents import Contents
 from trajstore.sampling import GroupSampler
@@ -124,7 +125,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 def test_a_reader_follows_and_reads_no_rollout(tmp_path: Path, trajectory_format: Any, read: list[int]) -> None:
     with writer_to(tmp_path / "store", trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([rollout("a", judge=0.25), witness(5), rollout("b", outcome=None)])

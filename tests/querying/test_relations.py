@@ -20,6 +20,7 @@ from tests.stores import writer_to
 from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
+from trajstore.formats import FORMATS
 from trajstore.querying import RELATIONS, Stream, relations
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -143,7 +144,7 @@ def block(steps: int, batch: int, chunk: int, epochs: int, number: int) -> Traje
     )
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 def test_tokens_are_rows(tmp_path: Path, trajectory_format: Any) -> None:
     added = [
         tokens(7, 3, True),

@@ -16,6 +16,7 @@ import torch
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.errors import InvalidTrajectoryError
+from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 
@@ -195,7 +196,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("form", list(FORMATS))
 def test_leaves_without_a_row_for_each_step_are_given_back(tmp_path: Path, form: str) -> None:
     given = rollout(1)
     given.curr_obs |= OTHERS

@@ -11,6 +11,7 @@ import pytest
 from trajstore import Retention, TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
 from trajstore.files.opening import open_directory
+from trajstore.formats import FORMATS
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
@@ -28,7 +29,7 @@ def shards(path: Path) -> list[str]:
     return sorted(file.name for file in (path / "shards").iterdir())
 
 
-@pytest.mark.parametrize("trajectory_format", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("trajectory_format", list(FORMATS))
 def test_it_knows_how_many_bytes_it_has(shared_fixtures: Path, tmp_path: Path, trajectory_format: str) -> None:
     convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store", trajectory_format)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:

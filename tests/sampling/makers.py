@@ -1,4 +1,4 @@
-"""A sampler of each kind, as tests of states want them: their draws differ, and none needs tasks."""
+"""A sampler of each kind, as tests of states want them: their draws differ."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from trajstore.sampling import (
     EpochSampler,
     FreshestSampler,
+    GroupSampler,
     LeastUsedSampler,
     Priorities,
     Recency,
@@ -28,3 +29,13 @@ SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "freshest": lambda: FreshestSampler(decay=2.0),
     "least used": LeastUsedSampler,
 }
+
+WITH_ALL: Mapping[str, Callable[[], Sampler]] = {
+    **{name: SAMPLERS[name] for name in ("epochs", "freshest", "least used")},
+    "all that rows can have": lambda: WeightedSampler([Recency(3.0), UseLimit(9, cooldown=1)], Priorities()),
+    "all that trajectories can have": lambda: WeightedSampler(
+        [Recency(2.0, by="versions"), Staleness(5)], Priorities(per="trajectory"), unit="trajectory"
+    ),
+    "groups": GroupSampler,
+}
+"""One of each class, the weighted ones with all that they can keep in a state; that of groups needs tasks."""

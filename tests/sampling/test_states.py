@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -11,29 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sampling import makers
+from tests.sampling.makers import WITH_ALL
 from tests.sampling.told import told
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
-from trajstore.sampling import (
-    GroupSampler,
-    LeastUsedSampler,
-    Priorities,
-    Recency,
-    Sampler,
-    Staleness,
-    UseLimit,
-    WeightedSampler,
-)
+from trajstore.sampling import LeastUsedSampler, Sampler, WeightedSampler
 from trajstore.sampling.draws import Draws
-
-SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
-    **makers.SAMPLERS,
-    "everything of rows": lambda: WeightedSampler([Recency(3.0), UseLimit(9, cooldown=1)], Priorities()),
-    "everything of trajectories": lambda: WeightedSampler(
-        [Recency(2.0, by="versions"), Staleness(5)], Priorities(per="trajectory"), unit="trajectory"
-    ),
-    "groups": GroupSampler,
-}
 
 WRONG: tuple[Any, ...] = (None, "text", -1, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), [], {}, object(), True)
 
@@ -78,12 +60,12 @@ def damaged(state: Any) -> Iterator[Any]:
         yield [*state[:-1], 5]
 
 
-@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("name", list(WITH_ALL))
 def test_a_damaged_state_is_refused_or_does_no_harm(name: str) -> None:
-    state = running(SAMPLERS[name]).state_dict()
+    state = running(WITH_ALL[name]).state_dict()
     refused = 0
     for wrong in damaged(state):
-        sampler = running(SAMPLERS[name])
+        sampler = running(WITH_ALL[name])
         before = plain(sampler.state_dict())
         if message := refusal(sampler, wrong):
             refused += 1
@@ -111,9 +93,9 @@ def refusal(loads: Any, state: Any) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", list(SAMPLERS))
+@pytest.mark.parametrize("name", list(WITH_ALL))
 def test_a_reloaded_sampler_equals_the_running_one_to_the_bit(name: str) -> None:
-    there, here = running(SAMPLERS[name]), SAMPLERS[name]()
+    there, here = running(WITH_ALL[name]), WITH_ALL[name]()
     here.added(told({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
     here.load_state_dict(there.state_dict())
     for _ in range(20):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
@@ -33,16 +35,36 @@ def long(machine: type[RuleBasedStateMachine], examples: int) -> Any:
     return Long
 
 
-def add_witnesses(buffer: TrajectoryReplayBuffer, keys: range, next_id: int) -> dict[int, int]:
-    """Add trajectories, which must get the ids from ``next_id`` on; return their keys by id."""
-    ids = buffer.add_trajectories([witness(key) for key in keys])
-    assert ids == list(range(next_id, next_id + len(keys)))
-    return dict(zip(ids, keys, strict=True))
+class Twinned(RuleBasedStateMachine):
+    """A buffer beside ``self.twin``: id to key, oldest first. ``self.generator`` draws what the buffer must draw."""
 
+    buffer: TrajectoryReplayBuffer
 
-def compare_index(buffer: TrajectoryReplayBuffer, twin: Mapping[int, int], next_id: int) -> None:
-    """Compare ids, sizes and the next id with those of a twin, which maps id to key."""
-    assert buffer.trajectory_ids.tolist() == list(twin)
-    assert len(buffer) == len(twin)
-    assert buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in twin.values())
-    assert internals_of(buffer).trajectory_counter == next_id
+    def __init__(self) -> None:
+        super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.path = Path(self.temporary.name)
+        self.twin: dict[int, int] = {}
+        self.next_id = 0
+        self.next_key = 0
+        self.generator = torch.Generator().manual_seed(9)
+
+    def add_some(self, count: int) -> list[int]:
+        """Add trajectories to both, which must get the next ids; return these."""
+        keys = range(self.next_key, self.next_key + count)
+        ids = self.buffer.add_trajectories([witness(key) for key in keys])
+        assert ids == list(range(self.next_id, self.next_id + count))
+        self.next_key += count
+        self.next_id += count
+        self.twin |= dict(zip(ids, keys, strict=True))
+        return ids
+
+    @invariant()
+    def indexed_alike(self) -> None:
+        """Ids, sizes and the next id are those of the twin."""
+        if not hasattr(self, "buffer"):
+            return
+        assert self.buffer.trajectory_ids.tolist() == list(self.twin)
+        assert len(self.buffer) == len(self.twin)
+        assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
+        assert internals_of(self.buffer).trajectory_counter == self.next_id

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests.stateful.machines import add_witnesses, compare_index, short
+from tests.stateful.machines import Twinned, short
 from trajstore import Retention, TrajectoryReplayBuffer, errors
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
 LIMIT = 10
 
 
-class MemoryTwin(RuleBasedStateMachine):
-    """``self.twin`` maps id to key, oldest first; ``self.held`` are the ids whose trajectories can be read."""
+class MemoryTwin(Twinned):
+    """``self.held`` are the ids whose trajectories can be read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temporary = tempfile.TemporaryDirectory()
-        self.path = Path(self.temporary.name) / "checkpoint"
-        self.twin: dict[int, int] = {}
         self.held: list[int] = []
         self.loaded: set[int] = set()
-        self.next_id = 0
-        self.next_key = 0
-        self.generator = torch.Generator().manual_seed(9)
 
     @initialize(kept=st.sampled_from([3, 1, 0]), limited=st.booleans())
     def begin(self, kept: int, limited: bool) -> None:
@@ -42,12 +34,7 @@ class MemoryTwin(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
-        keys = range(self.next_key, self.next_key + count)
-        self.next_key += count
-        added = add_witnesses(self.buffer, keys, self.next_id)
-        self.next_id += count
-        self.twin |= added
-        self.held += added
+        self.held += self.add_some(count)
         in_memory = [number for number in self.held if number not in self.loaded]
         gap = in_memory[: -self.kept] if self.kept else []
         if self.limit is not None:
@@ -108,8 +95,8 @@ class MemoryTwin(RuleBasedStateMachine):
     @rule(layout=st.sampled_from(["trajstore", "rlinf"]))
     def save_and_load(self, layout: Any) -> None:
         """What left memory is not saved; what was loaded stays on disk and never leaves."""
-        self.buffer.save_checkpoint(self.path, layout=layout)
-        self.buffer.load_checkpoint(self.path)
+        self.buffer.save_checkpoint(self.path / "checkpoint", layout=layout)
+        self.buffer.load_checkpoint(self.path / "checkpoint")
         self.twin = {number: self.twin[number] for number in self.held}
         self.loaded = set(self.held)
         if layout == "rlinf":  # RLinf's metadata have no state of the generator
@@ -119,7 +106,6 @@ class MemoryTwin(RuleBasedStateMachine):
     def equal(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        compare_index(self.buffer, self.twin, self.next_id)
         for number, key in list(self.twin.items())[::2]:
             if number in self.held:
                 assert check_trajectory(self.buffer.get(number)) == key

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.stateful.machines import long, short
 from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.formats import FORMATS
 from trajstore.inspection.trajectory_report import inspect_trajectory
 from trajstore.inspection.verify import verify
 from trajstore.sampling import EpochSampler, WeightedSampler
@@ -40,7 +41,7 @@ class Ranks(RuleBasedStateMachine):
         self.to_come: set[int] = set()
         self.reader: TrajectoryReplayBuffer
 
-    @initialize(fmt=st.sampled_from(["pt", "zarr", "pkl"]), count=st.integers(1, 2))
+    @initialize(fmt=st.sampled_from(list(FORMATS)), count=st.integers(1, 2))
     def begin(self, fmt: Any, count: int) -> None:
         self.fmt = fmt
         for _ in range(count):

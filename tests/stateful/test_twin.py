@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from tests.stateful.machines import add_witnesses, compare_index, long, short
+from tests.stateful.machines import Twinned, long, short
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.buffer.backing import StoreBacking
 from trajstore.buffer.internals import internals_of
+from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
 LIMIT = 10
-FORMATS = st.sampled_from(["pt", "zarr", "pkl"])
 
 
-class Twin(RuleBasedStateMachine):
-    """``self.twin`` maps id to key, oldest first; ``self.generator`` draws what the buffer must draw."""
+class Twin(Twinned):
+    """With a store, its pins, points and checkpoints, and values that come late."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temporary = tempfile.TemporaryDirectory()
-        self.path = Path(self.temporary.name)
-        self.twin: dict[int, int] = {}
-        self.next_id = 0
-        self.next_key = 0
         self.pins: dict[str, dict[int, int]] = {}
         self.checkpoint: tuple[dict[int, int], torch.Tensor, dict[int, dict[str, Any]]] | None = None
         self.notes: dict[int, dict[str, Any]] = {}
         self.point: tuple[int, dict[int, int], dict[int, dict[str, Any]]] | None = None
-        self.generator = torch.Generator().manual_seed(9)
-        self.buffer: TrajectoryReplayBuffer
 
-    @initialize(fmt=FORMATS, limited=st.booleans())
+    @initialize(fmt=st.sampled_from(list(FORMATS)), limited=st.booleans())
     def begin(self, fmt: str, limited: bool) -> None:
         self.retention = Retention(max_trajectories=LIMIT) if limited else Retention()
         self.open(fmt)
@@ -65,11 +57,7 @@ class Twin(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
-        keys = range(self.next_key, self.next_key + count)
-        self.next_key += count
-        added = add_witnesses(self.buffer, keys, self.next_id)
-        self.next_id += count
-        self.twin |= added
+        self.add_some(count)
         self.finish_adding()
 
     @rule()
@@ -92,7 +80,10 @@ class Twin(RuleBasedStateMachine):
     @rule(data=st.data(), value=st.none() | st.integers(0, 3), inbox=st.booleans())
     def annotate(self, data: Any, value: int | None, inbox: bool) -> None:
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.twin)), unique=True, min_size=1, max_size=3))
-        values = {"score": 1.0, "tag": "t"} if value is None else {"score": value, "tag": None if value else "é"}
+        tagged = any(self.notes.get(number, {}).get("tag") for number in self.twin)  # else there is none to take back
+        values = (
+            {"score": 1.0, "tag": "t"} if value is None else {"score": value, "tag": None if value and tagged else "é"}
+        )
         annotate(self.path / "store" if inbox else self.buffer, chosen, values)
         if inbox:
             self.take_in()
@@ -142,7 +133,7 @@ class Twin(RuleBasedStateMachine):
         assert torch.equal(batch["curr_obs"]["tag"], expected["curr_obs.tag"])
         assert torch.equal(batch["rewards"], expected["rewards"])
 
-    @rule(fmt=FORMATS)
+    @rule(fmt=st.sampled_from(list(FORMATS)))
     def reopen(self, fmt: str) -> None:
         self.buffer.close()
         assert verify(self.path / "store").sound
@@ -193,7 +184,6 @@ class Twin(RuleBasedStateMachine):
     def equal(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        compare_index(self.buffer, self.twin, self.next_id)
         for number, key in list(self.twin.items())[::3]:
             assert check_trajectory(self.buffer.get(number)) == key
         check_notes(self.buffer, self.notes)

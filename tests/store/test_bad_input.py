@@ -17,6 +17,7 @@ import pytest
 
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
+from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.log_records import encode_line
@@ -25,7 +26,6 @@ from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json, sea
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
-FORMATS = ("pt", "zarr", "pkl")
 COUNT = 6
 
 

@@ -16,6 +16,7 @@ from tests.stores import contents_of, opened
 from trajstore import Trajectory, WriterOptions
 from trajstore.errors import StoreWriteError
 from trajstore.files.local import LocalDirectory
+from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -117,7 +118,7 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
     assert verify(tmp_path / "store").sound
 
 
-@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("form", list(FORMATS))
 def test_a_limit_on_the_size_of_files_is_the_systems_fault_and_not_a_trajectorys(tmp_path: Path, form: str) -> None:
     block = Trajectory(rewards=torch.zeros(64, 64, 4))  # 64 KiB
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -12,6 +12,7 @@ import torch
 from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
+from trajstore.formats import FORMATS
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -61,7 +62,7 @@ def forged(path: Path, change: Any) -> None:
     log.write_bytes(b"".join(encode_line(record) for record in change(records)))
 
 
-@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("form", list(FORMATS))
 @pytest.mark.parametrize("at_once", [1, 3, len(KEYS)])
 def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: str, at_once: int) -> None:
     with opened(tmp_path / "store", writer=LATE, trajectory_format=form, enable_cache=False) as buffer:

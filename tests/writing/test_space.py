@@ -22,6 +22,7 @@ from tests.stores import reader_of, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
+from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
@@ -177,7 +178,7 @@ def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("fmt", ["pt", "pkl", "zarr"])
+@pytest.mark.parametrize("fmt", list(FORMATS))
 def test_random_eviction_gives_space_back(tmp_path: Path, fmt: str) -> None:
     choose = random.Random(5)
     options = WriterOptions(shard_bytes=1 << 18)
