@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trajstore import TrajectoryReplayBuffer
-from trajstore.formats import get_format
+from trajstore.formats import FORMATS, get_format
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.sampling.tree import SumTree
@@ -51,7 +51,7 @@ def _use_kernels() -> None:
 
 
 torch.set_num_threads(1)  # a child is forked from this process: it must have no threads
-for _form in ("pt", "zarr", "pkl"):
+for _form in list(FORMATS):
     get_format(_form)
     with tempfile.TemporaryDirectory() as _folder:
         _use(Path(_folder), _form)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from trainer_hooks.verl.first_told import FirstTold
 from trajstore.experience.rows import rows_of
 from trajstore.trajectory import AgentTrajectory
 
@@ -25,17 +26,15 @@ class Fitting:
     def __init__(self, max_prompt_length: int | None, max_response_length: int | None) -> None:
         self._max_prompt_length = max_prompt_length
         self._max_response_length = max_response_length
-        self._too_long = 0
-        self._told = False
+        self._too_long = FirstTold(logger)
 
     def fitting(self, histories: Sequence[AgentTrajectory]) -> tuple[AgentTrajectory, ...]:
         """Return the histories that may stand beside the rollouts of their task, in their order."""
         fits = [not self._is_too_long(one) for one in histories]
         long = [one for one, fit in zip(histories, fits, strict=True) if not fit]
-        self._too_long += len(long)
-        if long and not self._told:
-            self._told = True
-            logger.warning(
+        if long:
+            self._too_long.add(
+                len(long),
                 "experience replay: rollout %r of task %r is not replayed: it is longer than data.max_prompt_length or"
                 " data.max_response_length allows. histories_refused/too_long counts such histories of a step",
                 long[0].rollout_id,
@@ -45,8 +44,7 @@ class Fitting:
 
     def take(self) -> dict[str, float]:
         """Return how many were refused since the last call."""
-        count, self._too_long = self._too_long, 0
-        return {"experience_replay/histories_refused/too_long": float(count)}
+        return {"experience_replay/histories_refused/too_long": float(self._too_long.take())}
 
     def _is_too_long(self, history: AgentTrajectory) -> bool:
         for number, row in enumerate(rows_of(history)):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from trainer_hooks.metrics import PREFIX
 from trainer_hooks.verl.config import SECTION, OutcomeRule
+from trainer_hooks.verl.first_told import FirstTold
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -40,16 +41,14 @@ class WithoutOutcome:
 
     def __init__(self, rule: OutcomeRule) -> None:
         self._rule = rule
-        self._count = 0
-        self._told = False
+        self._found = FirstTold(logger)
 
     def look(self, made: Sequence[AgentTrajectory]) -> None:
         """Count those among some rollouts."""
         found = [one for one in made if not has_outcome(one)]
-        self._count += len(found)
-        if found and not self._told:
-            self._told = True
-            logger.warning(
+        if found:
+            self._found.add(
+                len(found),
                 "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
                 " failures; recording/without_outcome counts them",
                 len(found),
@@ -60,8 +59,7 @@ class WithoutOutcome:
 
     def take(self) -> int:
         """Return how many there were since the last call."""
-        count, self._count = self._count, 0
-        return count
+        return self._found.take()
 
 
 def score_metrics(fresh: Sequence[AgentTrajectory], replayed: Sequence[AgentTrajectory]) -> dict[str, float]:

@@ -35,3 +35,12 @@ def add_target(parser: ArgumentParser, metavar: str, said: str) -> None:
     """Let a command that makes stores be told where to, and how to write its result."""
     parser.add_argument("target", metavar=metavar, help=said)
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def add_tokenizer(parser: ArgumentParser) -> None:
+    """Let a command that shows tokens be told what makes text of them."""
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="show tokens as text with this tokenizer (default: the folder that each rollout's metadata names)",
+    )

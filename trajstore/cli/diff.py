@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, format_number
 from trajstore.cli.trajectory import LONGEST_TEXT, PARTS, shown_value
 
@@ -18,11 +18,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
     parser.add_argument("first", metavar="ID", help="id of a trajectory (3/17: 17 of a run's rank 3)")
     parser.add_argument("second", metavar="ID", help="id of another")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="show tokens as text with this tokenizer (default: the folder that each rollout's metadata names)",
-    )
+    add_tokenizer(parser)
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
 
 

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
 from trajstore.errors import listed
@@ -56,11 +56,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", action="store_true", help="with --trajectory, show every token of a rollout with its values"
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="show tokens as text with this tokenizer (default: the folder that the rollout's metadata names)",
-    )
+    add_tokenizer(parser)
     parser.add_argument(
         "--measure",
         type=int,

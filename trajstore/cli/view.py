@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import ConfigurationError
 
@@ -25,11 +25,7 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="NAME",
         help=f"address to listen on; other machines need the token that is printed (default: {_HOST})",
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="folder or name of the tokenizer that makes text of tokens (default: the folder that a rollout names)",
-    )
+    add_tokenizer(parser)
     parser.add_argument(
         "--write", action="store_true", help="let the page give trajectories scores, corrections and tags"
     )

@@ -32,8 +32,9 @@ from trajstore.experience.entry import (
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
-from trajstore.experience.prompts import Prompt
+from trajstore.experience.prompts import Prompt, RowPrompts
 from trajstore.experience.rules import PoolRules
+from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
 from trajstore.experience.selection import is_worth_keeping, plan_admissions
 from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -51,20 +52,7 @@ MOST_TOLD = 3
 
 @checked
 class KeptPool:
-    """Buckets, skip set and trajectories of a pool. What a step does with them is ``ExperienceManager``'s.
-
-    Args:
-        rules: what enters, what comes out.
-        store: where records are kept; opened with whatever pool it holds. In memory if ``None``.
-        tokenizer_fingerprint: tokenizer and chat template of the trainer; empty = ``tokenizer``'s, or unknown.
-        tokenizer: makes rows of what has messages only, which is refused without it.
-        reward_fingerprint: name and version of the reward function; empty = unknown.
-
-    Raises:
-        ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that could never
-            come out under these rules.
-        CorruptStoreError: the store's pool cannot be understood.
-    """
+    """Buckets, skip set and trajectories of a pool. How one is made, ``ExperienceManager`` says."""
 
     def __init__(
         self,
@@ -73,7 +61,9 @@ class KeptPool:
         store: PoolStore | None = None,
         tokenizer_fingerprint: str = "",
         tokenizer: MessageTokenizer | None = None,
+        current_entropy: CurrentEntropy | None = None,
         reward_fingerprint: str = "",
+        rows: RowPrompts | None = None,
     ) -> None:
         self.rules = rules
         self.tokenized = Tokenized([])
@@ -95,6 +85,9 @@ class KeptPool:
         self._counting = False
         self._notices = PoolNotices()
         warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
+        self._state.rows = RowPrompts() if rows is None else rows
+        self.current_entropy = current_entropy
+        self._scorer = EntropyScorer()
 
     # ---- what the pool holds ----
 

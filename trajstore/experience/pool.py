@@ -25,13 +25,8 @@ from trajstore.experience.entry import (
     with_reward_fingerprint,
 )
 from trajstore.experience.keeping import KeptPool
-from trajstore.experience.message_rows import MessageTokenizer
 from trajstore.experience.outcomes import TaskOutcome, count_outcomes
-from trajstore.experience.prompts import RowPrompts
-from trajstore.experience.rules import PoolRules
-from trajstore.experience.scoring import CurrentEntropy, EntropyScorer
 from trajstore.experience.selection import is_worth_keeping, outcome_refusal, plan_admissions, rollouts_to_keep, worthy
-from trajstore.experience.store import PoolStore
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -53,31 +48,10 @@ class ExperienceManager(KeptPool):
         rows: what the rows of the training data ask; histories that answer something else do not come out.
 
     Raises:
-        ConfigurationError: the store's pool was made with another tokenizer.
+        ConfigurationError: the store's pool was made with another tokenizer, or has demonstrations that could never
+            come out under these rules.
         CorruptStoreError: the store's pool cannot be understood.
     """
-
-    def __init__(
-        self,
-        rules: PoolRules,
-        *,
-        store: PoolStore | None = None,
-        tokenizer_fingerprint: str = "",
-        tokenizer: MessageTokenizer | None = None,
-        current_entropy: CurrentEntropy | None = None,
-        reward_fingerprint: str = "",
-        rows: RowPrompts | None = None,
-    ) -> None:
-        super().__init__(
-            rules,
-            store=store,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            tokenizer=tokenizer,
-            reward_fingerprint=reward_fingerprint,
-        )
-        self._state.rows = RowPrompts() if rows is None else rows
-        self.current_entropy = current_entropy
-        self._scorer = EntropyScorer()
 
     # ---- after a step ----
 

@@ -114,16 +114,10 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     In place of a rank of which nothing can be read there is an empty store, so that the run can be opened. A store
     beside ``rank_*`` goes to ``own``. A directory of RLinf becomes a store.
 
-    Args:
-        source: path or URL.
-        target: path or URL; must be absent or empty.
-        progress: told (done, total) shards that were verified.
+    Arguments and errors are those of :func:`copy_store`, but of damage only this is left:
 
     Raises:
-        StoreNotFoundError: there is no store.
-        ConfigurationError: the source is no store, or the target is not empty.
         CorruptStoreError: neither index nor log can be read.
-        StoreWriteError: it could not be written.
     """
 
     def repair(place: Place, to: str) -> Copied:
