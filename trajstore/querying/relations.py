@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -54,13 +54,29 @@ def shown_columns(relation: str) -> list[str]:
     return ["trajectory_id", "task", *_KINDS[relation].columns]
 
 
-def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
+class ReadRows(Protocol):
+    """Reads rows of trajectories: :func:`read_rows`, or what asks it elsewhere."""
+
+    def __call__(
+        self, relation: str, facts: DataFrame, wanted: Sequence[str], conditions: Sequence[Expr]
+    ) -> tuple[list[DataFrame], Faults]:
+        """Return tables of rows in the order of the facts, and which trajectories cannot be read.
+
+        Args:
+            relation: of :data:`RELATIONS`.
+            facts: of the trajectories: ids, and the other facts that the rest names.
+            wanted: columns of the tables.
+            conditions: that must hold of each row.
+        """
+
+
+def scan(read: ReadRows, relation: str, facts: DataFrame) -> LazyFrame:
     """Return the rows of some trajectories, which are read when an answer is made.
 
     Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
 
     Args:
-        locked: gives access to the contents of the buffer.
+        read: reads them.
         relation: of :data:`RELATIONS`.
         facts: of the trajectories, in the order of their rows; those of another kind have none.
     """
@@ -83,17 +99,14 @@ def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
                 rest.append(part)
             else:
                 chosen = chosen.filter(part)
-        needed = dict.fromkeys([*wanted, *(name for part in rest for name in part.meta.root_names())])
-        read = [name for name in needed if name in own]
-        beside = chosen.select(name for name in needed if name not in own)
+        beside = [name for name in _needed(wanted, rest) if name not in own and name != "trajectory_id"]
         faults: Faults = []
         try:
-            for ids, at in _portions(chosen):
-                for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, read), faults):
-                    which = np.repeat(at[np.isin(ids, some)], counts)
-                    frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
-                    found = frame.filter(*rest).select(wanted) if rest else frame.select(wanted)
-                    found = found if most is None else found.head(most)
+            for some in _portions(chosen):
+                tables, failed = read(relation, some.select("trajectory_id", *beside), wanted, rest)
+                faults += failed
+                for table in tables:
+                    found = table if most is None else table.head(most)
                     most = None if most is None else most - len(found)
                     yield found
                     if most == 0:
@@ -105,12 +118,40 @@ def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
     return found
 
 
-def _portions(facts: DataFrame) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield ids of trajectories that are read together, and their rows among the facts."""
-    ids, sizes = facts["trajectory_id"].to_numpy(), facts["bytes"].to_list()
-    for some, _ in portions(range(len(ids)), _BYTES, lambda at: sizes[at], most=TOGETHER):
-        at = np.array(some, np.int64)
-        yield ids[at], at
+def read_rows(
+    locked: Locked, relation: str, facts: DataFrame, wanted: Sequence[str], conditions: Sequence[Expr]
+) -> tuple[list[DataFrame], Faults]:
+    """Read rows of trajectories of a buffer, see :class:`ReadRows`.
+
+    Args:
+        locked: gives access to the contents of the buffer.
+        relation: see there, as all that follow.
+        facts: of the trajectories.
+        wanted: columns.
+        conditions: of the rows.
+    """
+    pl = polars()
+    kind, needed, faults = _KINDS[relation], _needed(wanted, conditions), Faults()
+    own = [name for name in needed if name not in facts.columns]
+    beside = facts.select(name for name in needed if name in facts.columns)
+    ids, tables = facts["trajectory_id"].to_numpy(), []
+    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own), faults):
+        which = np.repeat(np.flatnonzero(np.isin(ids, some)), counts)
+        frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
+        tables.append(frame.filter(*conditions).select(wanted) if conditions else frame.select(wanted))
+    return tables, faults
+
+
+def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
+    """Return the columns that an answer and its conditions name, each once."""
+    return list(dict.fromkeys([*wanted, *(name for part in conditions for name in part.meta.root_names())]))
+
+
+def _portions(facts: DataFrame) -> Iterator[DataFrame]:
+    """Yield the facts of trajectories that are read together."""
+    sizes = facts["bytes"].to_list()
+    for some, _ in portions(range(len(sizes)), _BYTES, lambda at: sizes[at], most=TOGETHER):
+        yield facts.slice(some[0], len(some))
 
 
 def _parts(condition: Expr | None) -> list[Expr]:
