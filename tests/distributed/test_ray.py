@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, run_points
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
     ConfigurationError,
@@ -208,6 +208,19 @@ def test_rows_of_all_stores_are_asked(
         handle.stop()
         with pytest.raises(ConfigurationError, match="closed"):
             list(stream)
+
+
+def test_values_by_row_of_a_store_are_asked(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run" / "rank_0") as writer:
+        writer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))])
+        annotate(writer, 0, {"advantages": [torch.tensor([1, 2, 3])]})
+    with create("late", tmp_path / "run", stores=2) as handle:
+        handle.add_trajectories([AgentTrajectory(input_ids=torch.arange(2)) for _ in range(4)]).committed(120)
+        asked = handle.query("tokens").where("advantages > 1").select("position", "advantages")
+        assert asked.rows() == [{"position": 1, "advantages": 2.0}, {"position": 2, "advantages": 3.0}]
+        assert handle.query("tokens").where("advantages is null").count() == 8
+        handle.stop()
 
 
 def test_the_same_seed_draws_the_same(cluster: Cluster, tmp_path: Path) -> None:

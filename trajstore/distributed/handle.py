@@ -176,7 +176,11 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             ConfigurationError: there is no such relation.
             StoreUnreachableError: of the answer; a store does not answer.
         """
-        return Query(self._facts, partial(scan, self._rows), one_of("relation", relation, (TRAJECTORIES, *RELATIONS)))
+        return Query(
+            self._facts,
+            partial(scan, self._rows, self._late_rows),
+            one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
+        )
 
     def _facts(self) -> DataFrame:
         """Return the facts of all trajectories, the oldest first; of one that lies in two stores, those of one.
@@ -193,8 +197,24 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         facts: DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
         return facts.filter(~pl.col("trajectory_id").is_in(copies)) if copies else facts
 
+    def _late_rows(self, relation: str) -> dict[str, bool]:
+        """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        found: dict[str, bool] = {}
+        for told in self._stores.call_all(dict.fromkeys(self._all_ranks(), (relation,)), "late_rows").values():
+            found |= {name: several or found.get(name, False) for name, several in told.items()}
+        return found
+
     def _rows(
-        self, relation: str, facts: DataFrame, wanted: Sequence[str], conditions: Sequence[Expr]
+        self,
+        relation: str,
+        facts: DataFrame,
+        wanted: Sequence[str],
+        conditions: Sequence[Expr],
+        late: Mapping[str, bool],
     ) -> tuple[list[DataFrame], Faults]:
         """Return messages, tokens or steps of some trajectories; see :class:`trajstore.querying.relations.ReadRows`.
 
@@ -205,7 +225,7 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         pl = polars()
         placed = facts.with_row_index(_PLACE)
         parts = placed.group_by(pl.col("trajectory_id") % MOST_STORES)
-        asked = {rank: (relation, part, [*wanted, _PLACE], conditions) for (rank,), part in parts}
+        asked = {rank: (relation, part, [*wanted, _PLACE], conditions, late) for (rank,), part in parts}
         answers = self._stores.call_all(asked, "rows").values()
         tables = [table for some, _ in answers for table in some]
         whole = [pl.concat(tables).sort(_PLACE, maintain_order=True).drop(_PLACE)] if tables else []

@@ -232,10 +232,19 @@ class StoreServer:
         return self._buffer.query().table().with_columns(rank)
 
     def rows(
-        self, relation: str, facts: DataFrame, wanted: Sequence[str], conditions: Sequence[Expr]
+        self,
+        relation: str,
+        facts: DataFrame,
+        wanted: Sequence[str],
+        conditions: Sequence[Expr],
+        late: Mapping[str, bool],
     ) -> tuple[list[DataFrame], Faults]:
         """Return messages, tokens or steps of some trajectories; see :class:`trajstore.querying.relations.ReadRows`."""
-        return internals_of(self._buffer).rows(relation, facts, wanted, conditions)
+        return internals_of(self._buffer).rows(relation, facts, wanted, conditions, late)
+
+    def late_rows(self, relation: str) -> dict[str, bool]:
+        """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`."""
+        return internals_of(self._buffer).late_rows(relation)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories; see :meth:`Internals.extents`."""

@@ -32,7 +32,7 @@ _METHODS = {
     "add": ("add",),
     "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "release"),
     "read": (
-        *("read", "trajectories", "extents", "facts", "rows", "news", "stats", "tick", "mirror_state"),
+        *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
         "saved_points",
     ),
     "save": (

@@ -26,8 +26,11 @@ TRAJECTORIES = "trajectories"
 _BYTES = 16 << 20
 """Of the trajectories that are read at a time, unless one alone has more."""
 
-Read = Callable[[Locked, IntArray, Sequence[str]], tuple[IntArray, dict[str, "Series"]]]
+Read = Callable[[Locked, IntArray, Sequence[str], Mapping[str, bool]], tuple[IntArray, dict[str, "Series"]]]
 """Returns how many rows each trajectory has, ``[n]``, and the columns asked for of all their rows."""
+
+Late = Callable[[str], Mapping[str, bool]]
+"""Returns the names of values by row that are columns of a relation, and of which a row may have several numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,12 @@ class ReadRows(Protocol):
     """Reads rows of trajectories: :func:`read_rows`, or what asks it elsewhere."""
 
     def __call__(
-        self, relation: str, facts: DataFrame, wanted: Sequence[str], conditions: Sequence[Expr]
+        self,
+        relation: str,
+        facts: DataFrame,
+        wanted: Sequence[str],
+        conditions: Sequence[Expr],
+        late: Mapping[str, bool],
     ) -> tuple[list[DataFrame], Faults]:
         """Return tables of rows in the order of the facts, and which trajectories cannot be read.
 
@@ -67,16 +75,18 @@ class ReadRows(Protocol):
             facts: of the trajectories: ids, and the other facts that the rest names.
             wanted: columns of the tables.
             conditions: that must hold of each row.
+            late: columns that are values by row, and which of them are lists of numbers.
         """
 
 
-def scan(read: ReadRows, relation: str, facts: DataFrame) -> LazyFrame:
+def scan(read: ReadRows, late: Late, relation: str, facts: DataFrame) -> LazyFrame:
     """Return the rows of some trajectories, which are read when an answer is made.
 
     Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
 
     Args:
         read: reads them.
+        late: knows of their values by row, which are columns besides.
         relation: of :data:`RELATIONS`.
         facts: of the trajectories, in the order of their rows; those of another kind have none.
     """
@@ -85,7 +95,9 @@ def scan(read: ReadRows, relation: str, facts: DataFrame) -> LazyFrame:
 
     kind = _KINDS[relation]
     facts = facts.filter(pl.col("kind") == kind.of)
+    given = {name: several for name, several in late(relation).items() if name not in kind.columns}
     own = {name: getattr(pl, dtype) for name, (dtype, _) in kind.columns.items()}
+    own |= {name: pl.List(pl.Float64) if several else pl.Float64 for name, several in given.items()}
     others = {name: dtype for name, dtype in facts.schema.items() if name not in own}
     schema = {name: (own | others)[name] for name in ("trajectory_id", "task", *own, *others)}
 
@@ -103,7 +115,7 @@ def scan(read: ReadRows, relation: str, facts: DataFrame) -> LazyFrame:
         faults: Faults = []
         try:
             for some in _portions(chosen):
-                tables, failed = read(relation, some.select("trajectory_id", *beside), wanted, rest)
+                tables, failed = read(relation, some.select("trajectory_id", *beside), wanted, rest, given)
                 faults += failed
                 for table in tables:
                     found = table if most is None else table.head(most)
@@ -119,7 +131,12 @@ def scan(read: ReadRows, relation: str, facts: DataFrame) -> LazyFrame:
 
 
 def read_rows(
-    locked: Locked, relation: str, facts: DataFrame, wanted: Sequence[str], conditions: Sequence[Expr]
+    locked: Locked,
+    relation: str,
+    facts: DataFrame,
+    wanted: Sequence[str],
+    conditions: Sequence[Expr],
+    late: Mapping[str, bool],
 ) -> tuple[list[DataFrame], Faults]:
     """Read rows of trajectories of a buffer, see :class:`ReadRows`.
 
@@ -129,17 +146,24 @@ def read_rows(
         facts: of the trajectories.
         wanted: columns.
         conditions: of the rows.
+        late: columns that are values by row.
     """
     pl = polars()
     kind, needed, faults = _KINDS[relation], _needed(wanted, conditions), Faults()
     own = [name for name in needed if name not in facts.columns]
     beside = facts.select(name for name in needed if name in facts.columns)
     ids, tables = facts["trajectory_id"].to_numpy(), []
-    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own), faults):
+    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, late), faults):
         which = np.repeat(np.flatnonzero(np.isin(ids, some)), counts)
         frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
         tables.append(frame.filter(*conditions).select(wanted) if conditions else frame.select(wanted))
     return tables, faults
+
+
+def late_columns(locked: Locked, relation: str) -> dict[str, bool]:
+    """Return which values by row are columns of a relation of a buffer, see :data:`Late`."""
+    kind = _KINDS[relation]
+    return {} if relation == "messages" else locked(lambda contents: rows.given_late(contents, kind.of))
 
 
 def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
