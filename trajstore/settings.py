@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _checks(kind: type[Settings]) -> Mapping[str, Check]:
+def _checks(kind: Any) -> Mapping[str, Check]:
     hints = get_type_hints(kind, include_extras=True)
     checks = ((name, _check_of(hints[name])) for name in names_of(kind))
     return {name: check for name, check in checks if check is not None}
