@@ -246,7 +246,8 @@ class Living:
         number = id_from("trajectory_id", shown)
         catalogs = self._shown.catalogs()
         if not catalogs:  # a directory of RLinf has no values, nor has a pool's file; a handle's stores are elsewhere
-            return {**late_values(own_id(number), Notes(), []), "state": self.state.name}
+            limits = [] if catalogs is not None else list(self._shown.limits)
+            return {**late_values(own_id(number), Notes(), []), "limits": limits, "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
         if before is None:
             raise _none_of(shown)

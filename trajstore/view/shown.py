@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
@@ -15,7 +17,10 @@ from trajstore.errors import (
     CorruptStoreError,
     StoreError,
     StoreNotFoundError,
+    StoreUnreachableError,
+    TrajectoryUnavailableError,
     UnsupportedVersionError,
+    listed,
 )
 from trajstore.experience.looking import Records, SeenPool, pool_of_files
 from trajstore.experience.persistence import read_buckets, saved_pools
@@ -24,9 +29,11 @@ from trajstore.reading.places import kind_of, ranks_of
 from trajstore.sampling import Drawn
 from trajstore.sampling.base import IntArray
 from trajstore.store.catalog import Catalog
+from trajstore.store.run_ids import id_from
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
+    from trajstore.distributed import DistributedReplayBuffer
     from trajstore.querying import Query
 
 logger = logging.getLogger(__name__)
@@ -232,3 +239,67 @@ class PoolFiles:
 
     def close(self) -> None:
         """Do nothing: no lease was taken."""
+
+
+class OfHandle:
+    """What a handle of stores shows.
+
+    Facts are taken from the stores once for each state, trajectories one by one. While a store does not answer, the
+    last state goes on being shown.
+
+    Args:
+        handle: stays its owner's.
+
+    Raises:
+        StoreUnreachableError: a store does not answer.
+    """
+
+    damage: str | None = None
+    pool: SeenPool | None = None
+    limits = (
+        "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
+        "giving some, takes trajstore view on a machine that has the directories.",
+    )
+
+    def __init__(self, handle: DistributedReplayBuffer) -> None:
+        self._handle = handle
+        self.path = f"stores {internals_of(handle).name!r} of Ray"
+        self._facts = handle.query().table()
+        self._ids = handle.trajectory_ids
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def refresh(self) -> bool:
+        self._handle.refresh()
+        if silent := internals_of(self._handle).absent:
+            names = listed(f"rank_{rank}" for rank in silent)
+            raise StoreUnreachableError(f"{self.path}: no answer from {names}; shown is what there was before")
+        ids = self._handle.trajectory_ids
+        if np.array_equal(ids, self._ids):
+            return False
+        self._facts, self._ids = self._handle.query().table(), ids
+        return True
+
+    def query(self) -> Query:
+        facts = self._facts
+        return replace(self._handle.query(), facts=lambda: facts)
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        number = id_from("trajectory_id", shown)
+        if not (self._facts["trajectory_id"] == number).any():  # else a store that does not exist would be waited for
+            raise TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+        return self._handle.get(number)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self._handle).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self._handle.read(drawn, columns=columns)
+
+    def catalogs(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Do nothing: the handle is its owner's."""
