@@ -17,6 +17,7 @@ from typing import Any
 from trajstore.view.correcting import Correcting
 from trajstore.view.living import Living
 from trajstore.view.server import listening, server_of
+from trajstore.view.shown import shown_at
 
 PATIENCE = 120
 """Seconds that a loaded machine may take."""
@@ -84,7 +85,7 @@ class Command:
 def serving(path: Path, token: str | None = None, *, who: str | None = None, pin: str | None = None) -> Iterator[str]:
     """Serve a directory from a thread, with ``--write`` if it is said who gives values; yields the address."""
     correcting = None if who is None else Correcting(path, who)
-    living = Living(path, pin=pin)
+    living = Living(shown_at(path, pin=pin))
     with listening("127.0.0.1", 0) as listener:
         server = server_of(living, token, correcting)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

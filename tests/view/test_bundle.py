@@ -28,6 +28,7 @@ from trajstore.cli import main
 from trajstore.testing.witness import witness
 from trajstore.view import bundle
 from trajstore.view.living import Living
+from trajstore.view.shown import shown_at
 
 Serve = Callable[[Path], str]
 
@@ -210,7 +211,7 @@ def test_damage_that_comes_while_a_bundle_is_written_is_said(tmp_path: Path, ser
             writer.add_trajectories([rollout(number)])
             writer.flush()
     shard = tmp_path / "store" / "shards" / "shard_00000001.pt"
-    with closing(Living(tmp_path / "store")) as living:
+    with closing(Living(shown_at(tmp_path / "store"))) as living:
         shard.write_bytes(shard.read_bytes()[:1000])
         done = bundle.write_bundle(living, tmp_path / "out")
     assert list(done.problems) == ["1"]
@@ -331,10 +332,11 @@ def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
         "import os, signal, sys\n"
         "from trajstore.view.bundle import write_bundle\n"
         "from trajstore.view.living import Living\n"
+        "from trajstore.view.shown import shown_at\n"
         "def progress(done, total):\n"
         "    if done == 2:\n"
         "        os.kill(os.getpid(), int(sys.argv[3]))\n"
-        "write_bundle(Living(sys.argv[1]), sys.argv[2], progress=progress)\n"
+        "write_bundle(Living(shown_at(sys.argv[1])), sys.argv[2], progress=progress)\n"
     )
     for number in (signal.SIGKILL, signal.SIGINT):
         command = [sys.executable, "-c", script, str(tmp_path / "store"), str(target), str(int(number))]
@@ -356,7 +358,7 @@ def test_a_bundle_is_of_one_state_while_others_write(tmp_path: Path) -> None:
                 writer.add_trajectories([rollout(9)])
                 writer.flush()
 
-        with closing(Living(tmp_path / "store")) as living:
+        with closing(Living(shown_at(tmp_path / "store"))) as living:
             done = bundle.write_bundle(living, tmp_path / "out", progress=meanwhile)
     assert (done.trajectories, done.problems) == (4, {})
     assert len(list((tmp_path / "out" / "data").glob("*.bin"))) == 4

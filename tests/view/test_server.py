@@ -22,7 +22,6 @@ from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
 from tools.browser import PATIENCE, Command, NoServerError
 from trajstore.errors import ConfigurationError
-from trajstore.experience import ExperienceManager, PoolRules
 from trajstore.testing.witness import witness
 from trajstore.view.page import STATIC
 from trajstore.view.rollout import texts_of
@@ -294,12 +293,6 @@ def test_the_command_prints_where_it_listens(tmp_path: Path) -> None:
             assert "Error" not in command.end()
     with pytest.raises(NoServerError, match="no-such-option"):
         Command(tmp_path, "--no-such-option")
-
-
-def test_the_files_of_a_pool_are_refused_with_what_shows_them(tmp_path: Path) -> None:
-    ExperienceManager(PoolRules(n_rollout=4)).save_experience_pool_to_disk(tmp_path / "step_7")
-    with pytest.raises(NoServerError, match=r"step_7: is an experience pool.*`trajstore inspect` shows it"):
-        Command(tmp_path / "step_7")
 
 
 def test_text_of_tokens_is_that_of_the_whole() -> None:

@@ -17,7 +17,9 @@ _SHOWN = 50  # problems written one by one
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
+    parser.add_argument(
+        "path", metavar="PATH", help="store, checkpoint, run directory, directory of RLinf or experience pool"
+    )
     parser.add_argument("--pin", metavar="NAME", help="show the trajectories of a pin")
     parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any that is free (default: {_PORT})")
     parser.add_argument(
@@ -54,9 +56,10 @@ def _run(options: Namespace, out: Output) -> int:
 def _bundle(options: Namespace, out: Output) -> int:
     from trajstore.view.bundle import write_bundle
     from trajstore.view.living import Living
+    from trajstore.view.shown import shown_at
 
     with (
-        closing(Living(options.path, pin=options.pin, tokenizer=options.tokenizer)) as living,
+        closing(Living(shown_at(options.path, pin=options.pin), tokenizer=options.tokenizer)) as living,
         ProgressBar("writing", sys.stderr) as bar,
     ):
         done = write_bundle(living, options.bundle, where=options.where or "", progress=bar)
@@ -83,6 +86,7 @@ def _serve(options: Namespace, out: Output) -> int:
         from trajstore.view.guard import is_loopback
         from trajstore.view.living import Living
         from trajstore.view.server import listening, server_of
+        from trajstore.view.shown import shown_at
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
@@ -90,7 +94,7 @@ def _serve(options: Namespace, out: Output) -> int:
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     correcting = Correcting(options.path, options.who or _login()) if options.write else None
     with listening(host, port) as listener:
-        living = Living(options.path, pin=options.pin, tokenizer=options.tokenizer)
+        living = Living(shown_at(options.path, pin=options.pin), tokenizer=options.tokenizer)
         name = f"[{host}]" if ":" in host else host
         out.line(f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
         out.line("Ctrl-C ends it")
@@ -115,9 +119,9 @@ COMMAND = Command(
     name="view",
     summary="show a store as a page in a browser, live",
     description=(
-        "Show a store, checkpoint, run directory or directory of RLinf as a page in a browser: a table of "
-        "trajectories, rollouts as conversations and coloured tokens, groups, curves. What is written meanwhile "
-        "appears; the writer never waits. Nothing is written, unless --write lets the page give values to "
+        "Show a store, checkpoint, run directory, directory of RLinf or experience pool as a page in a browser: a "
+        "table of trajectories, rollouts as conversations and coloured tokens, groups, curves. What is written "
+        "meanwhile appears; the writer never waits. Nothing is written, unless --write lets the page give values to "
         "trajectories, as annotate does; nothing is loaded from elsewhere. Needs the extra 'view'. With --bundle, a "
         "folder to publish is written instead."
     ),

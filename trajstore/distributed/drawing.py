@@ -380,6 +380,17 @@ class InternalsOfHandle:
         return self._handle._draws.generator
 
     @property
+    def name(self) -> str:
+        """By which the stores are found."""
+        return self._handle._stores.name
+
+    @property
+    def absent(self) -> list[int]:
+        """Ranks of the stores that did not answer when they were asked last."""
+        with self._handle._lock:
+            return self._handle._survey.census.absent
+
+    @property
     def share(self) -> tuple[int, int] | None:
         """None: a handle shows all that the stores have."""
         return None
@@ -391,9 +402,7 @@ class InternalsOfHandle:
         Raises:
             StoreUnreachableError: one has just fallen silent.
         """
-        stores = self._handle._stores
-        with self._handle._lock:
-            absent = self._handle._survey.census.absent
+        stores, absent = self._handle._stores, self.absent
         return [stores.describe(rank).store_id for rank in stores.ranks if rank not in absent]
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:

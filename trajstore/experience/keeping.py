@@ -29,6 +29,7 @@ from trajstore.experience.entry import (
     is_demonstration,
     of_earlier_run,
 )
+from trajstore.experience.facts import with_pool_facts
 from trajstore.experience.ledger import PoolLedger
 from trajstore.experience.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trajstore.experience.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals
@@ -40,8 +41,6 @@ from trajstore.experience.store import MemoryStore, PoolStore
 from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
-    from polars import DataFrame
-
     from trajstore.querying import Query
 
 logger = logging.getLogger(__name__)
@@ -136,31 +135,7 @@ class KeptPool:
             ConfigurationError: the pool is in memory; or there is no such relation.
         """
         whole = self._ledger.query(relation)
-        return replace(whole, facts=lambda: self._told(whole.facts()))
-
-    def _told(self, facts: DataFrame) -> DataFrame:
-        """Return the facts of what is in the pool, with those that only the pool knows."""
-        from trajstore.querying.engine import polars  # a pool in memory needs none of it
-
-        entries = list(self._state.all_entries())
-        known = polars().DataFrame(
-            {
-                "trajectory_id": [entry.trajectory_id for entry in entries],
-                "difficulty": [self._state.buckets.difficulty(entry.task_id) for entry in entries],
-                "pool_entropy": [entry.entropy for entry in entries],
-                "uses": self._state.uses_of(entries),
-                "demonstration": [entry.is_demonstration for entry in entries],
-            },
-            schema={
-                **dict.fromkeys(("trajectory_id", "difficulty"), polars().Int64),
-                "pool_entropy": polars().Float64,
-                "uses": polars().Int64,
-                "demonstration": polars().Boolean,
-            },
-        )
-        others = facts.drop(known.columns[1:], strict=False)
-        found: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
-        return found
+        return replace(whole, facts=lambda: with_pool_facts(whole.facts(), self._state))
 
     @property
     def tokenizer_fingerprint(self) -> str:

@@ -75,16 +75,20 @@ def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
         base: the ``experience_pool`` folder; need not exist.
         not_after: the step that is resumed; ``None`` = no limit.
     """
-    found: list[tuple[int, Path]] = []
+    found = saved_pools(base)
+    steps = [step for step in found if not_after is None or step <= not_after]
+    return found[max(steps)] if steps else None
+
+
+def saved_pools(base: str | Path) -> dict[int, Path]:
+    """Return the complete ``step_N`` below ``base`` by N, the earliest first; ``base`` need not exist."""
     base = Path(base)
+    found: list[tuple[int, Path]] = []
     for path in base.iterdir() if base.is_dir() else ():
         match = _STEP.fullmatch(path.name)
-        if match is None or not all((path / name).is_file() for name in POOL_FILES):
-            continue
-        step = int(match.group(1))
-        if not_after is None or step <= not_after:
-            found.append((step, path))
-    return max(found)[1] if found else None
+        if match is not None and all((path / name).is_file() for name in POOL_FILES):
+            found.append((int(match.group(1)), path))
+    return dict(sorted(found))
 
 
 def write_pool(directory: Path, contents: PoolContents) -> None:
@@ -120,7 +124,7 @@ def read_pool(directory: Path) -> PoolContents:
     """
     if not directory.is_dir():
         raise StoreNotFoundError(f"{directory}: no experience pool here")
-    buckets = _buckets(directory / BUCKETS_FILE)
+    buckets = read_buckets(directory)
     skip = _json(directory / SKIP_FILE)
     if not isinstance(skip, list) or not all(isinstance(task, str) for task in skip):
         raise CorruptStoreError(f"{directory / SKIP_FILE}: must be a list of task ids")
@@ -174,7 +178,14 @@ def _json(path: Path) -> Any:
         raise CorruptStoreError(f"{path}: not JSON: {error}") from error
 
 
-def _buckets(path: Path) -> dict[int, list[str]]:
+def read_buckets(directory: Path) -> dict[int, list[str]]:
+    """Return the tasks of a saved pool by difficulty.
+
+    Raises:
+        IncompleteCheckpointError: the file is absent.
+        CorruptStoreError: it is not what its name says.
+    """
+    path = directory / BUCKETS_FILE
     value = _json(path)
     buckets: dict[int, list[str]] = {}
     place: dict[str, int] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.errors import CorruptStoreError, StoreError
@@ -49,6 +49,8 @@ class Recovered:
     """Entries since the newest snapshot."""
     unreadable: int = 0
     """Records that say something of the pool, and are damaged."""
+    difficulties: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Tasks per difficulty at the end of each step, from that of the newest snapshot on."""
 
 
 def recover(store: PoolStore, rules: PoolRules, make_entry: MakeEntry = entry_of) -> Recovered:
@@ -180,3 +182,4 @@ def _note_head(record_id: int, head: dict[str, Any], result: Recovered) -> None:
     result.generator = head["generator"]
     result.global_steps = int(head["step"])
     result.sequence = int(head["sequence"]) + 1
+    result.difficulties[result.global_steps] = result.state.buckets.sizes()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.facts import SCORE
+from trajstore.experience.facts import POOL_FACTS
 from trajstore.querying import FACTS
 from trajstore.querying.engine import polars
 from trajstore.store.run_ids import shown_id
@@ -37,7 +38,7 @@ def columns_of(table: DataFrame) -> list[Answer]:
         {
             "name": name,
             "type": "id" if name == "trajectory_id" else _type(kind),
-            "note": FACTS.get(name, _note_of_others(name)),
+            "note": FACTS.get(name) or POOL_FACTS.get(name) or _note_of_others(name),
             "known": table[name].null_count() < len(table) and not (name in _OF_KINDS and not _OF_KINDS[name] <= kinds),
         }
         for name, kind in table.schema.items()

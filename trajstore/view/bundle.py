@@ -24,7 +24,6 @@ from trajstore.files.local import LocalDirectory
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, rows_of
 from trajstore.view.living import Living
-from trajstore.view.overview import overview
 from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import pictures_of
 
@@ -93,8 +92,7 @@ def write_bundle(
         raise ConfigurationError(
             f"bundle: {len(table):,} trajectories, more than the {MOST:,} that a bundle takes; choose some with --where"
         )
-    about = {"path": living.path, "columns": columns_of(table), "state": "bundle", "trajectories": len(table)}
-    about["trouble"] = living.state.trouble
+    about = {**living.about(), "columns": columns_of(table), "state": "bundle", "trajectories": len(table)}
     rows = rows_of(table, table["trajectory_id"].to_numpy())
     shown = [row[table.columns.index("trajectory_id")] for row in rows]
     done = Bundled(str(target), trouble=living.state.trouble)
@@ -120,7 +118,7 @@ def write_bundle(
             done.trajectories += 1
             progress(number + 1, len(shown))
         told = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
-        told |= {"rows": rows, "overview": overview(table), "problems": done.problems, "pictures": pictures}
+        told |= {"rows": rows, "overview": living.overview(where), "problems": done.problems, "pictures": pictures}
         told["late"] = late
         _write(folder, done, [("bundle.json", orjson.dumps(told)), ("index.html", bundled_index().encode())])
         _check_replaceable(target)

@@ -1,4 +1,4 @@
-"""A store as the page shows it: a reader that follows what is written, and its answers."""
+"""What lives as the page shows it: it follows what is written, and answers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.buffer.internals import internals_of
-from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.columns.fields import walk
-from trajstore.errors import (
-    ConfigurationError,
-    StoreError,
-    StoreNotFoundError,
-    TrajectoryUnavailableError,
-    UnsupportedVersionError,
-)
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.inspection.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.querying.engine import polars
 from trajstore.sampling import Drawn
@@ -31,8 +23,9 @@ from trajstore.store.run_ids import id_from, own_id, rank_of_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows, plain_dict, rows_of
 from trajstore.view.late import late_values
-from trajstore.view.overview import overview
+from trajstore.view.overview import overview, pool_overview
 from trajstore.view.rollout import answer_of
+from trajstore.view.shown import Shown
 from trajstore.writing.inbox import InboxView
 
 if TYPE_CHECKING:
@@ -66,32 +59,35 @@ class State:
 
 
 class Living:
-    """The reader of a directory, and what it answers.
+    """What is shown, and what it answers.
 
     :meth:`refresh`, :meth:`page` and what else asks about many are called by one thread, what reads a single
     trajectory by one that may be another.
 
     Args:
-        path: directory or URL; see :meth:`TrajectoryReplayBuffer.open`.
-        pin: name of a pin, whose trajectories are shown.
+        shown: of which the page is; belongs to this from now on.
         tokenizer: folder or name of the tokenizer that makes text of tokens. None: the folder that a rollout names.
     """
 
-    def __init__(self, path: str | Path, *, pin: str | None = None, tokenizer: str | Path | None = None) -> None:
-        self.path = str(path)
-        self._reader, self._damage = _opened(path, pin)
+    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None) -> None:
+        self._shown = shown
         self._tokenizer = tokenizer
         self._decoders: dict[str | None, Decode | None] = {}
         self._inboxes: dict[str, InboxView] = {}
         """Of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._start, self._number = secrets.token_hex(4), 0
-        self.state = State(self._name(), len(self._reader), self._damage)
+        self.state = State(self._name(), len(shown), shown.damage)
         """The present one; replaced whole, so that any thread may look at it."""
 
     def close(self) -> None:
-        """Give the reader's lease back."""
-        self._reader.close()
+        """Give back what was taken to read."""
+        self._shown.close()
+
+    @property
+    def path(self) -> str:
+        """What is shown, as people call it."""
+        return self._shown.path
 
     def _name(self) -> str:
         return f"{self._start}-{self._number}"
@@ -101,20 +97,20 @@ class Living:
     def refresh(self) -> State:
         """Show what was committed since, and return the state shown."""
         try:
-            changed, trouble = self._reader.refresh(), self._damage
+            changed, trouble = self._shown.refresh(), self._shown.damage
         except (StoreError, OSError) as error:  # perhaps for a moment only: somebody may be replacing the directory
             changed, trouble = False, str(error)
             if trouble != self.state.trouble:
                 logger.warning("%s", trouble)
         if changed or trouble != self.state.trouble:
             self._number += 1
-            self.state = State(self._name(), len(self._reader), trouble)
+            self.state = State(self._name(), len(self._shown), trouble)
         return self.state
 
     def about(self) -> Answer:
-        """Return what is shown: its path, the facts that there are, and the state."""
-        columns = columns_of(self._reader.query().table())
-        return {"path": self.path, "columns": columns, **_told(self.state)}
+        """Return what is shown: its path, the facts that there are, whether it is a pool, and the state."""
+        columns, pool = columns_of(self._shown.query().table()), self._shown.pool is not None
+        return {"path": self.path, "columns": columns, "pool": pool, **_told(self.state)}
 
     def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
         """Return rows of the answer to a question: ``{"total", "first", "rows", "state"}``.
@@ -131,7 +127,7 @@ class Living:
         """
         key = state, where, tuple(order)
         if key not in self._answers:
-            question = self._reader.query().order_by(*order) if order else self._reader.query()
+            question = self._shown.query().order_by(*order) if order else self._shown.query()
             key = self.state.name, where, tuple(order)
             if key not in self._answers:
                 self._answers[key] = (question.where(where) if where else question).ids()
@@ -139,7 +135,7 @@ class Living:
         while len(self._answers) > _QUESTIONS:
             self._answers.popitem(last=False)
         ids = self._answers[key]
-        rows = rows_of(self._reader.query().table(), ids[first : first + count])
+        rows = rows_of(self._shown.query().table(), ids[first : first + count])
         return {"total": len(ids), "first": first, "rows": rows, "state": key[0]}
 
     def overview(self, where: str) -> Answer:
@@ -148,7 +144,9 @@ class Living:
         Raises:
             ConfigurationError: the condition is wrong; says where.
         """
-        return {**overview(self.table(where)), "state": self.state.name}
+        pool = None if self._shown.pool is None else pool_overview(self._shown.pool)
+        told = {"pool": pool, "limits": list(self._shown.limits), "state": self.state.name}
+        return {**overview(self.table(where)), **told}
 
     def table(self, where: str = "") -> DataFrame:
         """Return the facts of the trajectories of which a condition holds, in the order of their ids.
@@ -156,7 +154,7 @@ class Living:
         Raises:
             ConfigurationError: the condition is wrong; says where.
         """
-        question = self._reader.query()
+        question = self._shown.query()
         return (question.where(where) if where else question).table()
 
     def group(self, task: str, version: int | None) -> Answer:
@@ -164,12 +162,12 @@ class Living:
 
         Args:
             task: name of the task.
-            version: highest policy version of the rollouts; None: the newest.
+            version: highest policy version of the rollouts; None: the newest, and of a pool's histories all.
         """
         pl = polars()
-        siblings = self._reader.query().table().filter(pl.col("task") == task)
+        siblings = self._shown.query().table().filter(pl.col("task") == task)
         known = siblings["version_high"].drop_nulls().unique().sort().to_list()
-        chosen = version if version is not None else known[-1] if known else None
+        chosen = known[-1] if version is None and known and self._shown.pool is None else version
         if chosen is not None:
             siblings = siblings.filter(pl.col("version_high") == chosen)
         return {"task": task, "versions": known, "version": chosen, "rollouts": named_rows(siblings)} | {
@@ -192,7 +190,7 @@ class Living:
 
     def get(self, shown: str) -> AnyTrajectory:
         """Return a trajectory; raises what :meth:`rollout` does."""
-        return self._reader.get(shown)
+        return self._shown.get(shown)
 
     def body(self, trajectory: AnyTrajectory) -> bytes:
         """Return what :meth:`rollout` returns of a trajectory that was read."""
@@ -214,14 +212,14 @@ class Living:
             TrajectoryUnavailableError: there is none, or none any more.
         """
         number = np.array([id_from("trajectory_id", shown)], np.int64)
-        (length,), (batch,) = internals_of(self._reader).extents(number)
+        (length,), (batch,) = self._shown.extents(number)
         if not 0 < len(steps) <= _FRAMES or environment >= batch or max(steps) >= length:
             raise ConfigurationError(
                 f"frames: block {shown} has {length} steps and {batch} environments, and {_FRAMES} frames are given at "
                 "a time"
             )
         samples = np.array(steps, np.int64) * batch + environment
-        found = self._reader.read(Drawn(number.repeat(len(steps)), samples), columns=[name])
+        found = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(found))
 
     def facts(self, shown: str) -> Answer:
@@ -232,7 +230,7 @@ class Living:
         """
         pl = polars()
         number = id_from("trajectory_id", shown)
-        rows = self._reader.query().table().filter(pl.col("trajectory_id") == number)
+        rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
         if not len(rows):
             raise _none_of(shown)
         return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown}
@@ -246,16 +244,17 @@ class Living:
             TrajectoryUnavailableError: there is none, or none any more.
         """
         number = id_from("trajectory_id", shown)
-        catalogs = internals_of(self._reader).catalogs_by_rank()
-        if not catalogs:  # a directory of RLinf has no values
-            return {**late_values(own_id(number), Notes(), []), "state": self.state.name}
+        catalogs = self._shown.catalogs()
+        if not catalogs:  # a directory of RLinf has no values, nor has a pool's file; a handle's stores are elsewhere
+            limits = [] if catalogs is not None else list(self._shown.limits)
+            return {**late_values(own_id(number), Notes(), []), "limits": limits, "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
         if before is None:
             raise _none_of(shown)
         inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
         waiting = inbox.look(before.store_id)
         self.refresh()  # after that: what was taken in between is in the store
-        catalog = internals_of(self._reader).catalogs_by_rank().get(rank_of_id(number))
+        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         if catalog is None or catalog.unknown([own_id(number)]):
             raise _none_of(shown)
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
@@ -263,7 +262,7 @@ class Living:
     def notes_shown(self, shown: str) -> Answer:
         """Return the values of a trajectory that came late, of the state that is shown; what waits is none of them."""
         number = id_from("trajectory_id", shown)
-        catalog = internals_of(self._reader).catalogs_by_rank().get(rank_of_id(number))
+        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         return late_values(own_id(number), Notes() if catalog is None else catalog.notes, [])
 
     def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
@@ -271,24 +270,6 @@ class Living:
         if name not in self._decoders:
             self._decoders[name] = decoder(trajectory, self._tokenizer)
         return self._decoders[name]
-
-
-def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, str | None]:
-    """Return a reader of a directory, and what is damaged there; None if all is whole. The rest is shown then.
-
-    Raises:
-        StoreNotFoundError: there is nothing that can be shown.
-        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
-    """
-    try:
-        return TrajectoryReplayBuffer.open(path, pin=pin), None
-    except (StoreNotFoundError, UnsupportedVersionError):
-        raise
-    except StoreError as error:
-        reader = TrajectoryReplayBuffer.open(path, pin=pin, strict=False)
-        damage = f"not all of it can be shown, as it was when the page was started: {error}"
-        logger.warning("%s", damage)
-        return reader, damage
 
 
 def _none_of(shown: str) -> TrajectoryUnavailableError:

@@ -11,6 +11,8 @@ from trajstore.view.answers import plain
 if TYPE_CHECKING:
     from polars import DataFrame
 
+    from trajstore.experience.looking import SeenPool
+
 Answer = dict[str, Any]
 
 SPANS = 60
@@ -40,6 +42,22 @@ def overview(table: DataFrame) -> Answer:
         "by_version": _curves(table.drop_nulls("version_high").with_columns(x=pl.col("version_high"))),
         "by_time": _curves(_spans(table)),
         "by_task": _tasks(table),
+    }
+
+
+def pool_overview(pool: SeenPool) -> Answer:
+    """Return what a pool holds, whatever the condition: tasks per difficulty now and by step, and what is left out."""
+    buckets = pool.state.buckets.sizes()
+    steps = sorted(pool.difficulties)
+    known = sorted({*buckets, *(key for sizes in pool.difficulties.values() for key in sizes)})
+    return {
+        "histories": len(pool),
+        "tasks": len(pool.state.entries),
+        "demonstrations": pool.state.demonstrations(),
+        "skipped": len(pool.state.skip),
+        "difficulties": [[key, buckets.get(key, 0)] for key in known],
+        "steps": steps,
+        "by_step": [[pool.difficulties[step].get(key, 0) for step in steps] for key in known],
     }
 
 

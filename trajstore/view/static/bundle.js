@@ -41,6 +41,7 @@ const CONDITIONS = [
   [/^trajectory_id between (\d+) and (\d+)$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= Number(first) && numberOf(id) <= Number(last)],
   [/^not readable$/, (row) => row.readable === false],
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],
+  [/^difficulty = (\d+)$/, (row, difficulty) => row.difficulty === Number(difficulty)],
   [/^version_high is null$/, (row) => row.version_high === null],
 ];
 
@@ -75,10 +76,10 @@ function sorted({ about, names }, rows, order) {
     .map(([, row]) => row);
 }
 
-function group({ rows }, { task, version }) {
+function group({ about, rows }, { task, version }) {
   const all = rows.filter((row) => row.task === task);
   const versions = [...new Set(all.map((row) => row.version_high))].filter((one) => one !== null).sort((a, b) => a - b);
-  const wanted = version === null || version === undefined ? versions.at(-1) ?? null : Number(version);
+  const wanted = version === null || version === undefined ? (about.pool ? null : versions.at(-1) ?? null) : Number(version);
   return { task, versions, version: wanted, rollouts: wanted === null ? all : all.filter((row) => row.version_high === wanted) };
 }
 

@@ -51,7 +51,7 @@ export function showLate(section, { id, signal, changed }) {
   }
 
   function tell() {
-    section.hidden = !told.values.length && !told.write;
+    section.hidden = !told.values.length && !told.write && !told.limits?.length;
     form.tell(told);
     const text = JSON.stringify([told.values, told.earlier, Boolean(told.write)]);
     if (text === shown) return;
@@ -61,7 +61,7 @@ export function showLate(section, { id, signal, changed }) {
     const held = list.contains(document.activeElement);
     const latest = told.values.filter((one) => one.latest && one.value !== null);
     fill(title, "Late values", latest.map((one) => make("span", { class: "chip" }, make("span", { class: "quiet" }, one.name), " ", short(one.value))));
-    fill(list, told.values.length ? tableOf(told, take) : null);
+    fill(list, (told.limits ?? []).map((text) => make("p", { class: "note" }, text)), told.values.length ? tableOf(told, take) : []);
     if (held) form.focus();
   }
 

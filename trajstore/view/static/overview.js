@@ -19,6 +19,16 @@ const size = (bytes) => {
   return `${short(Number((bytes / 1024 ** unit).toPrecision(3)))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 };
 
+const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const shapeOf = (figure) => ({ width: Math.max(200, figure.clientWidth - 24), height: 158, padding: [8, 12, 0, 0] });
+
+/** Returns the two axes of a curve; `more` is of the lower one. */
+function axes(more) {
+  const all = { stroke: styleOf("--soft"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+  return [{ ...all, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) }];
+}
+
 const linkTo = (where) => `#/table?${new URLSearchParams({ where })}`;
 
 export async function show(main, { parameters, keep, signal }) {
@@ -42,8 +52,9 @@ export async function show(main, { parameters, keep, signal }) {
   const figures = make("dl", { class: "figures" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
+  const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, tasks);
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, pool, tasks);
 
   async function start() {
     fill(refused);
@@ -73,12 +84,14 @@ export async function show(main, { parameters, keep, signal }) {
     ];
     fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
-    fill(lacking,
+    fill(lacking, ...[
       say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
       say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
       told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts; each block shows its own.") : null,
-      say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null"));
+      told.limits.map((text) => make("li", { class: "quiet" }, text)),
+      say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
     draw(isOver);
+    if (told.pool) drawPool(told.pool);
     fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks, those with the lowest outcome first"), ...told.by_task.map(taskRow)] : []);
   }
 
@@ -97,21 +110,18 @@ export async function show(main, { parameters, keep, signal }) {
     fill(curves, data.x.length === 0 ? make("p", { class: "nothing" }, isOver === "version" ? "No policy version is known." : "Nothing here yet.")
       : kept.map(({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver === "version" ? "policy versions" : "time"}` },
         make("figcaption", {}, title))));
-    const style = getComputedStyle(document.documentElement);
-    const color = (name) => style.getPropertyValue(name).trim();
     if (data.x.length) for (const { name, title } of kept) {
       const figure = curves.querySelector(`[data-curve="${name}"]`);
-      const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
       const plot = new uPlot({
-        width: Math.max(200, figure.clientWidth - 24), height: 158, padding: [8, 12, 0, 0], legend: { show: true, live: true },
+        ...shapeOf(figure), legend: { show: true, live: true },
         cursor: { points: { size: 7 }, drag: { x: false, y: false } },
         scales: { x: { time: isOver === "time" }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
-        axes: [axisOf(isOver === "version" ? { size: 28, incrs: WHOLE } : { size: 28 }), axisOf({ size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) })],
+        axes: axes(isOver === "version" ? { size: 28, incrs: WHOLE } : { size: 28 }),
         hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: data.x.length - 1 })] }, // else it is empty
         series: [
           { label: isOver === "version" ? "version" : "time" },
-          { label: name, stroke: color("--accent"), width: 1.75, fill: name === "count" ? color("--accent-back") : undefined, spanGaps: false,
-            points: { show: data.x.length < 80, size: 5, fill: color("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
+          { label: name, stroke: styleOf("--accent"), width: 1.75, fill: name === "count" ? styleOf("--accent-back") : undefined, spanGaps: false,
+            points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
         ],
       }, [data.x.map(Number), data[name].map((value) => (typeof value === "number" ? value : null))], figure);
       plot.setLegend({ idx: data.x.length - 1 });
@@ -124,6 +134,26 @@ export async function show(main, { parameters, keep, signal }) {
       atKeys(plot, name, title, isOver, open);
       plots.push(plot);
     }
+  }
+
+  /** Shows what a pool holds: how many tasks are how difficult, now and over the steps that its journal or files tell. */
+  function drawPool({ histories, tasks: held, demonstrations, skipped, difficulties, steps, by_step: counts }) {
+    const most = Math.max(1, ...difficulties.map(([, number]) => number));
+    const shades = difficulties.map((_, at) => `hsl(${(200 + at * 47) % 360} 45% ${styleOf("--dark") === "1" ? 66 : 48}%)`);
+    const rows = difficulties.map(([difficulty, number], at) => {
+      const bar = make("span", { class: "bar-of" });
+      bar.style.setProperty("--share", number / most);
+      if (steps.length > 1) bar.style.setProperty("--accent", shades[at]);
+      return make("a", { class: "task", "data-focus": `difficulty ${difficulty}`, href: linkTo(`difficulty = ${difficulty}`) },
+        make("span", { class: "of" }, `${difficulty} ${difficulty === 1 ? "success" : "successes"}`), bar, make("span", { class: "number" }, count(number)), make("span", { class: "number quiet" }, number === 1 ? "task" : "tasks"));
+    });
+    const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Tasks by difficulty, steps ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Tasks by difficulty over steps"));
+    fill(pool, make("h2", {}, `The pool: ${count(histories)} histories of ${count(held)} tasks`, demonstrations ? `, ${count(demonstrations)} of them demonstrations` : "",
+      `; ${count(skipped)} solved tasks left out. Tasks by successes in their newest step:`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
+    if (steps.length > 1) plots.push(new uPlot({
+      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false } }, axes: axes({ size: 28, incrs: WHOLE }),
+      series: [{ label: "step" }, ...difficulties.map(([difficulty], at) => ({ label: String(difficulty), stroke: shades[at], width: 1.75, points: { show: steps.length < 80, size: 5 } }))],
+    }, [steps, ...counts], figure));
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */

@@ -8,7 +8,7 @@ import { count, short, time } from "./numbers.js";
 const ROW = 34; // height of a row, as in style.css
 const PAGE = 100; // rows asked for at a time
 const MOST_HIGH = 12_000_000; // pixels; browsers have a limit, beyond which the bar is scaled
-const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "turns", "steps", "batch", "response", "version_high", "committed"];
+const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "difficulty", "pool_entropy", "uses", "demonstration", "turns", "steps", "batch", "response", "version_high", "committed"];
 const TITLES = { trajectory_id: "id", version_high: "version", version_low: "version, lowest" };
 const NEWEST = "trajectory_id desc";
 
@@ -37,7 +37,7 @@ function shownValue(column, value) {
 
 export async function show(main, { parameters, keep, signal }) {
   fill(main, make("p", { class: "nothing" }, "Reading facts …"));
-  const { columns } = await ask("about", {}, signal);
+  const { columns, pool } = await ask("about", {}, signal);
   const names = columns.map((column) => column.name);
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
   const title = (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : titleOf(name)); // of rollouts alone
@@ -201,7 +201,7 @@ export async function show(main, { parameters, keep, signal }) {
 
   function groupOf(task, values) {
     const version = values[names.indexOf("version_high")];
-    return `#/group?${new URLSearchParams(version === null ? { task } : { task, version })}`;
+    return `#/group?${new URLSearchParams(version === null || pool ? { task } : { task, version })}`;
   }
 
   function bringIn() {

@@ -8,7 +8,7 @@ import { showLate } from "./late.js";
 import { showRollout } from "./rollout.js";
 
 const SHOWN = {
-  outcome: "outcome", success_rate: "success rate", turns: "turns", steps: "steps", batch: "environments", response: "response tokens",
+  outcome: "outcome", success_rate: "success rate", difficulty: "difficulty", pool_entropy: "entropy when it entered", uses: "uses", turns: "turns", steps: "steps", batch: "environments", response: "response tokens",
   version_high: "policy version", committed: "committed", model_weights_id: "weights", data_id: "data", rollout_id: "rollout",
 };
 
@@ -35,11 +35,11 @@ function tell(facts, told) {
   const pairs = [];
   const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
   if (told.task !== null) {
-    const group = new URLSearchParams(told.version_high === null ? { task: told.task } : { task: told.task, version: told.version_high });
+    const group = new URLSearchParams(told.version_high === null || "pool_entropy" in told ? { task: told.task } : { task: told.task, version: told.version_high });
     add("task", make("a", { href: `#/group?${group}`, title: "All rollouts of this task" }, told.task));
   }
   for (const [name, title] of Object.entries(SHOWN)) {
-    const value = told[name];
+    const value = told[name] ?? null;
     if (value === null || (told.kind === "agent" && name === "batch") || (name === "response" && value === 0)) continue;
     if (name === "outcome") {
       const mood = value > 0.5 ? "good" : value <= 0 ? "bad" : "middling";
@@ -49,6 +49,7 @@ function tell(facts, told) {
   for (const [name, value] of Object.entries(told)) {
     if (name.startsWith("reward_") && value !== null) add(name.slice(7), short(value));
   }
+  if ("demonstration" in told) add("demonstration", told.demonstration ? "yes" : "no");
   if (told.terminated !== null) add("terminated", told.terminated ? "yes" : "no");
   add("size", `${count(told.bytes)} B`);
   fill(facts, pairs);

@@ -1,0 +1,74 @@
+"""The page over a handle of stores that are actors of a real Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.view.rollouts import rollout
+from tests.view.test_page import ROWS
+from tools.browser import Page
+from trajstore.testing.witness import witness
+from trajstore.view import serving
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.timeout(600)  # processes start
+
+from trajstore.distributed import DistributedReplayBuffer  # noqa: E402
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
+    if ray.is_initialized():
+        pytest.skip("another test's Ray session is running in this process")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        with DistributedReplayBuffer.create(
+            "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0
+        ) as found:
+            yield found
+    finally:
+        ray.shutdown()
+
+
+def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuffer, page: Page) -> None:
+    block = witness(7)
+    assert block.rewards is not None
+    steps, batch = block.rewards.shape[:2]
+    receipts = [handle.add_trajectories([rollout(number)]) for number in range(16)]
+    ids = [number for receipt in receipts for number in receipt.committed(120)]
+    (of_block,) = handle.add_trajectories([block]).committed(120)
+    with serving(handle, port=0) as address:
+        page.open(f"{address}#/overview")
+        page.until("document.querySelector('.figures dd')?.textContent === '17'")
+        assert "through a handle of stores" in page.run("return document.querySelector('.lacking').textContent")
+        assert page.run("return document.querySelector('#path').textContent") == "stores 'seen' of Ray"
+        page.open(f"{address}#/table?where=outcome%20%3E%200&order=trajectory_id")
+        page.until(f"{ROWS}.length === 8")
+        assert page.run(f"return {ROWS}") == sorted((str(ids[number]) for number in range(1, 16, 2)), key=int)
+        page.open(f"{address}#/trajectory/{ids[5]}")
+        page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
+        page.until("document.querySelector('.late .note')?.textContent.includes('takes trajstore view')")
+        page.click(".facts a")
+        page.until("document.querySelectorAll('.sibling .message').length === 4")
+        page.open(f"{address}#/trajectory/{of_block}?environment={batch - 1}&step={steps - 1}")
+        page.until("document.querySelector('[data-curve=rewards] canvas')")
+        page.expected_errors.append("willReadFrequently")  # this test looks at pixels
+        color = ",".join(str(value) for value in block.curr_obs["image"][steps - 1, batch - 1, 1, 2].tolist())
+        pixel = "document.querySelector('.large').getContext('2d').getImageData(2, 1, 1, 1).data"
+        page.until(f"[...{pixel}].slice(0, 3).join() === arguments[0]", color)
+        page.open(f"{address}#/table")
+        page.until(f"{ROWS}.length === 17")
+        (new,) = handle.add_trajectories([rollout(16)]).committed(120)
+        page.until(f"{ROWS}.includes('{new}')")  # it comes by itself
+        page.expected_errors.append("status of 404")
+        page.run("location.hash = '#/trajectory/999'")  # would be of a store that does not exist
+        page.until("document.querySelector('main .trouble')?.textContent.includes('there is none')")
+        ray.kill(ray.get_actor(f"seen/rank_{new % 1024}", namespace="trajstore"))  # as if its node were lost
+        page.until("document.querySelector('#trouble').textContent.includes(arguments[0])", f"from rank_{new % 1024}")
+        page.run("location.hash = '#/table'")
+        page.until(f"{ROWS}.length === 18")  # what there was before
+    handle.refresh()  # it is still its owner's

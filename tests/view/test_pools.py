@@ -1,0 +1,165 @@
+"""Pools on the page: in a store that a run writes, as files, as AgentEvolver writes them, and in a bundle."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experience.conftest import build
+from tests.view.conftest import Serve
+from tests.view.test_bundle import bundled, files_of
+from tests.view.test_page import HOSTILE, ROWS
+from tools.browser import Page
+from trajstore.cli import main
+from trajstore.experience import BufferStore, ExperienceManager, PoolRules
+
+RULES = PoolRules(n_rollout=4)
+
+CELLS = "[...document.querySelectorAll('.row')].map((row) => [...row.children].map((cell) => cell.textContent))"
+
+BUCKETS = "[...document.querySelectorAll('.by-task[aria-label=Pool] .task')].map((row) => row.innerText.split(/\\n/))"
+
+
+def train(manager: ExperienceManager, step: int, successes: dict[str, int]) -> None:
+    """Let the rollouts of a step enter: of each task four, of which so many succeed."""
+    manager.global_steps = step
+    rollouts = [
+        build(task, tokens=1000 * step + number, outcome=float(number < good), policy_version=step)
+        for task, good in successes.items()
+        for number in range(4)
+    ]
+    manager.admit(rollouts)
+    manager.flush()
+
+
+def pool(path: Path, tasks: tuple[str, ...] = ("a", "b", "c")) -> BufferStore:
+    """Return the store of a pool after two steps: the first task is solved, the second has a demonstration."""
+    store = BufferStore.open(path)
+    manager = ExperienceManager(RULES, store=store)
+    shown = build(tasks[1], tokens=7, old_log_probs=None, entropy=None, metadata={"demonstration": True})
+    manager.seed([shown])
+    train(manager, 1, dict(zip(tasks, (1, 2, 3), strict=True)))
+    manager.get_offpolicy_batch([tasks[2]], 1)
+    train(manager, 2, dict(zip(tasks, (4, 1, 3), strict=True)))
+    return store
+
+
+def buckets(page: Page) -> list[tuple[str, str]]:
+    """Return the difficulties that the overview shows, with their numbers of tasks."""
+    found: list[list[str]] = page.run(f"return {BUCKETS}")
+    return [(row[0], next(part for part in row[1:] if part.strip().isdigit())) for row in found]
+
+
+def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with closing(pool(tmp_path)) as store:
+        manager = ExperienceManager(RULES, store=store)
+        expected = manager.query().order_by("trajectory_id desc").rows()
+        address = serve(tmp_path)
+        page.open(f"{address}/#/table?columns=trajectory_id,task,difficulty,pool_entropy,uses,demonstration")
+        page.until(f"{ROWS}.length === {len(expected)}")  # none of the journal's records, nothing that has left
+        shown = page.run(f"return {CELLS}")
+        assert shown == [
+            [
+                str(row["trajectory_id"]),
+                row["task"],
+                *("" if value is None else f"{value:g}" for value in (row["difficulty"], row["pool_entropy"])),
+                str(row["uses"]),
+                "yes" if row["demonstration"] else "no",
+            ]
+            for row in expected
+        ]
+        assert {row["uses"] for row in expected} == {0, 1}
+        page.open(f"{address}/#/overview")
+        page.until("document.querySelector('[data-curve=difficulty] canvas')")
+        assert buckets(page) == [("0 successes", "0"), ("1 success", "1"), ("2 successes", "0"), ("3 successes", "1")]
+        said = page.run("return document.querySelector('[aria-label=Pool] h2').textContent")
+        assert said.startswith(f"The pool: {len(expected)} histories of 2 tasks, 1 of them demonstrations; 1 solved")
+        train(manager, 3, {"a": 2, "d": 2})
+        page.until(f"{BUCKETS}[2].includes('2')")
+        page.run("document.querySelector('[data-focus=\"difficulty 3\"]').click()")
+        page.until(f"{ROWS}.length === 6")
+        page.click(".row .id a")
+        page.until("document.querySelector('.message') && document.querySelectorAll('.token').length === 6")
+        facts = page.run("return document.querySelector('.facts').textContent")
+        assert "difficulty3" in facts
+        assert "demonstrationno" in facts
+        assert "experience_pool" not in page.run("return document.querySelector('main').textContent")
+        page.click(".facts a")  # all histories of the task, of whatever version
+        page.until("document.querySelectorAll('.sibling').length === 6")
+        page.expected_errors.append("status of 404")
+        other = next(number for number in store.ids() if number not in manager.query().ids())
+        page.run("location.hash = `#/trajectory/${arguments[0]}`", str(other))
+        page.until("document.querySelector('main .trouble')?.textContent.includes('none of the pool')")
+
+
+@pytest.mark.parametrize("folder", ["experience_pool", "experience_pool/step_120", "experience_pool_cmt/linear"])
+def test_pools_of_agent_evolver_are_shown(folder: str, shared_fixtures: Path, serve: Serve, page: Page) -> None:
+    address = serve(shared_fixtures / folder)
+    page.open(f"{address}/#/overview")
+    page.until("document.querySelectorAll('[aria-label=Pool] .task').length")
+    assert "do not say how often" in page.run("return document.querySelector('.lacking').textContent")
+    page.open(f"{address}/#/table")
+    page.until(f"{ROWS}[0] === '{12 if '120' in folder or folder == 'experience_pool' else 13}'")
+    page.run("location.hash = '#/trajectory/0'")
+    page.until("document.querySelector('main .message')")
+    if "linear" in folder:
+        page.until("document.querySelector('#color').value === 'old_log_probs' && document.querySelector('.token')")
+
+
+def test_files_tell_the_difficulty_over_the_steps_and_the_newest_is_shown(
+    tmp_path: Path, serve: Serve, page: Page
+) -> None:
+    with closing(pool(tmp_path / "store")) as store:
+        manager = ExperienceManager(RULES, store=store)
+        for step in (2, 10):
+            manager.save_experience_pool_to_disk(tmp_path / "experience_pool" / f"step_{step}")
+        address = serve(tmp_path / "experience_pool")
+        page.open(f"{address}/#/overview")
+        page.until("document.querySelector('[data-curve=difficulty] canvas')")
+        assert page.run("return document.querySelector('#path').textContent").endswith("step_10")
+        train(manager, 11, {"e": 2})
+        manager.save_experience_pool_to_disk(tmp_path / "experience_pool" / "step_11")
+        page.until(f"{BUCKETS}.length === 3")
+        page.open(f"{address}/#/table?columns=trajectory_id,uses,committed,demonstration&order=demonstration%20desc")
+        page.until(f"{ROWS}.length === {len(manager)}")
+        assert page.run(f"return {CELLS}[0].slice(1)") == ["", "", "yes"]  # uses and times are unknown, not 0
+
+
+def test_a_bundle_of_a_pool(tmp_path: Path, page: Page) -> None:
+    pool(tmp_path / "store", (HOSTILE, "b", "c")).close()
+    with files_of(bundled(tmp_path / "store", tmp_path / "out")) as address:
+        page.open(address)
+        page.until("document.querySelector('[data-curve=difficulty] canvas')")
+        assert buckets(page) == [("0 successes", "0"), ("1 success", "1"), ("2 successes", "0"), ("3 successes", "1")]
+        page.run("document.querySelector('[data-focus=\"difficulty 1\"]').click()")
+        page.until(f"{ROWS}.length === 4")
+        page.click(".row a[title]")
+        page.until("document.querySelectorAll('.sibling .message').length > 0")
+        assert page.run("return document.querySelectorAll('.sibling').length") == 4
+
+
+def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(
+    tmp_path: Path, serve: Serve, page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(BufferStore.open(tmp_path / "odd")) as store:
+        store.add_trajectories([build("a"), build("a", tokens=1, metadata={"experience_pool": {"kind": "later"}})])
+    page.open(f"{serve(tmp_path / 'odd')}/#/table")
+    page.until(f"{ROWS}.length === 2")
+    page.until("document.querySelector('#trouble').textContent.includes('the pool in it cannot be read')")
+    files = tmp_path / "step_1"
+    files.mkdir()
+    (files / "task2trajectories.pkl").write_bytes(b"")
+    assert main(["view", str(files), "--port", "0"]) != 0
+    assert "difficulty2task_dict.json: absent" in capsys.readouterr().err
+
+
+def test_a_store_becomes_a_pool_while_the_page_is_open(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with closing(BufferStore.open(tmp_path)) as store:
+        page.open(f"{serve(tmp_path)}/#/overview")
+        page.until("document.querySelector('.nothing')")
+        manager: Any = ExperienceManager(RULES, store=store)
+        train(manager, 1, {"a": 1})
+        page.until("document.querySelectorAll('[aria-label=Pool] .task').length === 1")

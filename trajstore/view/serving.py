@@ -1,0 +1,56 @@
+"""The page over a handle of stores, served by the program that has the handle."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trajstore.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from trajstore.distributed import DistributedReplayBuffer
+
+
+@contextmanager
+def serving(
+    handle: DistributedReplayBuffer, *, host: str = "127.0.0.1", port: int = 8421, tokenizer: str | Path | None = None
+) -> Iterator[str]:
+    """Serve the page over a handle of stores from a thread until the context is left; yields its address.
+
+    Directories are shown by ``trajstore view PATH``.
+
+    Args:
+        handle: of the stores; use it meanwhile, and close it after.
+        host: address to listen on; one that other machines reach takes a token, which the yielded address has.
+        port: 0 = any that is free.
+        tokenizer: folder or name of the tokenizer that makes text of tokens. None: the folder that a rollout names.
+
+    Raises:
+        MissingDependencyError: Starlette and uvicorn are not installed (extra ``view``).
+        ConfigurationError: there is no such address here, or the port is taken.
+        StoreUnreachableError: a store does not answer.
+    """
+    try:
+        from trajstore.view.guard import is_loopback
+        from trajstore.view.living import Living
+        from trajstore.view.server import listening, server_of
+        from trajstore.view.shown import OfHandle
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise MissingDependencyError(error.name, "view") from None
+    token = None if is_loopback(host) else secrets.token_urlsafe(24)
+    with listening(host, port) as listener, closing(Living(OfHandle(handle), tokenizer=tokenizer)) as living:
+        server = server_of(living, token)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
+        thread.start()
+        try:
+            name = f"[{host}]" if ":" in host else host
+            yield f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -1,0 +1,305 @@
+"""What the page shows: a directory by its reader, a pool in it, a pool's files, a handle of stores. Thin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from trajstore.buffer.internals import internals_of
+from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreError,
+    StoreNotFoundError,
+    StoreUnreachableError,
+    TrajectoryUnavailableError,
+    UnsupportedVersionError,
+    listed,
+)
+from trajstore.experience.looking import Records, SeenPool, pool_of_files
+from trajstore.experience.persistence import read_buckets, saved_pools
+from trajstore.files.opening import open_directory
+from trajstore.reading.places import kind_of, ranks_of
+from trajstore.sampling import Drawn
+from trajstore.sampling.base import IntArray
+from trajstore.store.catalog import Catalog
+from trajstore.store.run_ids import id_from
+from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.distributed import DistributedReplayBuffer
+    from trajstore.querying import Query
+
+logger = logging.getLogger(__name__)
+
+
+class Shown(Protocol):
+    """Trajectories that the page is made of."""
+
+    @property
+    def path(self) -> str:
+        """What people call it."""
+
+    @property
+    def damage(self) -> str | None:
+        """What of it cannot be shown, a sentence; None if all can."""
+
+    @property
+    def limits(self) -> Sequence[str]:
+        """Sentences on what the page cannot tell of it."""
+
+    @property
+    def pool(self) -> SeenPool | None:
+        """The experience pool that it is; None if it is none."""
+
+    def __len__(self) -> int:
+        """Return how many trajectories are shown."""
+
+    def refresh(self) -> bool:
+        """Show what is there now; return whether that is something else."""
+
+    def query(self) -> Query:
+        """Ask about the trajectories."""
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        """Return a trajectory by its id as it is shown.
+
+        Raises:
+            TrajectoryUnavailableError: there is none.
+        """
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        """Return T and B of some trajectories, each ``[n]``."""
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        """Return rows of some columns."""
+
+    def catalogs(self) -> Mapping[int, Catalog] | None:
+        """Return the catalogs of the stores by rank, which have the values that came late; None: they are elsewhere."""
+
+    def close(self) -> None:
+        """Show nothing more."""
+
+
+def shown_at(path: str | Path, *, pin: str | None = None) -> Shown:
+    """Return what lies at a path: a store, a checkpoint, a run, RLinf's directory, or a pool, in a store or as files.
+
+    Args:
+        path: directory or URL; of a folder of ``step_N`` pools the newest one is shown.
+        pin: name of a pin, whose trajectories are shown.
+
+    Raises:
+        StoreNotFoundError: there is nothing that can be shown.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
+        ConfigurationError: files of a pool have no pins.
+    """
+    if "://" not in str(path):
+        directory = open_directory(path)
+        kind = kind_of(directory)
+        if kind == "experience_pool" or (kind is None and saved_pools(path) and not ranks_of(directory).directories):
+            if pin is not None:
+                raise ConfigurationError(f"pin: {pin!r}: {path} has files of a pool, which have no pins")
+            return PoolFiles(Path(path))
+    return OfReader(path, pin)
+
+
+class OfReader:
+    """What a reader shows; of a pool's store the pool.
+
+    Args:
+        path: directory or URL.
+        pin: name of a pin, whose trajectories are shown; None: the newest.
+    """
+
+    limits: Sequence[str] = ()
+
+    def __init__(self, path: str | Path, pin: str | None) -> None:
+        self.path = str(path)
+        self._reader, self.damage = _opened(path, pin)
+        self._records = Records(self._reader)
+        self._is_pool: bool | None = None
+        """None: nothing is there that would say it."""
+        self._is_seen = False
+        """Whether the pool is that of the state that the reader shows."""
+        self.pool: SeenPool | None = None
+        try:
+            self._look()
+        except CorruptStoreError as error:
+            self._is_pool = False
+            self.damage = f"all that lies in the pool's store is shown, for the pool in it cannot be read: {error}"
+
+    def _look(self) -> None:
+        if self._is_pool is None and len(self._reader):
+            self._is_pool = len(self.catalogs()) == 1 and self._records.are_of_a_pool
+        self.pool = self._records.look() if self._is_pool else None
+        self._is_seen = True
+
+    def __len__(self) -> int:
+        return len(self._reader if self.pool is None else self.pool)
+
+    def refresh(self) -> bool:
+        if not self._reader.refresh() and self._is_seen:
+            return False
+        self._is_seen = False
+        self._look()
+        return True
+
+    def query(self) -> Query:
+        return self._reader.query() if self.pool is None else self.pool.query()
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self._reader).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self._reader.read(drawn, columns=columns)
+
+    def catalogs(self) -> Mapping[int, Catalog]:
+        return internals_of(self._reader).catalogs_by_rank()
+
+    def close(self) -> None:
+        """Give the reader's lease back."""
+        self._reader.close()
+
+
+def _opened(path: str | Path, pin: str | None) -> tuple[TrajectoryReplayBuffer, str | None]:
+    """Return a reader of a directory, and what is damaged there; None if all is whole. The rest is shown then.
+
+    Raises:
+        StoreNotFoundError: there is nothing that can be shown.
+        CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing can be read.
+    """
+    try:
+        return TrajectoryReplayBuffer.open(path, pin=pin), None
+    except (StoreNotFoundError, UnsupportedVersionError):
+        raise
+    except StoreError as error:
+        reader = TrajectoryReplayBuffer.open(path, pin=pin, strict=False)
+        damage = f"not all of it can be shown, as it was when the page was started: {error}"
+        logger.warning("%s", damage)
+        return reader, damage
+
+
+class PoolFiles:
+    """The three files of a pool, or the newest of the pools in a folder of ``step_N``.
+
+    Args:
+        path: of the files or of the folder.
+
+    Raises:
+        StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool cannot be read.
+    """
+
+    limits = ("Files of a pool do not say how often a history was drawn, and when it came.",)
+
+    def __init__(self, path: Path) -> None:
+        self._base = path
+        self._files: tuple[Path, int, int] | None = None
+        self.refresh()
+
+    def refresh(self) -> bool:
+        pools = saved_pools(self._base)
+        newest = pools[max(pools)] if pools else self._base
+        there = newest.stat()
+        files = newest, there.st_ino, there.st_mtime_ns
+        if files == self._files:
+            return False
+        pool, self.damage = pool_of_files(newest)
+        told = {step: read_buckets(folder) for step, folder in pools.items()}
+        difficulties = {step: {key: len(tasks) for key, tasks in buckets.items()} for step, buckets in told.items()}
+        self.pool = replace(pool, difficulties=difficulties)
+        self.path, self._files = str(newest), files
+        return True
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+    def query(self) -> Query:
+        return self.pool.query()
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        return self.pool.get(shown)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self.pool.buffer).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self.pool.buffer.read(drawn, columns=columns)
+
+    def catalogs(self) -> Mapping[int, Catalog]:
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: no lease was taken."""
+
+
+class OfHandle:
+    """What a handle of stores shows.
+
+    Facts are taken from the stores once for each state, trajectories one by one. While a store does not answer, the
+    last state goes on being shown.
+
+    Args:
+        handle: stays its owner's.
+
+    Raises:
+        StoreUnreachableError: a store does not answer.
+    """
+
+    damage: str | None = None
+    pool: SeenPool | None = None
+    limits = (
+        "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
+        "giving some, takes trajstore view on a machine that has the directories.",
+    )
+
+    def __init__(self, handle: DistributedReplayBuffer) -> None:
+        self._handle = handle
+        self.path = f"stores {internals_of(handle).name!r} of Ray"
+        self._facts = handle.query().table()
+        self._ids = handle.trajectory_ids
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._facts)
+
+    def refresh(self) -> bool:
+        self._handle.refresh()
+        if silent := internals_of(self._handle).absent:
+            names = listed(f"rank_{rank}" for rank in silent)
+            raise StoreUnreachableError(f"{self.path}: no answer from {names}; shown is what there was before")
+        ids = self._handle.trajectory_ids
+        if np.array_equal(ids, self._ids):
+            return False
+        self._facts, self._ids = self._handle.query().table(), ids
+        return True
+
+    def query(self) -> Query:
+        facts = self._facts
+        return replace(self._handle.query(), facts=lambda: facts)
+
+    def get(self, shown: str, /) -> AnyTrajectory:
+        number = id_from("trajectory_id", shown)
+        if not (self._facts["trajectory_id"] == number).any():  # else a store that does not exist would be waited for
+            raise TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+        return self._handle.get(number)
+
+    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+        return internals_of(self._handle).extents(ids)
+
+    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+        return self._handle.read(drawn, columns=columns)
+
+    def catalogs(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Do nothing: the handle is its owner's."""
