@@ -20,7 +20,7 @@ def _summary(result: Result) -> str:
     points = "".join(f"{count:5d} {point}\n" for point, count in sorted(result.points.items()))
     return (
         f"{points}{result.freezes} writers frozen in {result.seconds:.0f} s, {result.fenced} of them told that they "
-        f"lost the store, {result.promised} trajectories compared"
+        f"lost the store, {result.promised} trajectories and {result.values} calls that gave values compared"
     )
 
 
