@@ -17,7 +17,7 @@ import torch
 
 from tests.stores import opened
 from tools.crash.forked import forking
-from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.store.facts import NOTE
 from trajstore.testing.witness import check_trajectory, witness
@@ -116,3 +116,37 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
         for path, twin in (before | expected).items():
             assert list(_found(folder / path).items()) == list(twin.items()), path
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_an_export_that_was_killed_completes(tmp_path: Path, form: str, kills: int) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with opened(tmp_path / "store") as store:
+        for first in (0, 10):
+            store.add_trajectories([AgentTrajectory(input_ids=torch.arange(first + at)) for at in range(1, 6)])
+            store.flush()
+    words, draw = ("export", str(tmp_path / "store"), "out", "--to", form), random.Random(form)
+    (tmp_path / "whole").mkdir()
+    code, calls = _command(tmp_path / "whole", words)
+    assert code == 0
+    expected = _exported(tmp_path / "whole")
+    for number in range(kills):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for _ in range(draw.randint(1, 2)):
+            _command(folder, words, draw.randint(1, calls))
+        if (folder / "out").exists():  # what appears is whole, and nothing is ever replaced
+            assert _command(folder, words)[0] == 2
+            for left in folder.glob(".out.exporting.*"):  # of one that was killed right after
+                left.rmdir()
+        else:
+            assert _command(folder, words)[0] == 0
+        assert _exported(folder) == expected
+
+
+def _exported(folder: Path) -> dict[str, bytes]:
+    """Return the files of an export, which is all that lies there."""
+    assert [path.name for path in folder.iterdir()] == ["out"]
+    files = [path for path in (folder / "out", *(folder / "out").rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

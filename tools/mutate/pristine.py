@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -93,9 +93,9 @@ def _store(path: Path, form: str, **options: object) -> None:
             buffer.flush()
         buffer.points.pin("first")
         buffer.evict([0])
-        annotate(buffer, [1, 2], {"score": [0.5, 2], "tag": "in the snapshot"})
+        annotate(buffer, [1, 2], {"score": [0.5, 2], "tag": "in the snapshot", "rows": _rows(buffer, [1, 2])})
     buffer = _open(path, form, options)
-    annotate(buffer, [2, 3], {"score": 3}, who="in the log")
+    annotate(buffer, [2, 3], {"score": 3, "rows": _rows(buffer, [2, 3])}, who="in the log")
     for key in (4, 5):
         buffer.add_trajectories([witness(key)])
         buffer.flush()
@@ -104,6 +104,11 @@ def _store(path: Path, form: str, **options: object) -> None:
     buffer.add_trajectories([witness(key) for key in (6, 7)])
     buffer.flush()
     _leave_open(path, buffer.close)
+
+
+def _rows(buffer: TrajectoryReplayBuffer, ids: Sequence[int]) -> list[torch.Tensor]:
+    """Return a value for each row of some trajectories."""
+    return [torch.full(buffer.get(number).rewards.shape[:2], float(number)) for number in ids]
 
 
 def _leave_open(path: Path, close: Callable[[], None]) -> None:

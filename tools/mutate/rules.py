@@ -188,8 +188,9 @@ def _counter(files: Files) -> int:
 
 
 def _files_of(record: dict[str, Any]) -> list[str]:
-    """Return the names of the files that a log record adds: of one shard, or of several."""
-    shards = [part["shard"] for part in record.get("shards", [record]) if "shard" in part]
+    """Return the names of the files that a log record adds: of one shard, of several, or of values by row."""
+    parts = [*record.get("shards", [record]), record.get("rows") or {}]
+    shards = [part["shard"] for part in parts if "shard" in part]
     return [file[0] for shard in shards for file in shard.get("files", ())]
 
 
