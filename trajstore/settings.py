@@ -66,7 +66,7 @@ def settle(kind: type[Settings], values: MutableMapping[str, Any], said: Mapping
         said: names under which keys were given, if they were others.
     """
     problems = []
-    for key, check in _checks(kind).items():
+    for key, check in _checks(kind).items():  # type: ignore[arg-type]  # mypy asks an instance for its hash
         if key in values:
             try:
                 values[key] = check((said or {}).get(key, key), values[key])
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
 
 
 @cache
-def _checks(kind: Any) -> Mapping[str, Check]:
+def _checks(kind: type[Settings]) -> Mapping[str, Check]:
     hints = get_type_hints(kind, include_extras=True)
     checks = ((name, _check_of(hints[name])) for name in names_of(kind))
     return {name: check for name, check in checks if check is not None}
