@@ -36,7 +36,8 @@ def _shaping(name: str, value: Any) -> float | None:
 class ExperienceReplayConfig(PoolOptions):
     """The keys of ``exp_manager.experience_replay`` and their defaults: those of the pool, and these.
 
-    In verl, ``use_current_policy_entropy`` is always false. Without ``current_entropy`` of the hook it has no effect.
+    In verl, ``use_current_policy_entropy`` is always false. Without ``current_entropy`` of the hook it has no effect;
+    with it, the policy scores the histories of each experience task that has more of them than come out.
 
     Attributes:
         enable: whether anything is replayed. Without it no pool is opened, and every call of the hook hands back what

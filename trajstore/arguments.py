@@ -183,14 +183,15 @@ def path_or_url(name: str, value: Any) -> str | Path:
     raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a path or URL")
 
 
-def check_instance(name: str, value: Any, kind: Any, wanted: str) -> None:
-    """Refuse an argument of another type, None too.
+def check_instance(name: str, value: Any, kind: Any, wanted: str) -> Any:
+    """Return an argument that is of a type; None is not.
 
     Raises:
         ConfigurationError: it is of another type.
     """
     if not isinstance(value, kind):
         raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be {wanted}")
+    return value
 
 
 def truth(name: str, value: Any) -> bool:
@@ -210,8 +211,8 @@ def check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     Raises:
         ConfigurationError: it is of another type.
     """
-    if value is not None and not isinstance(value, kind):
-        raise ConfigurationError(f"{name}: {shown(value)} is a {type(value).__name__}, must be {wanted}")
+    if value is not None:
+        check_instance(name, value, kind, wanted)
 
 
 def share(name: str, value: Any) -> float:

@@ -21,6 +21,7 @@ ORDER = (
     "StoreServer._adding",
     "StoreServer._rolling",
     "LocalMaker._adding",
+    "RetrievalIndex._using",
     "UpdateQueue._idle",
     "ExperienceWorker._lock",
     "EMClient._lock",

@@ -1,30 +1,35 @@
-"""Which texts are most related to a query: BM25 over texts that keep being added, and may be removed.
-
-An inverted index: for each word the texts that have it, and how often. Scores are those of all texts that are there
-now, and length is not normalized (``b = 0``), so nothing depends on the order in which texts came and went.
-"""
+"""Which texts are most related to a query: BM25 of SQLite's FTS5, over texts that are added and removed in memory."""
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from array import array
-from collections import Counter
+import sqlite3
+import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from trajstore import locks
+from trajstore.arguments import whole, whole_numbers
+from trajstore.checked import checked
 from trajstore.errors import ConfigurationError
 
 _WORD = re.compile(r"\w+")
-_SATURATION = 1.5
-"""k1 of BM25: how soon a word that is repeated counts no more."""
-_MOST = 0xFFFF
-_DIGITS = 4
-"""Decimal digits of a score that count: what is below depends on the order in which floats were added."""
+_LONGEST_WORD = 8_000
+"""Characters of a word that count. FTS5 knows words up to 32,768 bytes."""
+_MOST_WORDS = 32
+"""Words of a query that count: what FTS5 does for each text that is found grows with the square of their number."""
+
+# Text is given as the words that `words_of` finds, which this tokenizer takes as they are: it splits only at ASCII.
+_TABLES = """
+    CREATE VIRTUAL TABLE texts USING fts5(words, tokenize="ascii tokenchars '_'");
+    CREATE VIRTUAL TABLE vocabulary USING fts5vocab(texts, row);
+"""
+_RAREST = "SELECT term FROM vocabulary WHERE term IN (SELECT value FROM json_each(?)) ORDER BY doc, term LIMIT ?"
+_BEST = """
+    SELECT rowid, -rank FROM texts WHERE texts MATCH ? AND rowid NOT IN (SELECT value FROM json_each(?))
+    ORDER BY rank, rowid DESC LIMIT ?
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,61 +45,51 @@ class Hit:
     score: float
 
 
-@dataclass(slots=True)
-class _Postings:
-    """The texts that have one word: their places, ascending, and how often each has it."""
-
-    places: array[int] = field(default_factory=lambda: array("i"))
-    counts: array[int] = field(default_factory=lambda: array("H"))
-
-    def below(self, end: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
-        """Return the part before a place. It is copied: an array that is looked at cannot grow."""
-        places = np.array(self.places, np.int32)
-        places = places[: np.searchsorted(places, end)]
-        return places, np.array(self.counts[: len(places)], np.uint16)
-
-
-@dataclass(slots=True)
-class _Texts:
-    """All texts: keys by place, ascending; postings by word; places of those that were removed."""
-
-    keys: array[int] = field(default_factory=lambda: array("q"))
-    postings: dict[str, _Postings] = field(default_factory=dict)
-    removed: set[int] = field(default_factory=set)
-
-
 def words_of(text: str) -> list[str]:
-    """Return the words of a text, in lower case: runs of letters, digits and underscores of any script."""
-    return _WORD.findall(text.lower())
+    """Return the words of a text, in lower case: runs of letters, digits and underscores of any script.
+
+    Scripts without spaces have long words: a run of Chinese characters is one, and equals only the same run.
+    """
+    return [word[:_LONGEST_WORD] for word in _WORD.findall(text.lower())]
 
 
+@checked
 class RetrievalIndex:
-    """An index of texts under ascending keys. One thread changes it at a time; any thread may search meanwhile."""
+    """An index of texts under keys, in memory. Thread-safe; one call at a time.
+
+    Scores are FTS5's BM25 (k1 = 1.2, b = 0.75) among all texts that are there now, however they came and went.
+    """
 
     def __init__(self) -> None:
-        self._texts = _Texts()
+        self._database = sqlite3.connect(":memory:", check_same_thread=False)
+        weakref.finalize(self, self._database.close)
+        self._database.executescript(_TABLES)
+        self._keys: set[int] = set()
+        self._using = locks.lock("RetrievalIndex._using")
 
     def __len__(self) -> int:
-        return len(self._texts.keys) - len(self._texts.removed)
+        return len(self._keys)
 
     def add(self, keys: Sequence[int], texts: Sequence[str]) -> None:
         """Add texts. A text without a word is kept and never found.
 
         Args:
-            keys: ascending, above all earlier ones, removed ones too.
-            texts: one for each key.
+            keys: one for each text; of no text that is there.
+            texts: as many.
+
+        Raises:
+            ConfigurationError: a key is given twice or is there already, or there are more of one than of the other.
         """
-        _check("keys", keys, (int, np.integer))
-        _check("texts", texts, (str,))
-        if len(keys) != len(texts):
-            raise ConfigurationError(f"keys, texts: {len(keys)} keys for {len(texts)} texts")
-        held = self._texts
-        for key, text in zip(keys, texts, strict=True):
-            for word, count in Counter(words_of(text)).items():
-                postings = held.postings.setdefault(word, _Postings())
-                postings.counts.append(min(count, _MOST))
-                postings.places.append(len(held.keys))
-            held.keys.append(int(key))  # last: a search looks no further than the keys that it found
+        new = whole_numbers("keys", keys).tolist()
+        if len(new) != len(texts):
+            raise ConfigurationError(f"keys, texts: {len(new)} keys for {len(texts)} texts")
+        rows = [(key, " ".join(words_of(text))) for key, text in zip(new, texts, strict=True)]
+        with self._using:
+            if len(self._keys.union(new)) < len(self._keys) + len(new):
+                raise ConfigurationError("keys: one is given twice, or is that of a text that is there")
+            with self._database:
+                self._database.executemany("INSERT INTO texts(rowid, words) VALUES (?, ?)", rows)
+            self._keys.update(new)
 
     def remove(self, keys: Sequence[int]) -> None:
         """Remove texts; afterwards everything is found as if they had never been there.
@@ -102,75 +97,29 @@ class RetrievalIndex:
         Raises:
             ConfigurationError: a key is of no text that is there.
         """
-        _check("keys", keys, (int, np.integer))
-        held = self._texts
-        there = np.array(held.keys, np.int64)
-        wanted = np.array(keys, np.int64)
-        places = np.searchsorted(there, wanted)
-        for key, place in zip(wanted.tolist(), places.tolist(), strict=True):
-            if place == len(there) or there[place] != key or place in held.removed:
-                raise ConfigurationError(f"keys: there is no text {key}")
-        held.removed |= set(places.tolist())
-        if 2 * len(held.removed) > len(held.keys):
-            self._texts = _without_removed(held)
+        gone = set(whole_numbers("keys", keys).tolist())
+        with self._using:
+            if not gone <= self._keys:
+                raise ConfigurationError(f"keys: there is no text {min(gone - self._keys)}")
+            with self._database:
+                self._database.executemany("DELETE FROM texts WHERE rowid = ?", [(key,) for key in gone])
+            self._keys -= gone
 
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[Hit]:
-        """Return the up to ``k`` texts most related to a query, best first; among equals the newest first.
+        """Return the up to ``k`` texts most related to a query, best first; among equals the highest key first.
 
         Args:
-            query: any text; each of its words counts once.
+            query: any text. Of its words that any text has, the 32 rarest count, each once.
             k: how many at the most.
             without: keys that are not returned.
         """
-        if not isinstance(query, str):
-            raise ConfigurationError(f"query: a {type(query).__name__}, must be a text")
-        if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 0:
-            raise ConfigurationError(f"k: {str(k)[:40]}, a {type(k).__name__}, must be a whole number of at least 0")
-        if not isinstance(without, Collection) or not all(isinstance(key, int | np.integer) for key in without):
-            raise ConfigurationError(f"without: a {type(without).__name__}, must be keys, whole numbers")
-        held = self._texts
-        keys = np.array(held.keys, np.int64)
-        alive = np.ones(len(keys), np.bool_)
-        alive[[place for place in held.removed.copy() if place < len(keys)]] = False
-        scores = np.zeros(len(keys))
-        total = int(np.count_nonzero(alive))
-        for word in dict.fromkeys(words_of(query)):
-            postings = held.postings.get(word)
-            if postings is not None:
-                places, counts = postings.below(len(keys))
-                weight = _weight(int(np.count_nonzero(alive[places])), total)
-                scores[places] += weight * (counts / (counts + _SATURATION))  # a word has each place once
-        scores = scores.round(_DIGITS)
-        found = np.flatnonzero((scores > 0) & alive)
-        found = found[~np.isin(keys[found], np.fromiter(without, np.int64, len(without)))]
-        if 0 < k < len(found):
-            found = found[scores[found] >= np.partition(scores[found], -k)[-k]]
-        best = found[np.lexsort((-keys[found], -scores[found]))][:k]
-        return [Hit(int(keys[place]), float(scores[place])) for place in best]
-
-
-def _check(name: str, items: Any, kinds: tuple[type, ...]) -> None:
-    """Refuse what is no list of these kinds."""
-    if not isinstance(items, Sequence) or isinstance(items, str | bytes):
-        raise ConfigurationError(f"{name}: a {type(items).__name__}, must be a list")
-    for item in items:
-        if not isinstance(item, kinds) or isinstance(item, bool):
-            raise ConfigurationError(f"{name}: a {type(item).__name__} among them, must be of {kinds[0].__name__}")
-
-
-def _without_removed(held: _Texts) -> _Texts:
-    alive = np.ones(len(held.keys), np.bool_)
-    alive[list(held.removed)] = False
-    moved = np.cumsum(alive) - 1
-    made = _Texts(array("q", np.array(held.keys, np.int64)[alive].tolist()))
-    for word, postings in held.postings.items():
-        places, counts = postings.below(len(held.keys))
-        kept = alive[places]
-        if kept.any():
-            made.postings[word] = _Postings(array("i", moved[places[kept]].tolist()), array("H", counts[kept].tolist()))
-    return made
-
-
-def _weight(frequency: int, count: int) -> float:
-    """Return the weight of a word that ``frequency`` of ``count`` texts have, as Lucene's BM25 has it."""
-    return math.log(1 + (count - frequency + 0.5) / (frequency + 0.5))
+        most = whole("k", k, 0)
+        banned = json.dumps(whole_numbers("without", without).tolist())
+        words = json.dumps(words_of(query), ensure_ascii=False)
+        with self._using:
+            rarest = self._database.execute(_RAREST, (words, _MOST_WORDS)).fetchall()
+            if not rarest:
+                return []
+            wanted = " OR ".join(f'"{word}"' for (word,) in rarest)  # in quotes, no word is FTS5's syntax
+            found = self._database.execute(_BEST, (wanted, banned, most)).fetchall()
+        return [Hit(key, score) for key, score in found]

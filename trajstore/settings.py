@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from trajstore.arguments import one_of, truth
@@ -108,7 +108,8 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
-def _checks(kind: type[Settings]) -> Mapping[str, Check]:
+@cache
+def _checks(kind: Any) -> Mapping[str, Check]:
     hints = get_type_hints(kind, include_extras=True)
     checks = ((name, _check_of(hints[name])) for name in names_of(kind))
     return {name: check for name, check in checks if check is not None}

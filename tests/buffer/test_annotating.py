@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from tests.stores import writer_to
+from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
 from trajstore.files.local import LocalDirectory
+from trajstore.inspection.verify import verify
 from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -96,6 +98,43 @@ def test_processes_that_annotate_at_once_leave_nothing_in_the_inbox(path: Path) 
         found = sorted((note.who, note.value) for note in notes_of(path, number))
         assert found == [(who, float(value)) for who in "abc" for value in (number, number + 4)]
     assert os.listdir(path / "inbox") == []
+
+
+def _annotate_often(path: Path, who: str) -> None:
+    for at in range(4):
+        annotate(path, [at, (at + 1) % 4], {"score": [10 * at, 10 * at + 1], "tag": who}, who=who)
+
+
+def test_twenty_processes_annotate_while_the_writer_gives_rows(path: Path) -> None:
+    """Each value of each process is there once, in its order, and so are the rows of the writer."""
+    names = [f"p{number}" for number in range(20)]
+    with writer_to(path) as writer:
+        others = [forking().Process(target=_annotate_often, args=(path, name)) for name in names]
+        for other in others:
+            other.start()
+        given = 0
+        while any(other.is_alive() for other in others) or given < 5:
+            rows = [torch.full((4,), float(given + number)) for number in range(4)]
+            annotate(writer, range(4), {"rows": rows, "told": [float(given + n) for n in range(4)]}, who="writer")
+            given += 1
+        for other in others:
+            other.join(300)
+        assert [other.exitcode for other in others] == [0] * 20
+    with writer_to(path) as again:
+        for number in range(4):
+            told: dict[str, list[Any]] = {}
+            for note in notes_of(again, number):
+                told.setdefault(note.who + " " + note.name, []).append(note.value)
+            mine = sorted([(number, 10.0 * number), ((number - 1) % 4, 10.0 * ((number - 1) % 4) + 1)])
+            for name in names:
+                assert told.pop(f"{name} score") == [value for _, value in mine]
+                assert told.pop(f"{name} tag") == [name, name]
+            assert told.pop("writer told") == [float(number + at) for at in range(given)]
+            assert told.pop("writer rows") == ["rows of float32"] * given
+            assert not told
+            assert again.get(number).notes["rows"].tolist() == [float(given - 1 + number)] * 4
+    assert os.listdir(path / "inbox") == []
+    assert verify(path).sound
 
 
 def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -362,15 +362,14 @@ def test_a_rank_looks_only_at_the_files_of_its_share(tmp_path: Path, monkeypatch
             buffer.add_trajectories([witness(key)])
             buffer.flush()
     looked: list[str] = []
-    real = LocalDirectory.sizes
+    real = LocalDirectory.sizes_of
 
-    def sizes(directory: LocalDirectory, below: str = "", *only: Any) -> dict[str, int]:
-        found = real(directory, below, *only)
-        looked.extend(found)
-        return found
+    def sizes_of(directory: LocalDirectory, names: Sequence[str], below: str) -> Any:
+        looked.extend(names)
+        return real(directory, names, below)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalDirectory, "sizes", sizes)
+        patched.setattr(LocalDirectory, "sizes_of", sizes_of)
         with TrajectoryReplayBuffer(sample_window_size=0) as reader:
             reader.load_checkpoint(tmp_path / "store", True, 3, 8)
             assert [check_trajectory(reader.get(number)) for number in (6, 7)] == [6, 7]

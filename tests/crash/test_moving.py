@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.stores import opened
 from tools.crash.forked import forking
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
+from trajstore.store.facts import NOTE
 from trajstore.testing.witness import check_trajectory, witness
 
 _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")
@@ -66,16 +68,25 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for first in (100 * number, 100 * number + 10):
                 store.add_trajectories([witness(key) for key in range(first, first + 6)])
                 store.flush()
+            for first in (0, 7):  # the latest values of each trajectory lie in a shard of rows or in another
+                ids = store.trajectory_ids[first:].tolist()
+                rows = [torch.full(store.get(one).rewards.shape[:2], 1000.0 * first + one) for one in ids]
+                annotate(store, ids, {"rows": rows, "told": [1000.0 * first + one for one in ids]})
             store.evict(store.trajectory_ids[3::7].tolist())
     return folder
 
 
-def _found(path: Path) -> dict[bytes, int]:
+def _found(path: Path) -> dict[bytes, tuple[int, float]]:
+    """Return key and late value of each trajectory, which is that of each of its rows."""
     with TrajectoryReplayBuffer.open(path) as reader:
-        keys = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+        ids = reader.trajectory_ids.tolist()
+        keys = [check_trajectory(reader.get(number)) for number in ids]
+        rows = [set(reader.get(number).notes["rows"].reshape(-1).tolist()) for number in ids]
+        told = [float(value) for value in reader._view.contents.index[NOTE + "told"]]
         uuids = [bytes(uuid) for uuid in reader._internals.trajectory_uuids]
+    assert rows == [{value} for value in told]
     assert len(set(uuids)) == len(uuids)
-    return dict(zip(uuids, keys, strict=True))
+    return dict(zip(uuids, zip(keys, told, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -83,7 +94,7 @@ def _found(path: Path) -> dict[bytes, int]:
 def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name: str, kills: int) -> None:
     words, draw = COMMANDS[name], random.Random(name)
     before = {path: _found(stores / path) for path in ("a", "b", "run")}
-    pruned = {uuid: key for uuid, key in before["a"].items() if key >= 10}
+    pruned = {uuid: key for uuid, key in before["a"].items() if key[0] >= 10}
     expected = {
         "merge": {"out": before["a"] | before["b"]},
         "split": {"out": before["a"]},

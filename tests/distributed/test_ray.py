@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, run_points
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, run_points
 from trajstore.buffer.internals import internals_of
 from trajstore.errors import (
     ConfigurationError,
@@ -28,6 +28,7 @@ from trajstore.errors import (
 )
 from trajstore.feeding import ReplayLoader
 from trajstore.inspection.verify import verify
+from trajstore.querying import relations
 from trajstore.sampling import Priorities
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -41,6 +42,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 
 from trajstore.buffer.content_watch import ContentWatch  # noqa: E402
 from trajstore.buffer.intake import flatten_all  # noqa: E402
+from trajstore.columns.memory import Arena  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
     Channel,
     DistributedReplayBuffer,
@@ -52,6 +54,7 @@ from trajstore.distributed import (  # noqa: E402
 )
 from trajstore.distributed.actors import Stores  # noqa: E402
 from trajstore.distributed.options import HandleOptions  # noqa: E402
+from trajstore.distributed.parcel import Parcel, new_key, pack  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
 from trajstore.distributed.server import Answer  # noqa: E402
@@ -150,10 +153,73 @@ def test_facts_of_all_stores_are_asked(cluster: Cluster, tmp_path: Path) -> None
             "task": "t1",
             "n": 2,
         }
-        with pytest.raises(ConfigurationError, match=r"not asked over a handle.*open\('.*run'\).query\('messages'\)"):
-            handle.query("messages")
-        with pytest.raises(ConfigurationError, match="there is trajectories"):
-            handle.query().sql("select 1 from messages")
+        handle.stop()
+
+
+@pytest.mark.parametrize("together", [3, 1024])
+def test_rows_of_all_stores_are_asked(
+    cluster: Cluster, tmp_path: Path, together: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    monkeypatch.setattr(relations, "TOGETHER", together)
+    with create(f"rows{together}", tmp_path / "run", stores=2) as handle:
+        assert handle.query("messages").rows() == []
+        said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
+        ids = []
+        for n in range(12):
+            rollout = AgentTrajectory(
+                input_ids=torch.arange(n + 1),
+                messages=said[: 1 + n % 3],
+                task_id=f"t{n % 3}",
+                reward=Reward(outcome=float(n % 2)),
+            )
+            added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
+            ids.append(added.committed(120)[0])
+        assert {number % 1024 for number in ids} == {0, 1}
+        asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
+        expected = [
+            (ids[n], f"t{n % 3}", at, said[at]["role"])
+            for n in range(1, 12, 2)
+            for at in range(1 + n % 3)
+            if at or n % 3 == 0
+        ]
+        columns = ("trajectory_id", "task", "message", "role")
+        assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
+        assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
+        assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
+        text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
+        assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
+        steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
+        assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
+        stream = handle.query("tokens").select("trajectory_id").stream()
+        handle.evict(ids[:2])
+        with caplog.at_level(logging.WARNING):
+            assert sum(len(part) for part in stream) == sum(range(3, 13))
+        assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
+        parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")], ContentWatch()), Arena(0))])
+        clock = max(ids) + 1
+        for rank in (0, 1):  # as where the first did not answer, and is back
+            clock = handle._stores.call(rank, "add", parcel, 1, clock).ids[0] + 1
+        handle.flush()
+        assert handle.query().where("task = 'again'").count() == 1
+        with pytest.raises(ConfigurationError, match="did you mean 'role'"):
+            handle.query("messages").where("rol = 'user'").rows()
+        stream = handle.query("tokens").stream()
+        handle.stop()
+        with pytest.raises(ConfigurationError, match="closed"):
+            list(stream)
+
+
+def test_values_by_row_of_a_store_are_asked(cluster: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run" / "rank_0") as writer:
+        writer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))])
+        annotate(writer, 0, {"advantages": [torch.tensor([1, 2, 3])]})
+    with create("late", tmp_path / "run", stores=2) as handle:
+        handle.add_trajectories([AgentTrajectory(input_ids=torch.arange(2)) for _ in range(4)]).committed(120)
+        asked = handle.query("tokens").where("advantages > 1").select("position", "advantages")
+        assert asked.rows() == [{"position": 1, "advantages": 2.0}, {"position": 2, "advantages": 3.0}]
+        assert handle.query("tokens").where("advantages is null").count() == 8
         handle.stop()
 
 

@@ -37,9 +37,9 @@ def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize(("mode", "best"), [("argmin", 9), ("argmax", 0), ("reward", 3)])
-def test_the_best_alone_comes_however_often_it_came(make: Make, mode: Any, best: int) -> None:
+def test_the_best_comes_however_often_it_came(make: Make, mode: Any, best: int) -> None:
     """By entropies under the current policy, which are the other way round than the saved ones."""
-    manager = pool(exp_select_mode=mode, sampler={"name": "best"}, save_filter="positive")
+    manager = pool(exp_select_mode=mode, save_filter="positive")
     manager.current_entropy = lambda held: [10.0 - one.entropy for one in held]  # type: ignore[operator]
     rollouts = [
         make("a", at, 2.0 if at == 3 else 1.0, entropy=float(at), entropys=None, old_log_probs=-torch.rand(4))
@@ -51,7 +51,7 @@ def test_the_best_alone_comes_however_often_it_came(make: Make, mode: Any, best:
     assert came == {best: 100}
 
 
-def test_the_best_alone_may_have_a_limit_of_uses(make: Make) -> None:
+def test_the_best_may_have_a_limit_of_uses(make: Make) -> None:
     manager = pool(sampler={"name": "best", "max_uses": 2}, use_current_policy_entropy=False)
     manager.save_trajectories_to_memory([make("a", at, 1.0, entropy=float(at), entropys=None) for at in range(3)])
     manager.update_difficulty2task_dict([make("a", at, float(at % 2)) for at in range(4)])
@@ -66,13 +66,13 @@ def test_the_best_alone_may_have_a_limit_of_uses(make: Make) -> None:
     st.randoms(use_true_random=False),
     st.sampled_from(["argmin", "argmax", "reward", "random"]),
     st.sampled_from(["any", "spread"]),
-    st.sampled_from([None, {"name": "best"}, {"name": "freshest"}]),
+    st.sampled_from([None, {"name": "least_used"}, {"name": "freshest"}]),
     st.integers(0, 9),
 )
 def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
     told: list[tuple[int, int | None]], random: Any, mode: Any, versions: Any, sampler: Any, n: int
 ) -> None:
-    if (sampler, mode) == ({"name": "best"}, "random") or (sampler, versions) == ({"name": "freshest"}, "spread"):
+    if (sampler, versions) == ({"name": "freshest"}, "spread"):
         return
     rules = PoolRules(n_rollout=8, exp_select_mode=mode, policy_versions=versions, sampler=sampler)
     saved, current = ([float(one) for one in random.sample(range(100), len(told))] for _ in range(2))
@@ -87,13 +87,14 @@ def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
         for values in (current, some)
     )
     assert set(by_all) == set(by_some)
-    if mode in ("random", "reward") or n >= len(told) or sampler == {"name": "freshest"}:
+    chance = mode == "random" and sampler is None
+    if chance or mode == "reward" or n >= len(told) or sampler == {"name": "freshest"}:
         assert not scored, "outcome, chance or age decide, or all come out"
 
 
 def test_the_policy_scores_only_histories_that_are_equal_in_uses(make: Make) -> None:
     """Two of five come: while all are new all are scored; then of the three that are left; then one is sure to come."""
-    manager = pool()
+    manager = pool(sampler={"name": "least_used"})
     manager.save_trajectories_to_memory([make(tokens=t, entropy=float(t)) for t in range(5)])
     asked: list[list[int]] = []
 
@@ -108,13 +109,30 @@ def test_the_policy_scores_only_histories_that_are_equal_in_uses(make: Make) -> 
     assert len(asked) == 3, "all of them came"
 
 
+def test_by_default_the_policy_scores_all_of_a_task_that_has_more_than_come(make: Make) -> None:
+    manager = pool()
+    held = {"a": range(5), "b": range(5, 7)}
+    manager.save_trajectories_to_memory([make(task, tokens=t, entropy=float(t)) for task in held for t in held[task]])
+    asked: list[list[int]] = []
+
+    def current(scored: Any) -> list[float]:
+        asked.append(sorted(int(one.input_ids[-1]) // 1000 for one in scored))
+        return [-float(one.input_ids[-1]) for one in scored]
+
+    manager.current_entropy = current
+    for _ in range(3):
+        assert len(manager.get_offpolicy_batch(["a", "b"], 2)) == 4
+        assert drawn(manager, 2) == [4, 3], "of the policy's entropies, which are the other way round"
+    assert asked == [[0, 1, 2, 3, 4]] * 6
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=10),
     st.sampled_from(["argmin", "argmax"]),
     st.integers(1, 10),
 )
-def test_by_default_the_least_used_comes_first_then_the_best_by_entropy(
+def test_in_turns_the_least_used_comes_first_then_the_best_by_entropy(
     told: list[tuple[int, float]], mode: Any, n: int
 ) -> None:
     entries = [PoolEntry(at, "a", entropy, 1.0, at, b"") for at, (_, entropy) in enumerate(told)]
@@ -123,7 +141,7 @@ def test_by_default_the_least_used_comes_first_then_the_best_by_entropy(
     chosen = choose_histories(
         entries,
         n,
-        PoolRules(n_rollout=8, exp_select_mode=mode),
+        PoolRules(n_rollout=8, exp_select_mode=mode, sampler={"name": "least_used"}),
         uses=[uses for uses, _ in told],
         entropies=[entropy for _, entropy in told],
         global_steps=50,
@@ -185,7 +203,7 @@ def test_by_reward_the_highest_outcome_comes_first_and_stays_in_a_full_task(make
     manager.save_trajectories_to_memory([make(tokens=t, outcome=outcome) for t, outcome in enumerate(outcomes)])
     assert manager.refused == {"not_better": 1}
     assert drawn(manager, 3) == [3, 0, 4], "of equal outcomes the newer one stayed"
-    assert drawn(manager, 1) == [3], "all take turns"
+    assert drawn(manager, 1) == [3]
     again = pool(exp_select_mode="reward", max_trajectories_per_task=3)
     kept = manager.task2trajectories["a"]
     again.save_trajectories_to_memory(kept)
@@ -338,7 +356,7 @@ def test_what_does_not_come_out_is_not_read(make: Make, tmp_path: Path, monkeypa
     """A record that cannot be read leaves the pool, and the next best comes in its place."""
     with closing(BufferStore.open(tmp_path / "pool")) as store:
         manager = ExperienceManager(
-            PoolRules(n_rollout=8, exp_select_mode="argmin", sampler={"name": "best"}, max_trajectories_per_task=9),
+            PoolRules(n_rollout=8, max_trajectories_per_task=9),
             store=store,
         )
         rollouts = [make(task, at, 1.0, entropy=float(at)) for task in "ab" for at in range(6)]

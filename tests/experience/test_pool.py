@@ -406,7 +406,7 @@ def test_a_task_that_was_solved_stays_so_until_a_failure_is_seen(make: Make) -> 
 
 @pytest.mark.parametrize("mode", ["argmin", "argmax"])
 def test_histories_take_turns(make: Make, mode: str) -> None:
-    manager = pool(exp_select_mode=mode)
+    manager = pool(exp_select_mode=mode, sampler={"name": "least_used"})
     manager.save_trajectories_to_memory([make(tokens=t, entropy=1.0 + t) for t in range(6)])
     drawn = [numbers(manager.get_offpolicy_batch(["a"], 1))[0] for _ in range(18)]
     order = list(range(6)) if mode == "argmin" else list(range(5, -1, -1))
@@ -417,17 +417,18 @@ def test_histories_take_turns(make: Make, mode: str) -> None:
 
 def test_uses_survive_a_state_dict_and_a_restart(make: Make) -> None:
     store = MemoryStore()
-    manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
+    rules = PoolRules(n_rollout=4, sampler={"name": "least_used"})
+    manager = ExperienceManager(rules, store=store)
     manager.save_trajectories_to_memory([make(tokens=t, entropy=1.0 + t) for t in range(3)])
     manager.get_offpolicy_batch(["a"], 2)
-    other = pool()
+    other = ExperienceManager(rules)
     other.load_state_dict(manager.state_dict())
     assert numbers(other.get_offpolicy_batch(["a"], 1)) == [2]
     step(manager, rollouts(make, "b", [1, 0]))  # the next change of the pool records them
-    reopened = ExperienceManager(PoolRules(n_rollout=4), store=store)
+    reopened = ExperienceManager(rules, store=store)
     assert numbers(reopened.get_offpolicy_batch(["a"], 1)) == [2]
     manager.compact()
-    assert numbers(ExperienceManager(PoolRules(n_rollout=4), store=store).get_offpolicy_batch(["a"], 1)) == [2]
+    assert numbers(ExperienceManager(rules, store=store).get_offpolicy_batch(["a"], 1)) == [2]
 
 
 def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(

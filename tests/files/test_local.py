@@ -140,3 +140,22 @@ def test_a_directory_that_was_not_created_is_not_made_by_writing(tmp_path: Path)
     directory.create()
     directory.publish([EncodedFile("file", [b"1"])])
     assert (tmp_path / "absent" / "place" / "file").read_bytes() == b"1"
+
+
+def test_sizes_of_many_files_are_those_of_each(tmp_path: Path) -> None:
+    """Machine code asks for many at once; its answers are those of the system, whatever a name stands for."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"ä{number}").write_bytes(bytes(number))
+    (folder / "folder").mkdir()
+    (folder / "link").symlink_to("ä7")
+    (folder / "circle").symlink_to("circle")
+    with open(folder / "large", "wb") as file:
+        file.truncate(5 << 32)
+    some = [f"shards/ä{number}" for number in range(31)]
+    names = [*some, *(f"shards/{name}" for name in ("folder", "link", "circle", "large", "ä3/below", 300 * "z"))]
+    expected = [*range(30), -1, -1, 7, -1, 5 << 32, -1, -1]
+    directory = LocalDirectory(tmp_path)
+    assert directory.sizes_of(names, "shards").tolist() == expected
+    assert directory.sizes_of(names * 700, "shards").tolist() == expected * 700

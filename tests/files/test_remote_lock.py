@@ -7,15 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+import torch
 
+from trajstore import annotate
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
     CorruptStoreError,
+    StoreError,
     StoreLockedError,
     WriterFencedError,
 )
@@ -122,6 +126,26 @@ def test_writer_that_lost_its_lock_cannot_write(memory_url: str) -> None:
             call()
     lock.release()
     assert b"elsewhere" in other.read(LOCK_NAME), "the lock of the other writer must stay"
+
+
+def test_a_writer_that_lost_its_lock_is_told_so_when_it_gives_values_by_row(memory_url: str) -> None:
+    other = open_directory(memory_url)
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, storage_options={"lock_ttl": 0.1})
+    buffer.add_trajectories([witness(0)])
+    buffer.flush()
+    rows = torch.zeros(buffer.get(0).rewards.shape[:2])
+
+    def lost() -> bool:
+        write_lock(other, lock_text(host="elsewhere", pid=1))
+        try:
+            annotate(buffer, 0, {"rows": [rows]})
+        except WriterFencedError:
+            return True
+        return False
+
+    wait_until(lost)
+    with suppress(StoreError):
+        buffer.close()
 
 
 def test_writer_that_cannot_renew_its_lock_pauses(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,10 @@ def test_common_names_stay_as_they_are() -> None:
         {"codec": "blosc", "level": 10},
         {"chunk_bytes": 0},
         {"shard_chunks": 0},
+        {"codec": ["zstd"]},
+        {"level": None},
+        {"chunk_bytes": "1M"},
+        {"shard_chunks": True},
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.querying.test_query import read  # noqa: F401
@@ -202,6 +203,111 @@ def test_steps_are_rows_without_the_extra_ones(tmp_path: Path, trajectory_format
         found = dict(reader.query().sql(text).iter_rows())
         assert found.keys() == totals.keys()
         assert np.allclose(list(found.values()), list(totals.values()))
+
+
+given_rows = st.sampled_from([None, -1.0, 0.0, 0.25, 2.0])
+
+ROW_CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
+    "adv > 0": lambda row: row["adv"] is not None and row["adv"] > 0,
+    "adv is null": lambda row: row["adv"] is None,
+    "label = 1 and trajectory_id > 0": lambda row: row["label"] == 1 and row["trajectory_id"] > 0,
+    "adv + label >= 1": lambda row: None not in (row["adv"], row["label"]) and row["adv"] + row["label"] >= 1,
+    "judge > 0 or adv < 0": lambda row: (row["judge"] or 0) > 0 or (row["adv"] or 0) < 0,
+}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(1, 4), given_rows, st.booleans(), given_rows), min_size=1, max_size=6),
+    st.sampled_from(["pt", "pkl", "zarr"]),
+    st.sampled_from(["tokens", "steps"]),
+    st.lists(st.sampled_from(list(ROW_CONDITIONS)), max_size=2),
+    st.integers(1, 3),
+)
+def test_questions_about_values_by_row_agree_with_plain_loops(
+    tmp_path_factory: pytest.TempPathFactory,
+    told: list[tuple[int, float | None, bool, float | None]],
+    trajectory_format: Any,
+    relation: str,
+    conditions: list[str],
+    together: int,
+) -> None:
+    """Floats of each row, whole numbers of each row (of the response where there is one), and a number of each."""
+    path = tmp_path_factory.mktemp("rows") / "store"
+    rows: list[Row] = []
+    with writer_to(path, trajectory_format=trajectory_format) as writer:
+        if relation == "tokens":
+            writer.add_trajectories([tokens(2 + size, 2, True) for size, *_ in told])
+        else:
+            writer.add_trajectories([block(size, 2, 1, 0, 0) for size, *_ in told])
+        sizes = [2 + size if relation == "tokens" else 2 * size for size, *_ in told]
+        shapes = [(size,) if relation == "tokens" else (size // 2, 2) for size in sizes]
+        for number, (size, first, labelled, judge) in enumerate(told):
+            if first is not None:
+                annotate(writer, number, {"adv": [torch.zeros(shapes[number])]})  # the latest count
+                annotate(writer, number, {"adv": [first + torch.arange(sizes[number]).reshape(shapes[number])]})
+            labels = [at % 3 for at in range(size if relation == "tokens" else sizes[number])]
+            if labelled:
+                values = torch.tensor(labels)
+                annotate(writer, number, {"label": [values if relation == "tokens" else values.reshape(size, 2)]})
+            if judge is not None:
+                annotate(writer, number, {"judge": judge})
+            labels = [None] * (sizes[number] - len(labels)) + labels
+            rows += [
+                {
+                    "trajectory_id": number,
+                    "adv": None if first is None else first + at,
+                    "label": labels[at] if labelled else None,
+                    "judge": judge,
+                }
+                for at in range(sizes[number])
+            ]
+    names = {name for row in rows for name, value in row.items() if value is not None}
+    asked = [one for one in conditions if {name for name in ("adv", "label", "judge") if name in one} <= names]
+    kept = [row for row in rows if all(ROW_CONDITIONS[one](row) for one in asked)]
+    shown = [{name: row[name] for name in row if name in names} for row in kept]
+    with pytest.MonkeyPatch.context() as patch, TrajectoryReplayBuffer.open(path) as reader:
+        patch.setattr(relations, "TOGETHER", together)
+        question = reader.query(relation)
+        for one in asked:
+            question = question.where(one)
+        assert question.select(*(name for name in rows[0] if name in names)).rows() == shown
+        assert question.count() == len(kept)
+        assert question.ids().tolist() == list(dict.fromkeys(row["trajectory_id"] for row in kept))
+        if "adv" in names:
+            best = question.where("adv is not null").order_by("adv desc", "trajectory_id").limit(1).select("adv").rows()
+            assert best == [
+                {"adv": value}
+                for value in sorted((row["adv"] or 0 for row in kept if row["adv"] is not None), reverse=True)[:1]
+            ]
+            text = f"select sum(adv) as total, count(adv) as n from {relation}"
+            known = [row["adv"] for row in rows if row["adv"] is not None]
+            assert reader.query().sql(text).rows() == [(sum(known), len(known))]
+
+
+def test_rows_of_several_numbers_are_lists_and_the_names_of_stores_may_differ(tmp_path: Path) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([block(2, 1, 1, 0, 0), tokens(3, 1, True), block(1, 1, 1, 0, 0)])
+            annotate(writer, [0], {"pair": [torch.arange(4.0).reshape(2, 1, 2) if rank else torch.ones(2, 1)]})
+            annotate(writer, [1], {"of_tokens": [torch.tensor([1 + 2j, 3j, 4])], "step": 1.0})
+            if rank:
+                annotate(writer, [0, 2], {"label": [torch.ones(2, 1), torch.full((1, 1), float("nan"))]})
+            else:
+                annotate(writer, [0], {"label": 7})
+    with TrajectoryReplayBuffer.open(tmp_path) as run:
+        found = run.query("steps").order_by("rank", "trajectory_id", "step").select("pair", "label").table()
+        assert found["pair"].to_list() == [[1.0], [1.0], None, [0.0, 1.0], [2.0, 3.0], None]
+        assert found["label"].to_list()[:5] == [None, None, None, 1.0, 1.0]
+        assert math.isnan(found["label"].to_list()[5])
+        assert run.query("tokens").where("rank = 0").select("of_tokens").table()["of_tokens"].to_list() == [
+            [1.0, 2.0],
+            [0.0, 3.0],
+            [4.0, 0.0],
+        ]
+        assert "of_tokens" not in run.query("steps").sql("select * from steps").columns
+        with pytest.raises(ConfigurationError, match="no column 'pair'"):
+            run.query("tokens").where("pair is null").rows()
 
 
 def test_whole_versions_and_empty_chunks_come_as_they_are() -> None:

@@ -45,8 +45,8 @@ class Variant:
     """Of a group, where it is worked out anew which ones have to come."""
     value: Callable[[AgentTrajectory], float] = mean_entropy
     """Of these the smallest."""
-    best: bool = False
-    """Always these, and not the least used first."""
+    in_turns: bool = False
+    """The least used first, and only of these the smallest."""
 
 
 def outcome_of(rollout: AgentTrajectory) -> float:
@@ -61,17 +61,20 @@ def own_count(task: str) -> int:
 
 
 FEW_TASKS = ("data.train_max_samples=4", f"{OPTION}exp_ratio=1.0")
-BEST = f"{OPTION}sampler={{name:best}}"
+TURNS = f"{OPTION}sampler={{name:least_used}}"
 
 VARIANTS = {
-    "argmin, best": Variant((*FEW_TASKS, BEST), steps=5, histories=1, best=True),
-    "argmax": Variant(
-        (*FEW_TASKS, f"{OPTION}exp_select_mode=argmax"), steps=5, histories=1, value=lambda one: -mean_entropy(one)
+    "argmin": Variant(FEW_TASKS, steps=5, histories=1),
+    "in turns, argmax": Variant(
+        (*FEW_TASKS, TURNS, f"{OPTION}exp_select_mode=argmax"),
+        steps=5,
+        histories=1,
+        value=lambda one: -mean_entropy(one),
+        in_turns=True,
     ),
     "separate, shaped, argmax": Variant(
         (
             *FEW_TASKS,
-            BEST,
             f"{OPTION}group_offpolicy=separate",
             f"{OPTION}off_policy_shaping=0.1",
             f"{OPTION}exp_select_mode=argmax",
@@ -81,7 +84,6 @@ VARIANTS = {
         loss=OffPolicyLoss(shaping=0.1),
         histories=1,
         value=lambda one: -mean_entropy(one),
-        best=True,
     ),
     "drop_negative, positive, reward": Variant(
         (
@@ -106,7 +108,6 @@ VARIANTS = {
         loss=OffPolicyLoss(clip=False),
         histories=1,
         value=lambda one: 0.0,
-        best=True,
     ),
     "mini-batches": Variant(
         (*TWO_MINI_BATCHES, f"{OPTION}offpolicy_trajectories_per_task=3", f"{OPTION}exp_ratio=1.0"),
@@ -171,7 +172,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
         assert left_out == 0 or variant.own_counts
     if variant.histories is not None:
         left = check_choices(
-            seen, rollouts, count=variant.histories, value=variant.value, least_used_first=not variant.best
+            seen, rollouts, count=variant.histories, value=variant.value, least_used_first=variant.in_turns
         )
         assert left or variant.histories > 1
     assert check_against_checkpoints(rollouts, verl_assets.model, tmp_path / "checkpoints") >= len(rollouts)

@@ -15,7 +15,7 @@ import numpy as np
 from tools.bench.report import Figure, Options
 from trajstore.guidance import RetrievalIndex
 
-SIZES = (1_000, 10_000, 100_000, 1_000_000)
+SIZES = (1_000, 10_000, 100_000)
 LIST = 64
 WORDS = 20
 

@@ -5,12 +5,12 @@ first evaluation that reaches ``solved_at``, or at the last step; such a run cou
 is then a lower bound ("censored"). Prints one JSON line per run and one for the figure, whose interval is a
 percentile bootstrap over the seeds (90 %).
 
-``--select`` names rules by which a task's histories are chosen, each measured against the same runs without replay:
-least used first (``default``), by entropy alone, the lowest (``argmin``) or highest (``argmax``) first, or all alike
-(``random``).
+``--select`` names rules by which a task's histories are chosen, each measured against the same runs without replay: by
+entropy under the current policy, the lowest (``argmin``, the default) or the highest first (``argmax``); by the lowest
+when it was sampled (``saved``); the least used first (``turns``); or all alike (``random``).
 
     python tools/bench/t13_replay.py [--seeds 0 1 2 3 4] [--environment household] [--steps 200] [--threads 1]
-        [--select default argmin argmax random]
+        [--select argmin saved argmax turns random]
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trainer_hooks.reference.demo import BASE, replay_config
 from trainer_hooks.reference.trainer import ReferenceTrainer
 
 TARGETS = {"household": 0.4, "sort": 0.7}
-DEFAULT = "default"
-BEST = {"name": "best"}
+DEFAULT = "argmin"
 RULES: Mapping[str, Mapping[str, Any]] = {
     DEFAULT: {},
-    "argmin": {"exp_select_mode": "argmin", "sampler": BEST},
-    "argmax": {"exp_select_mode": "argmax", "sampler": BEST},
+    "saved": {"use_current_policy_entropy": False},
+    "argmax": {"exp_select_mode": "argmax"},
+    "turns": {"sampler": {"name": "least_used"}},
     "random": {"exp_select_mode": "random"},
 }
 """What chooses among the histories of a task, by the name of the rule."""

@@ -220,14 +220,14 @@ class _HouseholdEpisode(Episode):
         return f"in {self._room} see {' '.join(self._seen() or ['nothing'])}{held}"
 
 
-def make_environment(name: str, seed: int = 0) -> Environment:
+def make_environment(name: str) -> Environment:
     """Return the environment called ``name`` (``sort`` or ``household``) in its default size.
 
     Raises:
         ConfigurationError: no environment has this name.
     """
     if name == SortEnvironment.name:
-        return SortEnvironment(seed=seed)
+        return SortEnvironment()
     if name == HouseholdEnvironment.name:
-        return HouseholdEnvironment(seed=seed)
+        return HouseholdEnvironment()
     raise ConfigurationError(f"environment: {name!r} is unknown; use 'sort' or 'household'")

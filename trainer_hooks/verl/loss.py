@@ -153,17 +153,16 @@ def align(exp_mask: Tensor, response_mask: Tensor) -> Tensor:
     return result
 
 
-def take_figures(metrics: dict[str, Any], prefix: str = "actor/") -> dict[str, float]:
+def take_figures(metrics: dict[str, Any]) -> dict[str, float]:
     """Take the sums that all micro-batches of all ranks reported out of ``metrics``; return what they amount to.
 
     The figures are those of ``trainer_hooks.token_sums``.
 
     Args:
         metrics: verl's metrics of an actor update; changed. verl takes means of the sums over the mini-batches, and the
-            extremes of extremes.
-        prefix: what verl has put before the names.
+            extremes of extremes, and puts ``actor/`` before their names.
     """
-    found = {name: metrics.pop(f"{prefix}{FIGURES}{name}", None) for name in (*SUMS, *EXTREMES)}
+    found = {name: metrics.pop(f"actor/{FIGURES}{name}", None) for name in (*SUMS, *EXTREMES)}
     return figures_of({name: float(value) for name, value in found.items() if value is not None})
 
 

@@ -105,7 +105,7 @@ class RolloutRecorder:
             - self.buffer.points.committed
         )
         return {
-            "recording/rollouts": float(len(made)),
+            "recording/rollouts": float(len(trajectories)),  # the thread takes its rollouts out of its own list
             "recording/waiting": float(max(waiting, 0)),
             "recording/lost": float(self.lost),
             "recording/seconds": time.perf_counter() - start,

@@ -43,6 +43,8 @@ from trajstore.writing.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
 
+_UNLIMITED = Retention()
+
 
 class Backing(ABC):
     """Takes in what is added and deletes what is evicted. Its methods do what those of the buffer promise.
@@ -77,7 +79,7 @@ class Backing(ABC):
 
     def retain(self) -> None:
         """Let go of what lies beyond the limits, before the next addition; of what was loaded, only here."""
-        if self._view.retention == Retention():
+        if self._view.retention == _UNLIMITED:
             return
         before = len(self._view.contents.index)
         self._retain()

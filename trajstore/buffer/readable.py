@@ -200,7 +200,7 @@ class ReadableBuffer(Moved):
         """
         return Query(
             self._facts.table,
-            partial(scan, self._view.locked),
+            partial(scan, self._internals.rows, self._internals.late_rows),
             one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
         )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.arguments import whole_or_none
 from trajstore.columns.limits import UNKNOWN_VERSION
+from trajstore.settings import Settings
 from trajstore.store.index import TrajectoryIndex
 
 
 @dataclass(frozen=True)
-class Retention:
+class Retention(Settings):
     """Limits of a store; None is no limit. The oldest trajectories go first; the newest always stays.
 
     Attributes:
@@ -27,15 +30,10 @@ class Retention:
         ConfigurationError: a limit is no whole number, or too low.
     """
 
-    max_trajectories: int | None = None
-    max_samples: int | None = None
-    max_bytes: int | None = None
-    max_policy_age: int | None = None
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            least = 0 if item.name == "max_policy_age" else 1
-            object.__setattr__(self, item.name, whole_or_none(item.name, getattr(self, item.name), least))
+    max_trajectories: Annotated[int | None, partial(whole_or_none, least=1)] = None
+    max_samples: Annotated[int | None, partial(whole_or_none, least=1)] = None
+    max_bytes: Annotated[int | None, partial(whole_or_none, least=1)] = None
+    max_policy_age: Annotated[int | None, partial(whole_or_none, least=0)] = None
 
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
         """Return the positions of the trajectories that must go, oldest first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,15 +22,19 @@ from trajstore.distributed.routes import Routes
 from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.starting import everywhere, start_stores
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError
+from trajstore.errors import StoreNotFoundError, StoreUnreachableError
 from trajstore.mirroring.options import MirrorState
 from trajstore.querying import RELATIONS, Query
 from trajstore.querying.engine import polars
-from trajstore.querying.relations import TRAJECTORIES
+from trajstore.querying.readable import Faults
+from trajstore.querying.relations import TRAJECTORIES, scan
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
-    from polars import DataFrame
+    from polars import DataFrame, Expr
+
+_PLACE = "place among the facts"
+"""A column of tables that are put together, called as no fact can be."""
 
 
 class DistributedReplayBuffer(RestorableHandle, Closing):
@@ -160,36 +165,71 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     def query(self, relation: str = "trajectories") -> Query:
         """Ask about the trajectories of all stores; see :meth:`TrajectoryReplayBuffer.query`.
 
-        Each answer takes the facts of all trajectories, some 126 bytes each, from the stores. Needs Polars (extra
-        ``query``), here and there.
+        Each answer takes the facts of all trajectories, some 126 bytes each, from the stores. Messages, tokens and
+        steps are read by the stores that have them, which send the rows of which all conditions hold. Needs Polars
+        (extra ``query``), here and there.
 
         Args:
-            relation: ``"trajectories"``; what lies in them is asked where their directories are.
+            relation: what a row is: ``"trajectories"``, ``"messages"``, ``"tokens"`` or ``"steps"``.
 
         Raises:
-            ConfigurationError: another relation is asked for; says how to ask it.
+            ConfigurationError: there is no such relation.
             StoreUnreachableError: of the answer; a store does not answer.
         """
-        one_of("relation", relation, (TRAJECTORIES, *RELATIONS))
-        if relation != TRAJECTORIES:
-            path = next(iter(self._stores.described().values())).path
-            raise ConfigurationError(
-                f"relation: {relation!r} is not asked over a handle, which has the facts of trajectories only; on a "
-                f"machine that has the directories: TrajectoryReplayBuffer.open({path!r}).query({relation!r})"
-            )
-        return Query(self._facts)
+        return Query(
+            self._facts,
+            partial(scan, self._rows, self._late_rows),
+            one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
+        )
 
     def _facts(self) -> DataFrame:
-        """Return the facts of all trajectories, the oldest first.
+        """Return the facts of all trajectories, the oldest first; of one that lies in two stores, those of one.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        self.refresh()
+        with self._lock:
+            copies = self._survey.census.copies_of(self._survey.census.ids).tolist()
+        found = self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "facts")
+        tables = [found[rank] for rank in sorted(found)]
+        pl = polars()
+        facts: DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
+        return facts.filter(~pl.col("trajectory_id").is_in(copies)) if copies else facts
+
+    def _late_rows(self, relation: str) -> dict[str, bool]:
+        """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        found: dict[str, bool] = {}
+        for told in self._stores.call_all(dict.fromkeys(self._all_ranks(), (relation,)), "late_rows").values():
+            found |= {name: several or found.get(name, False) for name, several in told.items()}
+        return found
+
+    def _rows(
+        self,
+        relation: str,
+        facts: DataFrame,
+        wanted: Sequence[str],
+        conditions: Sequence[Expr],
+        late: Mapping[str, bool],
+    ) -> tuple[list[DataFrame], Faults]:
+        """Return messages, tokens or steps of some trajectories; see :class:`trajstore.querying.relations.ReadRows`.
 
         Raises:
             StoreUnreachableError: a store does not answer.
         """
         self._check_open()
-        found = self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "facts")
-        tables = [found[rank] for rank in sorted(found)]
-        facts: DataFrame = polars().concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
-        return facts
+        pl = polars()
+        placed = facts.with_row_index(_PLACE)
+        parts = placed.group_by(pl.col("trajectory_id") % MOST_STORES)
+        asked = {rank: (relation, part, [*wanted, _PLACE], conditions, late) for (rank,), part in parts}
+        answers = self._stores.call_all(asked, "rows").values()
+        tables = [table for some, _ in answers for table in some]
+        whole = [pl.concat(tables).sort(_PLACE, maintain_order=True).drop(_PLACE)] if tables else []
+        return whole, [fault for _, faults in answers for fault in faults]
 
     # -- changing ---------------------------------------------------------------------------------
 

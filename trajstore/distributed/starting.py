@@ -31,7 +31,10 @@ _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 _METHODS = {
     "add": ("add",),
     "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "release"),
-    "read": ("read", "trajectories", "extents", "facts", "news", "stats", "tick", "mirror_state", "saved_points"),
+    "read": (
+        *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
+        "saved_points",
+    ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "unpin", "save_point", "rollback"),
         "compact",

@@ -47,8 +47,7 @@ _COLUMNS = {
 class ForeignObject:
     """Stands in for an object whose class is not here: only its pickled state is kept."""
 
-    def __init__(self, module: str, name: str, *_arguments: Any, **_keywords: Any) -> None:
-        self.class_name = f"{module}.{name}"
+    def __init__(self, *_arguments: Any, **_keywords: Any) -> None:
         self.fields: dict[str, Any] = {}
 
     def __setstate__(self, state: Any) -> None:

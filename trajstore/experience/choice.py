@@ -35,9 +35,9 @@ def choose_histories(
         n: how many at the most.
         rules: say by which sampler.
         uses: how often each was drawn.
-        entropies: of each, in nats: the value by which equally often drawn ones are told apart, or all of them
-            (``sampler: {name: best}``), unless the rules tell them apart by outcome. ``None`` = unknown, behind all
-            others. Those of :func:`undecided` are compared with one another, and with no others.
+        entropies: of each, in nats: the value by which all are told apart, or equally often drawn ones
+            (``sampler: {name: least_used}``), unless the rules tell them apart by outcome. ``None`` = unknown, behind
+            all others. Those of :func:`undecided` are compared with one another, and with no others.
         global_steps: the step that is going on: age is counted from it.
         generator: seeds the draw of a sampler that leaves something to chance; else it is not touched.
         versions_drawn: how many histories of each policy version the batch has so far, for ``policy_versions: spread``.

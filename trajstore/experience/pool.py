@@ -296,11 +296,10 @@ class ExperienceManager(KeptPool):
     def get_offpolicy_batch(self, tasks: Sequence[Any], num_trajectories_per_task: int = 1) -> list[AgentTrajectory]:
         """Return up to ``num_trajectories_per_task`` histories of each task, task by task, best first, none twice.
 
-        The rules' ``sampler`` chooses. Without one those that were drawn least often come first, so that a task's
-        histories take turns; among equally often drawn ones the best by ``exp_select_mode``, on the entropy under the
+        The rules' ``sampler`` chooses. Without one the best by ``exp_select_mode`` come, on the entropy under the
         current policy if the rules want it and :attr:`current_entropy` gives it, else on the saved one. Only those that
-        nothing else decides about are scored (``choice.undecided``). Each call counts as a use of what it returns.
-        Returned are copies, marked ``metadata["is_experience_replay"]``.
+        nothing else decides about are scored (``choice.undecided``): those of a task that has more than come. Each call
+        counts as a use of what it returns. Returned are copies, marked ``metadata["is_experience_replay"]``.
 
         Args:
             tasks: task ids, or objects with a ``task_id``.

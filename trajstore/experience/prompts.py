@@ -78,12 +78,6 @@ def prompt_of(trajectory: AgentTrajectory) -> Prompt:
     return Prompt(tokens, frozenset(_beginnings(messages, ends)) if messages else frozenset())
 
 
-@checked
-def name_of_prompt(messages: Sequence[Message]) -> str:
-    """Return a name for a task that has none: its content, ``prompt:`` and 24 hexadecimal digits."""
-    return "prompt:" + next(_beginnings(messages, {len(messages)})).hex()
-
-
 class RowPrompts:
     """The prompts of the training data's rows, as far as they are known.
 

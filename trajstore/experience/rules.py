@@ -91,17 +91,17 @@ class PoolOptions(Settings):
         save_filter: ``success``: every success enters; ``best``: only the best of these by entropy; ``positive``: every
             rollout with an outcome above 0, as in AgentEvolver: with partial rewards these are failures too, and they
             are replayed.
-        exp_select_mode: what is best, both when entering a full task and among equally often used ones when coming out:
-            the lowest entropy (``argmin``), the highest (``argmax``), the highest outcome (``reward``), or nothing
-            (``random``).
+        exp_select_mode: what is best, both when entering a full task and when coming out: the lowest entropy
+            (``argmin``), the highest (``argmax``), the highest outcome (``reward``), or nothing (``random``). Where
+            two are equally good, the older one comes out.
         policy_versions: ``spread``: histories of several policy versions on purpose. Each is of the version of which
             the batch has fewest so far; the sampler decides among those of one version. An unknown version counts as
             one of its own.
         sampler: which of a task's trajectories come out, as :func:`~trajstore.sampling.sampler_of` takes it:
-            ``weighted`` (with ``unit: trajectory``), ``freshest`` or ``least_used`` (``best`` as ``exp_select_mode``
-            says, if it is left out); or ``best``: by ``exp_select_mode`` (not ``random``) alone, however often it was
-            used (``max_uses`` may say how often). ``None``: least used first, among equally often used ones the best by
-            ``exp_select_mode``; all alike with ``random``. Priorities are outcomes; ages count from this step.
+            ``weighted`` (with ``unit: trajectory``), ``freshest`` or ``least_used``: all take turns, of equally often
+            used ones the best by ``exp_select_mode`` first, unless its own ``best`` says another order; or ``best``:
+            by ``exp_select_mode`` (not ``random``), at most ``max_uses`` times each. ``None``: by ``exp_select_mode``,
+            however often it was used; all alike with ``random``. Priorities are outcomes; ages count from this step.
         max_trajectories_per_task: trajectories that are kept of a task; ``exp_select_mode`` says which.
         max_policy_age: training steps after which a trajectory no longer comes out. One whose version is unknown, or
             newer than the step that is going on, has no known age and does not come out either.
@@ -178,7 +178,7 @@ class PoolRules(PoolOptions):
     @property
     def is_best_only(self) -> bool:
         """Whether ``exp_select_mode`` alone says what comes out: how often it was used does not count."""
-        return self.sampler is not None and self.sampler["name"] == _BEST
+        return self.sampler is None or self.sampler["name"] == _BEST
 
     @property
     def max_uses(self) -> int | None:

@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 _WITNESSES = 1024
 """Trajectories that a state names of each buffer, besides those that batches and samplers name."""
 
-Buffers = Sequence[Replay | None]
-
 
 def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
     """Return what tells a buffer's trajectories from those of another store: names of some, evenly over all."""

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
+import numpy.typing as npt
+
 from trajstore.errors import UnsafeContentError
 from trajstore.files.filemap import FileMap
 
@@ -167,15 +170,16 @@ class Directory(ABC):
         """Return the names of all files below a folder, at any depth, sorted; empty if the folder is absent."""
 
     @abstractmethod
-    def sizes(self, below: str = "", only: Sequence[str] | None = None) -> dict[str, int]:
+    def sizes(self, below: str = "") -> dict[str, int]:
         """Return the sizes in bytes of all files that :meth:`names` lists, by name, in one pass over the folder.
 
         A file that is removed meanwhile is left out.
-
-        Args:
-            below: the folder.
-            only: names of the files below it that are asked for; None for all.
         """
+
+    def sizes_of(self, names: Sequence[str], below: str) -> npt.NDArray[np.int64]:
+        """Return the size in bytes of each of some files below a folder, -1 of those that are not there."""
+        found = self.sizes(below)  # of objects one listing costs less than many questions
+        return np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
 
     @abstractmethod
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:

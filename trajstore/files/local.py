@@ -10,6 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
+
 from trajstore import locks
 from trajstore.errors import CorruptStoreError
 from trajstore.files.base import (
@@ -110,9 +113,10 @@ class LocalDirectory(Directory):
     def names(self, below: str = "") -> list[str]:
         return sorted(name for name, _ in self._files(below))
 
-    def sizes(self, below: str = "", only: Sequence[str] | None = None) -> dict[str, int]:
-        if only is not None:  # a rank asks for a few of many
-            return self._root.sizes(only)
+    def sizes_of(self, names: Sequence[str], below: str) -> npt.NDArray[np.int64]:
+        return self._root.sizes(names)
+
+    def sizes(self, below: str = "") -> dict[str, int]:
         found: dict[str, int] = {}
         for name, entry in self._files(below):
             try:  # cheaper than a context for each of what may be a million files

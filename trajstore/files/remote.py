@@ -135,9 +135,8 @@ class RemoteDirectory(Directory):
     def names(self, below: str = "") -> list[str]:
         return list(self.sizes(below))
 
-    def sizes(self, below: str = "", only: Sequence[str] | None = None) -> dict[str, int]:
-        found = self._objects.sizes(check_name(below) if below else "")  # one listing costs less than many questions
-        return found if only is None else {name: found[name] for name in only if name in found}
+    def sizes(self, below: str = "") -> dict[str, int]:
+        return self._objects.sizes(check_name(below) if below else "")
 
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
         return self._objects.listing(check_name(below) if below else "")

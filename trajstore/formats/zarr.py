@@ -27,8 +27,9 @@ import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore.arguments import one_of, whole, whole_or_none
 from trajstore.columns.schema import ColumnSpec, Schema
-from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError, TrajstoreError
+from trajstore.errors import CorruptStoreError, MissingDependencyError, TrajstoreError
 from trajstore.exits import close_before_what_was_imported_now
 from trajstore.files.base import Buffer, EncodedFile
 from trajstore.formats.base import (
@@ -83,17 +84,10 @@ class ZarrFormat(TrajectoryFormat):
     shard_chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.codec not in _LEVELS:
-            raise ConfigurationError(f"zarr codec {self.codec!r}: must be one of {', '.join(_LEVELS)}")
-        levels = _LEVELS[self.codec]
-        if self.level not in levels:
-            raise ConfigurationError(
-                f"zarr level {self.level}: must be in [{levels[0]}, {levels[-1]}] for {self.codec}"
-            )
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
-            raise ConfigurationError(f"zarr chunk_bytes {self.chunk_bytes}: must be at least 1")
-        if self.shard_chunks < 1:
-            raise ConfigurationError(f"zarr shard_chunks {self.shard_chunks}: must be at least 1")
+        levels = _LEVELS[one_of("zarr: codec", self.codec, tuple(_LEVELS))]
+        object.__setattr__(self, "level", whole("zarr: level", self.level, levels[0], levels[-1]))
+        object.__setattr__(self, "chunk_bytes", whole_or_none("zarr: chunk_bytes", self.chunk_bytes, 1))
+        object.__setattr__(self, "shard_chunks", whole("zarr: shard_chunks", self.shard_chunks, 1))
 
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
         schema, rows = content.schema, content.rows

@@ -80,11 +80,8 @@ class RetirementRule:
     least_count: int = 16
 
     def __post_init__(self) -> None:
-        number = isinstance(self.below, int | float) and not isinstance(self.below, bool)
-        if not number or not math.isfinite(self.below):
-            raise ConfigurationError(f"retire_below: {self.below!r}, must be a finite number or null")
-        if type(self.least_count) is not int or self.least_count < 1:
-            raise ConfigurationError(f"retire_least_count: {self.least_count!r}, must be a whole number of at least 1")
+        finite("retire_below", self.below)
+        whole("retire_least_count", self.least_count, 1)
 
     def retires(self, worth: Worth) -> bool:
         """Return whether an experience of this worth is retired."""

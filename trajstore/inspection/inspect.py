@@ -207,7 +207,8 @@ def _sizes(directory: Directory) -> dict[str, int]:
         return {name: size for name, size in directory.sizes().items() if not name.startswith(above)}
     except PermissionError:
         files, folders = directory.listing()
-        found = directory.sizes(only=files)
+        sizes = directory.sizes_of(files, "").tolist()
+        found = {name: size for name, size in zip(files, sizes, strict=True) if size >= 0}
         for folder in folders:
             if folder != READERS_FOLDER:
                 found |= directory.sizes(folder)

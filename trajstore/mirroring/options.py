@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from trajstore.arguments import check_kind, seconds
-from trajstore.errors import ConfigurationError
+from trajstore.arguments import check_instance, path_or_url, seconds
+from trajstore.settings import Settings
 
 MIRRORED_NAME = "mirrored.json"
 """In a store's directory: what its mirror has, for tools. Renewed by the writer, not part of the store."""
@@ -16,9 +17,11 @@ MIRRORED_NAME = "mirrored.json"
 LEDGER_NAME = "mirror.json"
 """In a mirror: whose it is, and what was copied to it and is not named by its index yet."""
 
+_MAPPING = partial(check_instance, kind=Mapping, wanted="a dict")
+
 
 @dataclass(frozen=True)
-class Mirror:
+class Mirror(Settings):
     """Where a store is mirrored to.
 
     Attributes:
@@ -33,19 +36,11 @@ class Mirror:
         ConfigurationError: a value is out of range.
     """
 
-    url: str | Path
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    interval: float = 1.0
-    close_timeout: float = 60.0
-    longest_pause: float = 60.0
-
-    def __post_init__(self) -> None:
-        check_kind("url", self.url, str | Path, "a path or URL")
-        if not str(self.url or ""):
-            raise ConfigurationError("url: must name the directory of the mirror")
-        check_kind("storage_options", self.storage_options, Mapping, "a dict")
-        for name in ("interval", "close_timeout", "longest_pause"):
-            object.__setattr__(self, name, seconds(name, getattr(self, name)))
+    url: Annotated[str | Path, path_or_url]
+    storage_options: Annotated[Mapping[str, Any], _MAPPING] = field(default_factory=dict)
+    interval: Annotated[float, seconds] = 1.0
+    close_timeout: Annotated[float, seconds] = 60.0
+    longest_pause: Annotated[float, seconds] = 60.0
 
 
 def as_mirror(given: str | Path | Mirror | None) -> Mirror | None:

@@ -29,7 +29,9 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 """Name, type in Polars and meaning of each column."""
 
 
-def read(locked: Locked, ids: IntArray, names: Sequence[str]) -> tuple[IntArray, dict[str, Series]]:
+def read(
+    locked: Locked, ids: IntArray, names: Sequence[str], _: Mapping[str, bool]
+) -> tuple[IntArray, dict[str, Series]]:
     """Return how many messages each rollout has, ``[n]``, and columns of all of them.
 
     Raises:

@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int64]
 TOGETHER = 1024
 """Trajectories that are read at a time; those that add or draw meanwhile wait no longer than for these."""
 
-Faults = list[tuple[int, Exception]]
+Faults = list[tuple[int, str]]
 """Ids of trajectories that could not be read, and why."""
 
 
@@ -48,7 +48,7 @@ def readable(ids: IntArray, read: Callable[[IntArray], T], faults: Faults) -> It
         found = read(ids)
     except (TrajstoreError, OSError) as error:
         if len(ids) == 1:
-            faults.append((int(ids[0]), error))
+            faults.append((int(ids[0]), str(error)))
             return
     else:
         yield ids, found

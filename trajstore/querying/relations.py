@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -26,8 +26,11 @@ TRAJECTORIES = "trajectories"
 _BYTES = 16 << 20
 """Of the trajectories that are read at a time, unless one alone has more."""
 
-Read = Callable[[Locked, IntArray, Sequence[str]], tuple[IntArray, dict[str, "Series"]]]
+Read = Callable[[Locked, IntArray, Sequence[str], Mapping[str, bool]], tuple[IntArray, dict[str, "Series"]]]
 """Returns how many rows each trajectory has, ``[n]``, and the columns asked for of all their rows."""
+
+Late = Callable[[str], Mapping[str, bool]]
+"""Returns the names of values by row that are columns of a relation, and of which a row may have several numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,36 @@ def shown_columns(relation: str) -> list[str]:
     return ["trajectory_id", "task", *_KINDS[relation].columns]
 
 
-def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
+class ReadRows(Protocol):
+    """Reads rows of trajectories: :func:`read_rows`, or what asks it elsewhere."""
+
+    def __call__(
+        self,
+        relation: str,
+        facts: DataFrame,
+        wanted: Sequence[str],
+        conditions: Sequence[Expr],
+        late: Mapping[str, bool],
+    ) -> tuple[list[DataFrame], Faults]:
+        """Return tables of rows in the order of the facts, and which trajectories cannot be read.
+
+        Args:
+            relation: of :data:`RELATIONS`.
+            facts: of the trajectories: ids, and the other facts that the rest names.
+            wanted: columns of the tables.
+            conditions: that must hold of each row.
+            late: columns that are values by row, and which of them are lists of numbers.
+        """
+
+
+def scan(read: ReadRows, late: Late, relation: str, facts: DataFrame) -> LazyFrame:
     """Return the rows of some trajectories, which are read when an answer is made.
 
     Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
 
     Args:
-        locked: gives access to the contents of the buffer.
+        read: reads them.
+        late: knows of their values by row, which are columns besides.
         relation: of :data:`RELATIONS`.
         facts: of the trajectories, in the order of their rows; those of another kind have none.
     """
@@ -69,7 +95,9 @@ def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
 
     kind = _KINDS[relation]
     facts = facts.filter(pl.col("kind") == kind.of)
+    given = {name: several for name, several in late(relation).items() if name not in kind.columns}
     own = {name: getattr(pl, dtype) for name, (dtype, _) in kind.columns.items()}
+    own |= {name: pl.List(pl.Float64) if several else pl.Float64 for name, several in given.items()}
     others = {name: dtype for name, dtype in facts.schema.items() if name not in own}
     schema = {name: (own | others)[name] for name in ("trajectory_id", "task", *own, *others)}
 
@@ -83,17 +111,14 @@ def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
                 rest.append(part)
             else:
                 chosen = chosen.filter(part)
-        needed = dict.fromkeys([*wanted, *(name for part in rest for name in part.meta.root_names())])
-        read = [name for name in needed if name in own]
-        beside = chosen.select(name for name in needed if name not in own)
+        beside = [name for name in _needed(wanted, rest) if name not in own and name != "trajectory_id"]
         faults: Faults = []
         try:
-            for ids, at in _portions(chosen):
-                for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, read), faults):
-                    which = np.repeat(at[np.isin(ids, some)], counts)
-                    frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
-                    found = frame.filter(*rest).select(wanted) if rest else frame.select(wanted)
-                    found = found if most is None else found.head(most)
+            for some in _portions(chosen):
+                tables, failed = read(relation, some.select("trajectory_id", *beside), wanted, rest, given)
+                faults += failed
+                for table in tables:
+                    found = table if most is None else table.head(most)
                     most = None if most is None else most - len(found)
                     yield found
                     if most == 0:
@@ -105,12 +130,52 @@ def scan(locked: Locked, relation: str, facts: DataFrame) -> LazyFrame:
     return found
 
 
-def _portions(facts: DataFrame) -> Iterator[tuple[IntArray, IntArray]]:
-    """Yield ids of trajectories that are read together, and their rows among the facts."""
-    ids, sizes = facts["trajectory_id"].to_numpy(), facts["bytes"].to_list()
-    for some, _ in portions(range(len(ids)), _BYTES, lambda at: sizes[at], most=TOGETHER):
-        at = np.array(some, np.int64)
-        yield ids[at], at
+def read_rows(
+    locked: Locked,
+    relation: str,
+    facts: DataFrame,
+    wanted: Sequence[str],
+    conditions: Sequence[Expr],
+    late: Mapping[str, bool],
+) -> tuple[list[DataFrame], Faults]:
+    """Read rows of trajectories of a buffer, see :class:`ReadRows`.
+
+    Args:
+        locked: gives access to the contents of the buffer.
+        relation: see there, as all that follow.
+        facts: of the trajectories.
+        wanted: columns.
+        conditions: of the rows.
+        late: columns that are values by row.
+    """
+    pl = polars()
+    kind, needed, faults = _KINDS[relation], _needed(wanted, conditions), Faults()
+    own = [name for name in needed if name not in facts.columns]
+    beside = facts.select(name for name in needed if name in facts.columns)
+    ids, tables = facts["trajectory_id"].to_numpy(), []
+    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, late), faults):
+        which = np.repeat(np.flatnonzero(np.isin(ids, some)), counts)
+        frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
+        tables.append(frame.filter(*conditions).select(wanted) if conditions else frame.select(wanted))
+    return tables, faults
+
+
+def late_columns(locked: Locked, relation: str) -> dict[str, bool]:
+    """Return which values by row are columns of a relation of a buffer, see :data:`Late`."""
+    kind = _KINDS[relation]
+    return {} if relation == "messages" else locked(lambda contents: rows.given_late(contents, kind.of))
+
+
+def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
+    """Return the columns that an answer and its conditions name, each once."""
+    return list(dict.fromkeys([*wanted, *(name for part in conditions for name in part.meta.root_names())]))
+
+
+def _portions(facts: DataFrame) -> Iterator[DataFrame]:
+    """Yield the facts of trajectories that are read together."""
+    sizes = facts["bytes"].to_list()
+    for some, _ in portions(range(len(sizes)), _BYTES, lambda at: sizes[at], most=TOGETHER):
+        yield facts.slice(some[0], len(some))
 
 
 def _parts(condition: Expr | None) -> list[Expr]:

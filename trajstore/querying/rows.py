@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -14,8 +15,11 @@ from trajstore.querying.engine import polars
 from trajstore.querying.readable import IntArray, Locked, positions_of
 from trajstore.reading.batch import Prepared
 from trajstore.reading.contents import Contents
+from trajstore.reading.late import COLUMNS, without_notes
+from trajstore.reading.late_rows import column_named
+from trajstore.reading.slots import UNAVAILABLE
 from trajstore.reading.tokens import TokenRows, token_rows
-from trajstore.trajectory import RESPONSE_COLUMNS
+from trajstore.store.facts import NOTE_ROWS
 
 if TYPE_CHECKING:
     from polars import Series
@@ -48,8 +52,16 @@ STEPS: Mapping[str, tuple[str, str]] = {
 Reader = Callable[[IntArray, list[str]], tuple[IntArray, dict[str, "Series"]]]
 
 
-def read_tokens(locked: Locked, ids: IntArray, names: Sequence[str]) -> tuple[IntArray, dict[str, Series]]:
+def read_tokens(
+    locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
+) -> tuple[IntArray, dict[str, Series]]:
     """Return how many tokens each rollout has, ``[n]``, and columns of all of them.
+
+    Args:
+        locked: gives access to the contents.
+        ids: of the rollouts.
+        names: of the columns.
+        late: which of them are values by row, and of these which are lists.
 
     Raises:
         TrajectoryUnavailableError: one has been evicted meanwhile.
@@ -59,14 +71,19 @@ def read_tokens(locked: Locked, ids: IntArray, names: Sequence[str]) -> tuple[In
     def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
         found = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
         try:
-            return found.lengths, _columns_of(found, names)
+            return found.lengths, _columns_of(found, names, late)
         finally:
             found.end()
 
-    return _in_runs(locked, ids, [name for name in names if name != "position"], read)
+    return _in_runs(locked, ids, [name for name in _stored_as(names, late) if name != "position"], read)
 
 
-def _columns_of(found: TokenRows, names: Sequence[str]) -> dict[str, Series]:
+def _stored_as(names: Sequence[str], late: Mapping[str, bool]) -> list[str]:
+    """Return the names by which batches know some columns."""
+    return [COLUMNS + name if name in late else name for name in names]
+
+
+def _columns_of(found: TokenRows, names: Sequence[str], late: Mapping[str, bool]) -> dict[str, Series]:
     pl = polars()
     lengths, total = found.lengths, int(found.lengths.sum())
     starts = np.cumsum(lengths) - lengths
@@ -74,20 +91,67 @@ def _columns_of(found: TokenRows, names: Sequence[str]) -> dict[str, Series]:
     before = position < np.repeat(lengths - found.responses, lengths)
     tensors = found.copy(starts, total)
     columns = {}
-    for name in names:
-        dtype = getattr(pl, TOKENS[name][0])
+    for name, stored in zip(names, _stored_as(names, late), strict=True):
         if name == "position":
-            columns[name] = pl.Series(name, position, dtype=dtype)
-        elif name in tensors:
-            values = pl.Series(name, _numpy(tensors[name], TOKENS[name][0]), dtype=dtype)
-            columns[name] = values.set(pl.Series(before), None) if name in RESPONSE_COLUMNS else values
+            columns[name] = pl.Series(name, position, dtype=pl.Int64)
+        elif stored in tensors:
+            rows = tensors[stored]
+            values = (
+                _late_values(name, rows, late[name])
+                if name in late
+                else pl.Series(name, _numpy(rows, TOKENS[name][0]), dtype=getattr(pl, TOKENS[name][0]))
+            )
+            columns[name] = values.set(pl.Series(before), None) if stored in found.of_response else values
         else:
-            columns[name] = pl.Series(name, [None] * total, dtype=dtype)
+            columns[name] = _nothing(name, total, TOKENS, late)
     return columns
 
 
-def read_steps(locked: Locked, ids: IntArray, names: Sequence[str]) -> tuple[IntArray, dict[str, Series]]:
+def _nothing(name: str, count: int, columns: Mapping[str, tuple[str, str]], late: Mapping[str, bool]) -> Series:
+    """Return a column of nulls."""
+    pl = polars()
+    several = pl.List(pl.Float64) if late.get(name) else pl.Float64
+    nulls: Series = pl.Series(name, [None] * count, dtype=several if name in late else getattr(pl, columns[name][0]))
+    return nulls
+
+
+def _late_values(name: str, rows: torch.Tensor, several: bool) -> Series:
+    """Return values by row as numbers, or as lists of them; a complex number is two."""
+    pl = polars()
+    flat = rows.unsqueeze(-1).flatten(1)
+    numbers = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).to(torch.float64).numpy()
+    if several:
+        lists: Series = pl.Series(name, numbers if numbers.shape[1] else [[]] * len(numbers)).cast(pl.List(pl.Float64))
+        return lists
+    found: Series = pl.Series(name, numbers[:, 0])
+    return found
+
+
+def given_late(contents: Contents, kind: str) -> dict[str, bool]:
+    """Return names of values by row that trajectories of a kind have, and of which a row has several numbers.
+
+    With the lock of the contents held.
+    """
+    found: dict[str, bool] = {}
+    for name in contents.index.row_notes:
+        slots = contents.index[NOTE_ROWS + name]
+        schemas = [contents.schema_of(slot) for slot in np.unique(slots[slots != UNAVAILABLE]).tolist()]
+        columns = [column_named(schema, name) for schema in schemas if schema.kind == kind]
+        if columns:
+            found[name] = any(math.prod(c.row_shape) * (1 + c.torch_dtype.is_complex) != 1 for c in columns)
+    return found
+
+
+def read_steps(
+    locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
+) -> tuple[IntArray, dict[str, Series]]:
     """Return how many steps each block has, ``[n]`` (T * B), and columns of all of them, without the extra rows.
+
+    Args:
+        locked: gives access to the contents.
+        ids: of the blocks.
+        names: of the columns.
+        late: which of them are values by row, and of these which are lists.
 
     Raises:
         TrajectoryUnavailableError: one has been evicted meanwhile.
@@ -101,17 +165,18 @@ def read_steps(locked: Locked, ids: IntArray, names: Sequence[str]) -> tuple[Int
         step, environment = np.divmod(within, np.repeat(batches, sizes)) if len(within) else (within, within)
         tensors = {} if prepared is None else prepared.read(None)
         columns = {}
-        for name in names:
-            dtype = getattr(pl, STEPS[name][0])
+        for name, stored_as in zip(names, _stored_as(names, late), strict=True):
             if name in ("step", "environment"):
-                columns[name] = pl.Series(name, step if name == "step" else environment, dtype=dtype)
-            elif name in tensors:
-                columns[name] = _step_values(name, tensors[name])
+                columns[name] = pl.Series(name, step if name == "step" else environment, dtype=pl.Int64)
+            elif stored_as not in tensors:
+                columns[name] = _nothing(name, len(within), STEPS, late)
+            elif name in late:
+                columns[name] = _late_values(name, tensors[stored_as], late[name])
             else:
-                columns[name] = pl.Series(name, [None] * len(within), dtype=dtype)
+                columns[name] = _step_values(name, tensors[name])
         return sizes, columns
 
-    return _in_runs(locked, ids, [name for name in names if name not in ("step", "environment")], read)
+    return _in_runs(locked, ids, [n for n in _stored_as(names, late) if n not in ("step", "environment")], read)
 
 
 def _found(contents: Contents, positions: IntArray, stored: list[str]) -> tuple[IntArray, IntArray, Prepared | None]:
@@ -170,9 +235,19 @@ def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) 
 
 def _stored(contents: Contents, positions: IntArray, names: frozenset[str]) -> list[tuple[tuple[object, ...], ...]]:
     """Return which of some columns each trajectory has, with dtype and shape; with the lock held."""
-    slots = contents.index.at("slot", positions)
-    of_slot = {}
-    for slot in np.unique(slots).tolist():
-        columns = contents.schema_of(slot).columns
-        of_slot[slot] = tuple(sorted((c.name, c.dtype, c.row_shape) for c in columns if c.name in names))
-    return [of_slot[slot] for slot in slots.tolist()]
+    index = contents.index
+    plain, late = without_notes(sorted(names))
+    by_name: list[tuple[str | None, IntArray, Sequence[str]]] = [(None, index.at("slot", positions), plain or ())]
+    by_name += [
+        (name, index.at(NOTE_ROWS + name.removeprefix(COLUMNS), positions), (name.removeprefix(COLUMNS),))
+        for name in late
+        if name.removeprefix(COLUMNS) in index.row_notes
+    ]
+    found: list[tuple[tuple[object, ...], ...]] = [()] * len(positions)
+    for name, slots, wanted in by_name:
+        of_slot: dict[int, tuple[tuple[object, ...], ...]] = {UNAVAILABLE: ()}
+        for slot in np.unique(slots[slots != UNAVAILABLE]).tolist():
+            columns = contents.schema_of(slot).columns
+            of_slot[slot] = tuple(sorted((name or c.name, c.dtype, c.row_shape) for c in columns if c.name in wanted))
+        found = [(*before, *of_slot[slot]) for before, slot in zip(found, slots.tolist(), strict=True)]
+    return found

@@ -91,13 +91,18 @@ def column_of(
         others = index[NOTE_ROWS + own]
         slots = others[others >= 0][:1].astype(np.int64)
         make_resident(residency, sources, slots, beside)
-    found = {_column(residency.schema(slot), own)[1] for slot in np.unique(slots[slots >= 0]).tolist()}
+    found = {column_named(residency.schema(slot), own) for slot in np.unique(slots[slots >= 0]).tolist()}
     if len(found) > 1:
         told = " and ".join(sorted(f"{column.dtype} {list(column.row_shape)}" for column in found))
         raise SchemaMismatchError(f"column {name}: its rows are {told} in different stores; give them alike")
     if not found:
         raise SchemaMismatchError(f"column {name}: no trajectory that is here has such rows")
     return found.pop()
+
+
+def column_named(schema: Schema, name: str) -> ColumnSpec:
+    """Return the column of values by row of a schema that has it."""
+    return _column(schema, name)[1]
 
 
 def _column(schema: Schema, name: str) -> tuple[int, ColumnSpec]:

@@ -135,9 +135,9 @@ class StoreSource(Source):
         needed[index["shard"]] = True
         wrong: dict[int, str] = {}
         told = list(self.catalog.shards.file_sizes(np.flatnonzero(needed)))
-        found = self.directory.sizes(SHARDS_FOLDER, [name for _, names, _ in told for name in names])
-        for rows, names, sizes in told:
-            there = np.fromiter((found.get(name, -1) for name in names), np.int64, len(names))
+        found = self.directory.sizes_of([name for _, names, _ in told for name in names], SHARDS_FOLDER)
+        parts = np.split(found, np.cumsum([len(names) for _, names, _ in told], dtype=np.intp))
+        for (rows, names, sizes), there in zip(told, parts, strict=False):  # behind the last one is nothing
             for at in np.flatnonzero(there != sizes).tolist():
                 what = f"has {there[at]:,} bytes, must have {sizes[at]:,}" if there[at] >= 0 else "is missing"
                 wrong[int(rows[at])] = f"{names[at]} {what}"

@@ -48,6 +48,7 @@ class TokenRows:
         versions: policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where it is not known.
         corrected: outcome that each was given late, ``[n]``; NaN for none.
         late: values that came late, ``[n]`` by name, NaN for none; of those that were asked for.
+        of_response: names of the columns that have entries for the response alone.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TokenRows:
         self.versions: IntArray = index.at("version_high", positions).astype(np.int64)
         self.corrected = outcomes_given(index, positions)
         self.late = {one.spec.name.removeprefix(COLUMNS): one.values for one in late}
+        self.of_response = {name for name, column in columns.items() if column.axis is Axis.RESPONSE}
         self._columns = columns
         self._documents = documents
         self._document_sizes = of["document"]

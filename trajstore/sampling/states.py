@@ -191,15 +191,15 @@ def array_in(
 _KINDS: Mapping[Any, str] = {np.int64: "iu", np.float64: "iuf"}
 
 
-def ids_in(state: Mapping[str, Any], name: str = "ids") -> tuple[IntArray, IntArray]:
+def ids_in(state: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
     """Return the ids of trajectories that a state tells, and their names; 0 where it was written without.
 
     Raises:
         ConfigurationError: they are none, or one comes twice.
     """
-    ids = array_in(state, name, np.int64)
+    ids = array_in(state, "ids", np.int64)
     if len(np.unique(ids)) < len(ids):
-        raise ConfigurationError(f"state: {name}: a trajectory comes twice")
+        raise ConfigurationError("state: ids: a trajectory comes twice")
     return ids, names_in(state, len(ids))
 
 

@@ -209,13 +209,13 @@ def ranges_of(ids: Sequence[int]) -> list[list[int]]:
     return ranges
 
 
-def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64], limit: int = 10) -> str:
+def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
     """Return ids for a message, runs of them as ranges: ``"3 to 7, 9"``."""
     ordered = np.unique(np.asarray(ids, np.int64))
     breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
     firsts, lasts = ordered[np.append(0, breaks)], ordered[np.append(breaks, len(ordered)) - 1]
     pairs = zip(map(shown_id, firsts.tolist()), map(shown_id, lasts.tolist()), strict=True)
-    return listed((low if low == high else f"{low} to {high}" for low, high in pairs), limit)
+    return listed(low if low == high else f"{low} to {high}" for low, high in pairs)
 
 
 def parse_ranges(value: Any) -> npt.NDArray[np.int64]:

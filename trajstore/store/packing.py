@@ -67,7 +67,11 @@ def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray
         raise CorruptStoreError(f"a packed array is damaged: {error}") from error
     del packed
     array = np.frombuffer(data, stored).reshape(shape)
-    return np.cumsum(array, axis=0, dtype=np.int64).astype(wanted, copy=False) if integers else array.copy()
+    if not integers:
+        return array.copy()
+    if not array[1:].any():  # all rows are equal, as many are of trajectories that are alike: much cheaper than sums
+        return np.full(shape, array[0], wanted)
+    return np.cumsum(array, axis=0, dtype=np.int64).astype(wanted, copy=False)
 
 
 def declared_rows(value: Any) -> int:

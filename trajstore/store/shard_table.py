@@ -24,11 +24,12 @@ from trajstore.store.packing import declared_rows, pack, unpack
 
 ABSENT = -1
 _NAME = "{name}"
+_SHARD_NAME = "shard_{0:08d}"
 
 
 def shard_name(number: int) -> str:
     """Return the name of the shard with this number."""
-    return f"shard_{number:08d}"
+    return _SHARD_NAME.format(number)
 
 
 def shard_number(file: str) -> int | None:
@@ -207,10 +208,11 @@ class ShardTable:
         """Yield all files of some shards, without making manifests: rows, and name and size of a file of each."""
         for number, family in enumerate(self._families):
             chosen = rows[self._family[rows] == number]
-            names = [shard_name(shard) for shard in self._numbers[chosen].tolist()]
+            numbers = self._numbers[chosen].tolist()
             for file, template in enumerate(family.file_names):
-                parts = template.split(_NAME)
-                yield chosen, [name.join(parts) for name in names], family.arrays["sizes"][self._row[chosen], file]
+                parts = [part.replace("{", "{{").replace("}", "}}") for part in template.split(_NAME)]
+                named = _SHARD_NAME.join(parts).format
+                yield chosen, list(map(named, numbers)), family.arrays["sizes"][self._row[chosen], file]
 
     def files(self, rows: Sequence[int]) -> list[str]:
         """Return the names of all files of some shards."""

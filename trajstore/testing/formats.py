@@ -159,11 +159,11 @@ class StoredShard:
         return ((start, stop) for start in points for stop in points if start <= stop)
 
 
-def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory], name: str = SHARD) -> StoredShard:
+def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory]) -> StoredShard:
     """Return trajectories encoded by a format, as a directory would hold them."""
     content = ShardContent.of(flats)
-    encoded = shard_format.encode(name, content)
-    return StoredShard(flats, manifest_of(encoded, shard_format.name, name, content), contents(encoded))
+    encoded = shard_format.encode(SHARD, content)
+    return StoredShard(flats, manifest_of(encoded, shard_format.name, SHARD, content), contents(encoded))
 
 
 def contents(encoded: EncodedShard) -> dict[str, bytes]:

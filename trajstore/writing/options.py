@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from trajstore.arguments import seconds, whole
-from trajstore.columns.limits import shown
-from trajstore.errors import ConfigurationError
+from trajstore.settings import Settings
 
 
 @dataclass(frozen=True)
-class WriterOptions:
+class WriterOptions(Settings):
     """How a writer uses threads, memory and files.
 
     Attributes:
@@ -27,16 +27,9 @@ class WriterOptions:
         ConfigurationError: a value is out of range.
     """
 
-    threads: int = 2
-    max_pending_bytes: int = 256 << 20
+    threads: Annotated[int, partial(whole, least=1)] = 2
+    max_pending_bytes: Annotated[int, partial(whole, least=1)] = 256 << 20
     on_full: Literal["block", "raise"] = "block"
-    shard_bytes: int = 16 << 20
-    commit_interval: float = 0.05
-    snapshot_bytes: int = 16 << 20
-
-    def __post_init__(self) -> None:
-        for name, least in (("threads", 1), ("max_pending_bytes", 1), ("shard_bytes", 1), ("snapshot_bytes", 0)):
-            object.__setattr__(self, name, whole(name, getattr(self, name), least))
-        object.__setattr__(self, "commit_interval", seconds("commit_interval", self.commit_interval))
-        if self.on_full not in ("block", "raise"):
-            raise ConfigurationError(f"on_full: {shown(self.on_full)}, must be 'block' or 'raise'")
+    shard_bytes: Annotated[int, partial(whole, least=1)] = 16 << 20
+    commit_interval: Annotated[float, seconds] = 0.05
+    snapshot_bytes: Annotated[int, partial(whole, least=0)] = 16 << 20

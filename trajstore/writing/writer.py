@@ -177,10 +177,14 @@ class StoreWriter:
             catalog.notes.check(said)  # before anything is written
         try:
             self.directory.publish(encoded.files)
+        except WriterFencedError:
+            raise
         except OSError as error:
             raise StoreWriteError(f"{error}: nothing was given to the trajectories") from error
         try:
             self.log.annotate(said)
+        except WriterFencedError:  # the store is another writer's, which clears up
+            raise
         except TrajstoreError:
             if not self.log.must_keep_house:  # else half a record may stand in the log, and name them
                 self.directory.remove([file.name for file in manifest.files])

@@ -6,13 +6,14 @@ import multiprocessing
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
+from trainer_hooks.verl.background import Background
 from trainer_hooks.verl.config import OnError, OutcomeRule
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.recorder import RolloutRecorder
@@ -69,6 +70,22 @@ def test_a_step_waits_neither_for_text_nor_for_the_disk_and_a_flush_for_both(tmp
     assert [one.rollout_id for one in found] == [one.rollout_id for one in [*first, *second]]
     assert {len(one.messages) for one in found} == {4}
     assert {len(one.messages) for one in first} == {1}, "the trainer goes on with its own"
+
+
+def test_figures_count_rollouts_that_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may be done with the rollouts before their figures are made."""
+    recording = recorder(tmp_path)
+    submit = Background.submit
+
+    def submit_and_wait(background: Background, function: Callable[[], None], weight: int) -> None:
+        submit(background, function, weight)
+        background.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Background, "submit", submit_and_wait)
+        assert recording.record(made("a", 12))["recording/rollouts"] == 12
+    recording.close()
+    assert len(on_disk(tmp_path)) == 12
 
 
 def test_closing_writes_everything(tmp_path: Path) -> None:

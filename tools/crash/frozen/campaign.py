@@ -18,11 +18,13 @@ import orjson
 
 from tools import campaigns
 from tools.campaigns import PATIENCE, at_work, s3_server, wait_for
-from tools.crash.frozen.sleeper import Freeze, open_store, sleep_and_go_on
+from tools.crash.frozen.sleeper import Freeze, give, open_store, sleep_and_go_on
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.files.holder import LOCK_NAME
+from trajstore.files.opening import open_directory
 from trajstore.inspection.verify import verify
+from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import WitnessError, check_trajectory, witness
 
 _LAST_REQUEST = 120
@@ -42,12 +44,14 @@ class Result(campaigns.Result):
         fenced: of these, writers that were told so.
         points: requests at which they were frozen, and how often.
         promised: trajectories that were acknowledged and compared, all stores together.
+        values: calls that gave trajectories values and were acknowledged.
     """
 
     freezes: int = 0
     fenced: int = 0
     points: dict[str, int] = field(default_factory=dict)
     promised: int = 0
+    values: int = 0
 
 
 def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Result], None] | None = None) -> Result:
@@ -90,6 +94,8 @@ class _Round:
         self.url = f"s3://{self.bucket}/run"
         self.keys: dict[int, int] = {}
         self.evicted: set[int] = set()
+        self.given: list[tuple[list[int], float]] = []
+        """Ids and value of each call that gave values."""
         self.where = ""
         self.points_judged = False
 
@@ -176,11 +182,18 @@ class _Round:
             new = [self.chance.randrange(1 << 30, 1 << 39) for _ in range(self.chance.randint(1, 3))]
             self.keys |= dict(zip(buffer.add_trajectories([witness(key) for key in new]), new, strict=True))
             buffer.flush()
-            what = self.chance.choice(("", "evict", "pin", "point"))
+            what = self.chance.choice(("", "evict", "pin", "point", "annotate"))
             if what == "evict":
                 ids = self.chance.sample(buffer.trajectory_ids.tolist(), 1)
                 self.evicted.update(ids)
                 buffer.evict(ids)
+            elif what == "annotate":
+                ids, value = (
+                    self.chance.sample(buffer.trajectory_ids.tolist(), 1),
+                    self.chance.randrange(1 << 50, 1 << 51),
+                )
+                give(buffer, ids, value)
+                self.given.append((ids, float(value)))
             elif what == "pin":
                 buffer.points.pin(f"pin-{self.chance.randrange(2)}")
             elif what == "point":
@@ -244,6 +257,8 @@ class _Round:
             with TrajectoryReplayBuffer(sample_window_size=0, storage_options=self.options) as reader:
                 reader.load_checkpoint(self.url)
                 present = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
+                rows = {number: reader.get(number).notes for number in present}
+            catalog = Catalog.open(open_directory(self.url, **self.options))
         except (TrajstoreError, WitnessError, OSError) as error:
             self.problem(f"{type(error).__name__}: {error}")
             return
@@ -253,6 +268,18 @@ class _Round:
             elif number not in present and number not in evicted:
                 self.problem(f"trajectory {number} was acknowledged and is lost")
         self.result.promised += len(promised)
+        given = [*self.given, *((entry["ids"], float(entry["value"])) for entry in self.notes("annotated"))]
+        for number in present:
+            history = [note for note in catalog.notes.history(number) if note.name == "value"]
+            values = [note.value for note in history]
+            acknowledged = {value for ids, value in given if number in ids}
+            if len(set(values)) < len(values) or not acknowledged <= set(values):
+                self.problem(f"trajectory {number} was given {acknowledged}, and {values} are told")
+            latest = [note.value for note in history if note.in_force][-1:]
+            found = [set(told.reshape(-1).tolist()) for told in rows[number].values()]
+            if found != [{value} for value in latest]:
+                self.problem(f"trajectory {number} has the rows {found}, but {latest} came with them")
+        self.result.values += len(given)
 
     def problem(self, text: str) -> None:
         self.result.problems.append(f"round {self.seed} ({self.where}): {text}")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from tools.crash.journal import Journal
-from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore import TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.files import remote_lock
 from trajstore.files.object_store import ObjectStore
 from trajstore.testing.witness import witness
@@ -73,7 +73,9 @@ def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, k
     keys: dict[int, int] = {}
     points: dict[int, set[int]] = {}
     for number in range(actions):
-        what = chance.choice(("add", "add", "add", "evict", "pin", "unpin", "point", "point", "back", "compact"))
+        what = chance.choice(
+            ("add", "add", "add", "evict", "pin", "unpin", "point", "point", "back", "compact", "annotate", "annotate")
+        )
         if what == "add":
             new = [key + number * 8 + offset for offset in range(chance.randint(1, 4))]
             keys |= dict(zip(buffer.add_trajectories([witness(one) for one in new]), new, strict=True))
@@ -83,6 +85,10 @@ def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, k
             ids = chance.sample(buffer.trajectory_ids.tolist(), min(2, len(buffer)))
             notes.note("evicting", ids=ids)
             buffer.evict(ids)
+        elif what == "annotate" and len(buffer):
+            ids = chance.sample(buffer.trajectory_ids.tolist(), min(2, len(buffer)))
+            give(buffer, ids, key + number)
+            notes.note("annotated", ids=ids, value=key + number)
         elif what == "pin":
             buffer.points.pin(f"pin-{chance.randrange(2)}")
         elif what == "unpin":
@@ -106,6 +112,13 @@ def use(buffer: TrajectoryReplayBuffer, notes: Journal, chance: random.Random, k
             buffer.compact()
     buffer.close()
     notes.note("closed")
+
+
+def give(buffer: TrajectoryReplayBuffer, ids: list[int], value: int) -> None:
+    """Give trajectories a value, and by row too, in the same call: both are there, or neither."""
+    shapes = [buffer.get(number).rewards.shape[:2] for number in ids]
+    rows = [torch.full(shape, value, dtype=torch.float64) for shape in shapes]
+    annotate(buffer, ids, {"value": float(value), "rows": rows})
 
 
 def _freeze_at(freeze: Freeze, notes: Journal) -> None:
