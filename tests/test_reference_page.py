@@ -20,7 +20,8 @@ from trajstore.experience.entry import Departure
 
 ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
 PACKAGES = tuple(
-    f"trajstore{name}" for name in ("", ".distributed", ".experience", ".feeding", ".guidance", ".rlinf", ".sampling")
+    f"trajstore{name}"
+    for name in ("", ".distributed", ".experience", ".feeding", ".guidance", ".rlinf", ".sampling", ".view")
 )
 
 

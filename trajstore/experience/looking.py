@@ -89,18 +89,6 @@ class Records:
         self._entries: dict[int, PoolEntry | Refusal] = {}
         self._difficulties: dict[int, dict[int, int]] = {}
 
-    @property
-    def are_of_a_pool(self) -> bool:
-        """Whether the newest record that can be read is a pool's, as in a pool's store."""
-        for number in reversed(self.ids()):
-            try:
-                return JOURNAL_KEY in self.get(number).metadata
-            except InvalidTrajectoryError:
-                return False
-            except StoreError:
-                continue
-        return False
-
     def look(self) -> SeenPool:
         """Return the pool as the reader shows it now.
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.schema import DOCUMENT
-from trajstore.errors import CorruptStoreError, StoreError
+from trajstore.errors import StoreError
 from trajstore.experience.entry import PoolEntry, Refusal, is_demonstration
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.recovery import recover
@@ -19,6 +19,9 @@ from trajstore.store.catalog import Catalog
 from trajstore.trajectory import AgentTrajectory
 
 Report = dict[str, Any]
+
+_LOOKED_AT = 64
+"""Records that are tried where the newest ones cannot be read."""
 
 
 def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
@@ -53,6 +56,15 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
 
 
+def is_of_a_pool(catalog: Catalog) -> bool:
+    """Return whether a store is a pool's: the newest record that can be read is. No tensor is read."""
+    access = ShardAccess(catalog)
+    try:
+        return _Documents(catalog, access).are_of_a_pool()
+    finally:
+        access.close()
+
+
 def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
     """Return the entry of a record whose tokens were not read: nothing of it is compared."""
     return PoolEntry(
@@ -77,13 +89,13 @@ class _Documents:
         self._access = access
 
     def are_of_a_pool(self) -> bool:
-        """Return whether the newest record that can be read is a pool's, as in a pool's store."""
-        for position in range(self._index.end - 1, self._index.first - 1, -1):
-            if self._access.schema(self._index, position).kind != "agent":
-                return False
+        """Return whether the newest record that can be read, of the newest few, is a pool's, as in a pool's store."""
+        for position in range(self._index.end - 1, max(self._index.first, self._index.end - _LOOKED_AT) - 1, -1):
             try:
+                if self._access.schema(self._index, position).kind != "agent":
+                    return False
                 return JOURNAL_KEY in self._read(position).metadata
-            except CorruptStoreError:
+            except (StoreError, OSError):
                 continue
         return False
 

@@ -25,6 +25,7 @@ from trajstore.errors import (
 from trajstore.experience.looking import Records, SeenPool, pool_of_files
 from trajstore.experience.persistence import read_buckets, saved_pools
 from trajstore.files.opening import open_directory
+from trajstore.inspection.pools import is_of_a_pool
 from trajstore.reading.places import kind_of, ranks_of
 from trajstore.sampling import Drawn
 from trajstore.sampling.base import IntArray
@@ -136,7 +137,8 @@ class OfReader:
 
     def _look(self) -> None:
         if self._is_pool is None and len(self._reader):
-            self._is_pool = len(self.catalogs()) == 1 and self._records.are_of_a_pool
+            catalogs = list(self.catalogs().values())
+            self._is_pool = len(catalogs) == 1 and is_of_a_pool(catalogs[0])
         self.pool = self._records.look() if self._is_pool else None
         self._is_seen = True
 
