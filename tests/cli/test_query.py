@@ -131,4 +131,4 @@ def test_an_id_that_query_writes_as_one_number_is_understood(run: Run, tmp_path:
     assert run("annotate", tmp_path, last, "--set", "tag=read")[0] == 0
     _, out, _ = run("list", tmp_path, "--where", "tag = 'read'", "--columns", "trajectory_id")
     assert out.split() == ["trajectory_id", "1/0"]
-    assert "too high" in run("inspect", tmp_path, "--trajectory", str(1 << 62))[2]
+    assert "too high" in run("diff", tmp_path, first, 1 << 62)[2]
