@@ -44,6 +44,11 @@ def forget(writer: Writer) -> None:
     _open.pop(id(writer), None)
 
 
+def before_the_end(call: Callable[[], None]) -> None:
+    """Call this while everything still works, before stores are flushed."""
+    getattr(threading, "_register_atexit", atexit.register)(call)
+
+
 def close_before_what_was_imported_now() -> None:
     """Let stores be closed before whatever has registered a hook of ``atexit`` so far does its own."""
     atexit.register(_close_all)
@@ -71,5 +76,5 @@ def _quietly(call: Callable[[], None]) -> None:
         logger.error("%s", error)
 
 
-getattr(threading, "_register_atexit", atexit.register)(_flush_all)
+before_the_end(_flush_all)
 atexit.register(_close_all)

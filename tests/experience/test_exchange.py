@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.experience.conftest import build
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.experience import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.exchange import Exchanged, import_pool
 from trajstore.trajectory import AgentTrajectory
@@ -165,3 +166,12 @@ def test_why_a_rollout_was_left_out_is_said_as_it_was_then(tmp_path: Path) -> No
         " failure since, is a success",
         "2 have no outcome above 0: the highest outcome is 0, save_filter positive",
     )
+
+
+def test_rollouts_with_values_by_row_enter_without_them(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
+        ids = buffer.add_trajectories([build("a", 1, 1.0), build("a", 2, 0.0)])
+        annotate(buffer, ids[:1], {"advantages": [torch.ones(len(buffer.get(ids[0]).input_ids))]})
+    done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
+    assert (done.entered, done.refused) == (1, {})
+    assert [one.notes for one in pool_of(tmp_path / "pool")["a"]] == [{}]

@@ -271,6 +271,8 @@ def test_other_tools_read_the_table() -> None:
         (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
         (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all rows"),
         (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),
+        (lambda question: question.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
+        (lambda question: question.where("committed > timestamp '2026-01-31'").ids(), "like this: cast"),
         (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
         (lambda question: question.where(" "), "must be an expression of SQL"),
         (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -460,3 +462,32 @@ def test_every_column_is_there_in_an_empty_answer() -> None:
         assert buffer.query(name).table().columns == ["trajectory_id", "task", *columns]
         [none] = buffer.query(name).stream()
         assert none.columns == ["trajectory_id", "task", *columns]
+
+
+ENDS_EARLY = """
+import time
+import polars as pl
+import torch
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.querying import Query, relations
+
+buffer = TrajectoryReplayBuffer(sample_window_size=0)
+buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(2)) for _ in range(4096)])
+portions = []
+
+def read(relation, facts, wanted, conditions, late):
+    portions.append(len(facts))
+    for _ in range(500 if len(portions) > 1 else 0):
+        time.sleep(0.002)
+    return [facts.with_columns(content=pl.lit("said")).select(wanted)], []
+
+facts = buffer.query().table()
+scan = lambda relation, facts: relations.scan(read, lambda relation: {}, relation, facts)
+found = Query(lambda: facts, scan, "messages").where("content like 'said'").select("content").limit(1).rows()
+assert found == [{"content": "said"}], found
+"""
+
+
+def test_a_program_ends_while_polars_reads_more_than_it_was_asked_for() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -18,6 +18,9 @@ SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version
 """Facts that ``list`` shows unless told otherwise, those left out that are null for all."""
 
 
+_OWN = "of the rewards' metadata, or a value that came late"
+"""What a fact is that has no place among :data:`FACTS`."""
+
 _WIDTH = 100
 """Characters of a cell in a table, which says how many more there are."""
 
@@ -39,7 +42,7 @@ def _configure_list(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--facts",
         action="store_true",
-        help="show which facts there are, and which columns 'query' has besides, and end",
+        help="show which facts there are here, and which columns 'query' has besides, and end",
     )
     _configure_form(parser)
 
@@ -74,8 +77,9 @@ def _run_list(options: Namespace, out: Output) -> int:
     if options.facts:
         from trajstore.querying import FACTS, RELATIONS
 
+        names = _query(options).facts().columns
         below = [(f"{name}.{column}", what) for name, own in RELATIONS.items() for column, what in own.items()]
-        out.table([*FACTS.items(), *below])
+        out.table([*((name, FACTS.get(name, _OWN)) for name in names), *below])
         return 0
     question = _query(options).order_by(*_names(options.sort))
     if options.where:

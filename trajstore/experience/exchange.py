@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trajstore.checked import checked
@@ -328,7 +328,7 @@ class _Reader(Closing):
             raise
         if not isinstance(trajectory, AgentTrajectory):
             raise ConfigurationError(f"{self._path}: trajectory {trajectory_id} is a step trajectory, not an agent's")
-        return trajectory
+        return replace(trajectory, notes={}) if trajectory.notes else trajectory  # of their own store
 
     def ids(self) -> list[int]:
         return [int(number) for number in self._buffer.trajectory_ids]

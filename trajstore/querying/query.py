@@ -250,6 +250,8 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
         return call()
     except pl.exceptions.PolarsError as error:
         reason = str(error).split("\n")[0].strip()
+        if "atetime" in reason:
+            reason += "; compare times like this: cast(committed as timestamp) > timestamp '2026-01-31 12:00:00'"
         unknown = re.search(r'column "([^"]*)"', reason) if "valid columns" in reason else None
         raise _refusal(where, ", ".join(texts), reason, names, unknown[1] if unknown else None) from None
 

@@ -6,12 +6,15 @@ chooses among trajectories before any is read.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from trajstore import exits
 from trajstore.columns.portions import portions
 from trajstore.querying import messages, rows
 from trajstore.querying.engine import polars
@@ -50,6 +53,48 @@ RELATIONS: Mapping[str, Mapping[str, str]] = {
     name: {column: what for column, (_, what) in kind.columns.items()} for name, kind in _KINDS.items()
 }
 """Relations that are read from trajectories, and their columns. Each fact of a row's trajectory is one besides."""
+
+
+class _Readings:
+    """Portions that threads of Polars read; after an answer, too, which ends at its limit before they notice it.
+
+    A thread that is within Python when the interpreter ends would end the process with SIGABRT.
+    """
+
+    def __init__(self) -> None:
+        self._at = threading.Condition()
+        self._under_way = 0
+        self._over = False
+        exits.before_the_end(self._end)
+
+    def of(self, frames: Iterator[DataFrame]) -> Iterator[DataFrame]:
+        """Yield the frames, none once the interpreter ends."""
+        while True:
+            with self._at:
+                if self._over:
+                    return
+                self._under_way += 1
+            try:
+                frame = next(frames, None)
+            finally:
+                with self._at:
+                    self._under_way -= 1
+                    self._at.notify_all()
+            if frame is None:
+                return
+            yield frame
+
+    def _end(self) -> None:
+        with self._at:
+            self._over = True
+            self._at.wait_for(lambda: not self._under_way)
+        time.sleep(_HANDING_ON)
+
+
+_HANDING_ON = 0.05
+"""Seconds for threads of Polars to take what was read, for which they need the interpreter."""
+
+_READINGS = _Readings()
 
 
 def shown_columns(relation: str) -> list[str]:
@@ -104,6 +149,9 @@ def scan(read: ReadRows, late: Late, relation: str, facts: DataFrame) -> LazyFra
     def source(
         wanted: list[str] | None, condition: Expr | None, most: int | None, _: int | None
     ) -> Iterator[DataFrame]:
+        return _READINGS.of(frames(wanted, condition, most))
+
+    def frames(wanted: list[str] | None, condition: Expr | None, most: int | None) -> Iterator[DataFrame]:
         wanted = list(schema) if wanted is None else wanted
         chosen, rest = facts, []
         for part in _parts(condition):

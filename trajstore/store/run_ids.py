@@ -55,7 +55,7 @@ def shown_id(number: int) -> str:
 
 
 def id_from(field: str, value: Any) -> int:
-    """Return an id that a user gave: a whole number, or what :func:`shown_id` makes of it.
+    """Return an id that a user gave: a whole number, as text too, or what :func:`shown_id` makes of it.
 
     Raises:
         ConfigurationError: it is neither.
@@ -65,7 +65,8 @@ def id_from(field: str, value: Any) -> int:
     rank, _, own = value.rpartition("/") if "/" in value else ("0", "", value)
     if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in (rank, own)):
         raise ConfigurationError(f"{field}: {value!r}, must be an id (17), or rank and id as they are shown ('3/17')")
-    if int(rank) >= RANK_LIMIT or int(own) >= ID_LIMIT:
+    highest = ID_LIMIT if "/" in value else RANK_LIMIT * ID_LIMIT
+    if int(rank) >= RANK_LIMIT or int(own) >= highest:
         raise ConfigurationError(f"{field}: {value!r} is too high for an id")
     return int(rank) << _ID_BITS | int(own)
 
