@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore import locks
+from trajstore.files.base import Buffer
 from trajstore.files.filemap import FileMap, madvise, make_writable, remap
 from trajstore.files.read_cache import usable
 from trajstore.machine_code import kernels
@@ -44,7 +45,7 @@ class Range:
     stop: int
 
 
-Fetch = Callable[[Sequence[Range]], Sequence[bytes]]
+Fetch = Callable[[Sequence[Range]], Sequence[Buffer]]
 """Returns the bytes of ranges, several at once."""
 
 
@@ -109,14 +110,14 @@ class PartialMap(FileMap):
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)
         ]
 
-    def fill(self, piece: Range, data: bytes) -> int:
+    def fill(self, piece: Range, data: Buffer) -> int:
         """Take in a range that was fetched; return how many bytes are there that were not.
 
         Raises:
             OSError: there is no space for it.
         """
         make_writable(self.address + piece.start, len(data))
-        ctypes.memmove(self.address + piece.start, data, len(data))
+        ctypes.memmove(self.address + piece.start, np.frombuffer(data, np.uint8).ctypes.data, len(data))
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         new = int(np.count_nonzero(~self.there[blocks]))
         self.there[blocks] = True
