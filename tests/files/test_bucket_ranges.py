@@ -7,6 +7,8 @@ import ipaddress
 import os
 import pickle
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -335,19 +337,43 @@ def test_batches_come_by_obstore(store: str, s3_options: dict[str, Any], monkeyp
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_children_fetch_too(store: str, s3_options: dict[str, Any]) -> None:
+def test_a_child_of_a_process_that_used_obstore_asks_s3fs_and_says_so(
+    store: str, s3_options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with reader_of(store, s3_options) as reader:
         check_batch(reader.sample(4))
-        for _ in range(3):
-            child = os.fork()
-            if child == 0:
-                try:
-                    check_batch(reader.sample(32))
-                    os._exit(0)
-                finally:
-                    os._exit(1)
-            assert os.waitpid(child, 0)[1] == 0
+        child = os.fork()
+        if child == 0:
+            try:
+                check_batch(reader.sample(32))
+                os._exit(0 if "'spawn' or 'forkserver'" in caplog.text else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
         check_batch(reader.sample(32))
+        assert "spawn" not in caplog.text
+
+
+FORKS = """
+import os, sys
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import check_batch
+
+options = {"key": "test", "secret": "test", "endpoint_url": sys.argv[2], "range_reads": True}
+reader = TrajectoryReplayBuffer.open(sys.argv[1], storage_options=options, sample_window_size=0)
+for _ in range(2):
+    if not os.fork():
+        import fsspec.asyn
+        del fsspec.asyn.AsyncFileSystem._cat_ranges
+        check_batch(reader.sample(32))
+        sys.exit()
+assert [os.wait()[1] for _ in range(2)] == [0, 0]
+check_batch(reader.sample(32))
+"""
+
+
+def test_children_that_are_forked_before_the_first_batch_use_obstore(store: str, s3_options: dict[str, Any]) -> None:
+    subprocess.run([sys.executable, "-c", FORKS, store, s3_options["endpoint_url"]], check=True, timeout=300)
 
 
 class Batches(torch.utils.data.IterableDataset):
@@ -359,13 +385,11 @@ class Batches(torch.utils.data.IterableDataset):
             yield self.reader.sample(16)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_a_loader_fetch_too(store: str, s3_options: dict[str, Any], context: str) -> None:
+def test_workers_of_a_loader_fetch_too(store: str, s3_options: dict[str, Any]) -> None:
     with reader_of(store, s3_options) as reader:
         check_batch(reader.sample(4))
         workers = torch.utils.data.DataLoader(
-            Batches(reader), batch_size=None, num_workers=2, multiprocessing_context=context, timeout=120
+            Batches(reader), batch_size=None, num_workers=2, multiprocessing_context="spawn", timeout=120
         )
         batches = list(workers)
     assert len(batches) == 6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -26,8 +28,27 @@ _RENEWED = timedelta(minutes=10)
 """How long obstore keeps credentials; the S3 client knows whether they must be renewed."""
 
 
+class _Inherited:
+    """Whether this process was forked from one that had loaded obstore, whose threads a child does not have."""
+
+    by_fork = False
+
+    @classmethod
+    def look(cls) -> None:
+        """Look, in a child that was just forked."""
+        cls.by_fork = "obstore" in sys.modules
+
+
+os.register_at_fork(after_in_child=_Inherited.look)
+
+
+def lost_by_fork() -> bool:
+    """Return whether obstore would wait for ever in this process."""
+    return _Inherited.by_fork
+
+
 class BucketRanges:
-    """Fetches ranges of one bucket's objects. For one process: a forked child needs its own.
+    """Fetches ranges of one bucket's objects. For one process: a forked child needs its own, if it can have one.
 
     Address, region, credentials, certificates, proxies and time-outs are those that s3fs's client has found in its
     options, in the environment and in ``~/.aws``.

@@ -13,7 +13,7 @@ from typing import Any
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.files.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
 from trajstore.files.base import Buffer
-from trajstore.files.bucket_ranges import BucketRanges
+from trajstore.files.bucket_ranges import BucketRanges, lost_by_fork
 from trajstore.files.uploads import upload
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,15 @@ class ObjectStore:
         if not self.takes_conditions:
             return None
         if self._ranges is None or self._ranges[0] != os.getpid():
+            if lost_by_fork():
+                self._ranges = os.getpid(), None
+                logger.warning(
+                    "%s: ranges come by s3fs, many times slower than by obstore, which does not live on in a process "
+                    "that was forked from one that used it; start processes by 'spawn' or 'forkserver', or before the "
+                    "first batch",
+                    self.url,
+                )
+                return None
             with self._naming(""):
                 self._ranges = os.getpid(), BucketRanges(fs, fs.split_path(root)[0])
         return self._ranges[1]
