@@ -1,4 +1,4 @@
-"""Ranges of S3 objects through obstore, with the settings of s3fs's client: a twentieth of that client's work."""
+"""Ranges of S3 objects through obstore, with the settings of s3fs's client: less than half of that client's work."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ObjectStore:
                 if not any(isinstance(one, BaseException) for one in theirs):
                     found = theirs
                     self._ranges = os.getpid(), None
-                    logger.warning("%s: ranges come by s3fs, many times slower than by obstore: %s", self.url, refusal)
+                    logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, refusal)
         return [self._judged(piece, one) for piece, one in zip(pieces, found, strict=True)]
 
     def _bucket_ranges(self, fs: Any, root: str) -> BucketRanges | None:
@@ -103,7 +103,7 @@ class ObjectStore:
             if lost_by_fork():
                 self._ranges = os.getpid(), None
                 logger.warning(
-                    "%s: ranges come by s3fs, many times slower than by obstore, which does not live on in a process "
+                    "%s: ranges come by s3fs, more slowly than by obstore, which does not live on in a process "
                     "that was forked from one that used it; start processes by 'spawn' or 'forkserver', or before the "
                     "first batch",
                     self.url,
