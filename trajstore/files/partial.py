@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 BLOCK = 4096
 """Bytes that are there or not, as one: a page. What is fetched begins and ends with one."""
 
-JOINED = 16 << 10
-"""Ranges that lie no further apart than this many bytes are fetched as one: a request costs more."""
+JOINED = 128 << 10
+"""Ranges that lie no further apart than this many bytes are fetched as one: a request costs more. An answer takes some
+30 ms and thirty are under way, so a request takes the millisecond in which 1 Gbit/s carries this much."""
 
 Addresses = npt.NDArray[np.int64]
 """Addresses or sizes."""
