@@ -119,7 +119,8 @@ class BucketRanges:
         starts, stops = [start for _, start, _ in pieces], [stop for _, _, stop in pieces]
         key = pieces[0][0].partition("/")[2]
         try:
-            return obstore.get_ranges(self._store, key, starts=starts, ends=stops, coalesce=0)
+            found: Sequence[Buffer] = obstore.get_ranges(self._store, key, starts=starts, ends=stops, coalesce=0)
+            return found
         except FileNotFoundError:
             return [FileNotFoundError(errno.ENOENT, "there is no such object")] * len(pieces)
         except BaseError as error:
