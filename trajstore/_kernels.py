@@ -11,7 +11,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-_statx = types.ExternalFunction("statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp))
+_statx: Any = types.ExternalFunction(
+    "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
+)
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2

@@ -1,7 +1,6 @@
-"""T20: shuffled draws from an S3 server by range reads, over a bare client that fetches the same ranges.
+"""T20: shuffled draws from an S3 server by range reads, over obstore alone, which fetches the same ranges.
 
-The servers are processes of their own: moto's, and ``rclone serve s3`` where the command ``rclone`` is found. The bare
-client is a pool of threads with plain HTTP connections that are kept open, and URLs that were signed before. ``warm``
+The server is moto's, a process of its own; time is measured by the clock and by the processor of the client. ``warm``
 has every row fetched before, and is compared with a store on the local disk: single batches in turn, by the clock and
 by processor time, which other work on the machine lengthens less. Where ``pylance`` is installed, Lance's ``take``
 fetches the same rows of the same data from the same server, and from the local disk.
@@ -9,16 +8,13 @@ fetches the same rows of the same data from the same server, and from the local 
 
 from __future__ import annotations
 
-import http.client
-import logging
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,78 +25,112 @@ import torch
 from tools.bench import lance_take
 from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import percentile, ratio, seconds
-from tools.bench.workloads import Workload, image, raw_columns
+from tools.bench.workloads import Workload, image, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
 from trajstore.columns.fields import join_name, walk
 from trajstore.files.object_store import ObjectStore
 
 BUCKET = "bench"
-_THREADS = 32
+_CALLS = 4
 _PATIENCE = 60.0
 _SAMPLES = 32 * 4  # of each trajectory of the workload
 
 
 def figures(options: Options) -> Iterator[Figure]:
-    """Yield the figures of each server.
+    """Yield the figures.
 
     Raises:
-        SkippedError: s3fs or moto is not installed.
+        SkippedError: s3fs, obstore or moto is not installed.
     """
-    needs("moto.server", "s3fs")
-    logging.getLogger("trajstore.files.remote_lock").setLevel(logging.ERROR)  # rclone keeps no conditions
+    needs("moto.server", "obstore", "s3fs")
     workload = image(options)
     _write(options.folder / "local", workload, {})
-    for name in ("moto", "rclone"):
-        if name == "rclone" and shutil.which("rclone") is None:
-            continue
-        with _server(name, options.folder) as port:
-            yield from _of_server(name, port, workload, options)
+    with _server() as port:
+        storage = {"key": "bench", "secret": "benchbench", "endpoint_url": f"http://127.0.0.1:{port}"}
+        s3fs.S3FileSystem(**storage).mkdir(BUCKET)
+        yield from _of_workload(workload, storage, options)
+        yield from _of_workload(state(options), storage, options)
+        url = f"s3://{BUCKET}/{workload.name}"
+        yield _warm(url, {**storage, "range_reads": True}, workload, options)
+        if lance_take.installed():
+            yield from _lance(url, {**storage, "range_reads": True}, port, workload, options)
 
 
-def _of_server(name: str, port: int, workload: Workload, options: Options) -> Iterator[Figure]:
-    import s3fs
-
-    storage: dict[str, Any] = {
-        "key": "bench",
-        "secret": "benchbench",
-        "endpoint_url": f"http://127.0.0.1:{port}",
-        "config_kwargs": {"response_checksum_validation": "when_required", "max_pool_connections": 64},
-    }
-    filesystem = s3fs.S3FileSystem(**storage)
-    filesystem.mkdir(BUCKET)
-    url = f"s3://{BUCKET}/{name}"
+def _of_workload(workload: Workload, storage: dict[str, Any], options: Options) -> Iterator[Figure]:
+    """Yield what cold batches cost, over the same ranges by obstore alone."""
+    url = f"s3://{BUCKET}/{workload.name}"
     _write(url, workload, storage)
-    storage["range_reads"] = True
-    cold, bare, fetched, wanted, requests = [], [], [], [], []
-    with _BareClient(port) as client:
+    times: list[list[float]] = [[], []]
+    processor: list[list[float]] = [[], []]
+    fetched, wanted, requests = [], [], []
+    with ThreadPoolExecutor(_CALLS) as pool:
         for repeat in range(options.repeats + 1):
-            with _open(url, storage, seed=repeat) as reader, _recorded() as asked:
-                took = seconds(lambda reader=reader: reader.sample(workload.batch))
+            with _open(url, {**storage, "range_reads": True}, seed=repeat) as reader, _recorded() as asked:
+                ours = _cost(lambda reader=reader: reader.sample(workload.batch))
                 batch_bytes = sum(tensor.nbytes for _, tensor in walk(reader.sample(1))) * workload.batch
-            signed = {piece: _path(filesystem.sign(f"{BUCKET}/{name}/{piece}")) for piece, _, _ in asked[0]}
-            ranges = [(signed[piece], start, stop) for piece, start, stop in asked[0]]
+            bare = _bare(storage, url, asked[0], pool)
+            theirs = _cost(bare)
             if repeat:  # the first one warms up
-                cold.append(took)
-                bare.append(seconds(lambda ranges=ranges: client.fetch(ranges)))
-                fetched.append(sum(stop - start for _, start, stop in ranges))
+                for kept, one in zip((times, processor), zip(ours, theirs, strict=True), strict=True):
+                    kept[0].append(one[0])
+                    kept[1].append(one[1])
+                fetched.append(sum(stop - start for _, start, stop in asked[0]))
                 wanted.append(batch_bytes)
-                requests.append(len(ranges))
+                requests.append(len(asked[0]))
     yield Figure(
         "T20",
-        f"sample by ranges, cold, over bare range GETs, image, {name}",
-        median(cold) / median(bare),
+        f"sample by ranges, cold, over obstore's bare ranges, {workload.name}",
+        median(times[0]) / median(times[1]),
         1.3,
-        details={"cold_ms": 1e3 * median(cold), "bare_ms": 1e3 * median(bare), "requests": median(requests)},
+        details={
+            "by_processor_time": median(processor[0]) / median(processor[1]),
+            "cold_ms": 1e3 * median(times[0]),
+            "bare_ms": 1e3 * median(times[1]),
+            "cold_processor_ms": 1e3 * median(processor[0]),
+            "bare_processor_ms": 1e3 * median(processor[1]),
+            "requests": median(requests),
+        },
     )
-    yield Figure("T20", f"bytes fetched over the batch's, image, {name}", median(fetched) / median(wanted), 2.0)
-    yield _warm(url, storage, workload, options, name)
-    if name != "moto":
-        return  # Lance refuses the answers of rclone, whose status for a range is 200
-    if lance_take.installed():
-        yield from _lance(url, storage, port, workload, options, name)
+    yield Figure("T20", f"bytes fetched over the batch's, {workload.name}", median(fetched) / median(wanted), 2.0)
 
 
-def _warm(url: str, storage: dict[str, Any], workload: Workload, options: Options, name: str) -> Figure:
+def _cost(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds and the processor seconds that a call takes."""
+    began = time.process_time()
+    took = seconds(work)
+    return took, time.process_time() - began
+
+
+def _bare(
+    storage: dict[str, Any], url: str, asked: Sequence[tuple[str, int, int]], pool: ThreadPoolExecutor
+) -> Callable[[], object]:
+    """Return what fetches ranges by obstore and does nothing with them, an object in each of some threads."""
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store.from_url(
+        url,
+        endpoint=storage["endpoint_url"],
+        access_key_id=storage["key"],
+        secret_access_key=storage["secret"],
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for name, start, stop in asked:
+        pieces.setdefault(name, []).append((start, stop))
+
+    def of(name: str) -> int:
+        starts, stops = (list(ends) for ends in zip(*pieces[name], strict=True))
+        answers = obstore.get_ranges(store, name, starts=starts, ends=stops, coalesce=0)
+        if [len(one) for one in answers] != [stop - start for start, stop in pieces[name]]:
+            raise RuntimeError(f"{name}: obstore got other bytes than it was asked for")
+        return len(answers)
+
+    return lambda: list(pool.map(of, pieces))
+
+
+def _warm(url: str, storage: dict[str, Any], workload: Workload, options: Options) -> Figure:
     """Return what a batch costs whose rows were all fetched before, over one of a local store."""
     with _open(url, storage, seed=1) as reader, _open(options.folder / "local", {}, seed=1) as local:
         for one in (reader, local):  # pages that the process has not seen cost both the same then: nothing
@@ -114,7 +144,7 @@ def _warm(url: str, storage: dict[str, Any], workload: Workload, options: Option
     ratios = [mine / peer for mine, peer in zip(*times, strict=True)]
     return Figure(
         "T20",
-        f"sample by ranges, warm, over local, image, {name}",
+        "sample by ranges, warm, over local, image",
         ratio(*times),
         1.25,
         details={
@@ -142,9 +172,7 @@ def _in_turn(works: Sequence[Callable[[], object]], repeats: int) -> tuple[list[
     return times, processor
 
 
-def _lance(
-    url: str, storage: dict[str, Any], port: int, workload: Workload, options: Options, name: str
-) -> Iterator[Figure]:
+def _lance(url: str, storage: dict[str, Any], port: int, workload: Workload, options: Options) -> Iterator[Figure]:
     """Yield our time over Lance's for the same rows, cold from the server and from the local disk."""
     columns = raw_columns(workload.trajectories)
     there = {
@@ -155,7 +183,7 @@ def _lance(
         "allow_http": "true",
         "aws_virtual_hosted_style_request": "false",
     }
-    places = {f"s3://{BUCKET}/{name}.lance": there, str(options.folder / f"{name}.lance"): {}}
+    places = {f"s3://{BUCKET}/{workload.name}.lance": there, str(options.folder / f"{workload.name}.lance"): {}}
     for place, given in places.items():
         lance_take.write(columns, place, given)
     remote, local = places  # files of about the size of our shards
@@ -174,7 +202,7 @@ def _lance(
             peer.append(peer_took)
     yield Figure(
         "T20",
-        f"sample by ranges, cold, over Lance's take, image, {name}",
+        "sample by ranges, cold, over Lance's take, image",
         median(mine) / median(peer),
         None,
         details={"ours_ms": 1e3 * median(mine), "lance_ms": 1e3 * median(peer)},
@@ -221,55 +249,21 @@ def _recorded() -> Iterator[list[list[tuple[str, int, int]]]]:
     asked: list[list[tuple[str, int, int]]] = []
     real = ObjectStore.ranges
 
-    def recording(self: ObjectStore, pieces: Any, at_once: int) -> Any:
+    def recording(self: ObjectStore, pieces: Any) -> Any:
         asked.append(list(pieces))
-        return real(self, pieces, at_once)
+        return real(self, pieces)
 
     with mock.patch.object(ObjectStore, "ranges", recording):
         yield asked
 
 
-def _path(url: str) -> str:
-    return url.partition("//")[2].partition("/")[1] + url.partition("//")[2].partition("/")[2]
-
-
-class _BareClient:
-    """Fetches ranges with plain HTTP, by the paths of signed URLs."""
-
-    def __init__(self, port: int) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS)
-        self._port = port
-
-    def __enter__(self) -> _BareClient:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
-
-    def fetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        """Fetch ranges, shared out among the threads."""
-        list(self._pool.map(self._fetch_some, [ranges[first::_THREADS] for first in range(_THREADS)]))
-
-    def _fetch_some(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        with closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
-            for path, start, stop in ranges:
-                connection.request("GET", path, headers={"Range": f"bytes={start}-{stop - 1}"})
-                answer = connection.getresponse()
-                if len(answer.read()) != stop - start:
-                    raise RuntimeError(f"{path}: the bare client got {answer.status}")
-
-
 @contextmanager
-def _server(name: str, folder: Path) -> Iterator[int]:
+def _server() -> Iterator[int]:
     """Start a server; yield its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    if name == "moto":
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    else:
-        (folder / "rclone").mkdir()
-        command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", str(folder / "rclone")]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with ExitStack() as ending:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         ending.callback(process.wait)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,8 +12,14 @@ from typing import Any
 
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.files.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
-from trajstore.files.signed_ranges import SignedRanges
+from trajstore.files.base import Buffer
+from trajstore.files.bucket_ranges import BucketRanges, lost_by_fork
 from trajstore.files.uploads import upload
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 32
+"""Requests for ranges that a file system has under way."""
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES}
 
@@ -36,7 +43,7 @@ class ObjectStore:
         self.url = url.rstrip("/") if not url.endswith("://") else url
         self._options = options
         self._opened: tuple[int, Any, str] | None = None
-        self._signed: tuple[int, SignedRanges] | None = None
+        self._ranges: tuple[int, BucketRanges | None] | None = None
         self.keeps_create = False
         """Whether the store was seen to refuse to create an object that is there."""
         self.keeps_match = False
@@ -62,45 +69,63 @@ class ObjectStore:
         with self._naming(name):
             return bytes(fs.cat_file(root + name, start=start) if start else fs.cat_file(root + name))
 
-    def ranges(self, pieces: Sequence[tuple[str, int, int]], at_once: int) -> list[bytes | OSError]:
-        """Return the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, or why there are none.
+    def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> list[Buffer]:
+        """Return the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, fetched several at once.
 
-        Args:
-            pieces: what is asked for.
-            at_once: most requests under way.
+        Of S3 they come through obstore. A server with which it does not get along (some answer a range with status 200)
+        is asked by s3fs from then on, with a warning that says why.
+
+        Raises:
+            MissingDependencyError: obstore is not installed.
+            OSError: a range could not be fetched; names the object.
         """
         fs, root = self._filesystem()
         full = [(root + name, start, stop) for name, start, stop in pieces]
-        found: list[Any] = self._signed_ranges(fs, at_once, full)
-        rest = [at for at, data in enumerate(found) if data is None]
-        if rest:
-            more = {"batch_size": at_once} if hasattr(fs, "loop") else {}
-            paths, starts, stops = zip(*[full[at] for at in rest], strict=True)
-            with self._naming(""):
-                answers = fs.cat_ranges(list(paths), list(starts), list(stops), on_error="return", **more)
-            for at, data in zip(rest, answers, strict=True):
-                found[at] = data
-        return [self._judged(piece, data) for piece, data in zip(pieces, found, strict=True)]
+        direct = self._bucket_ranges(fs, root)
+        found = _by_filesystem(fs, full) if direct is None else direct.fetch(full)
+        if direct is not None and not direct.has_worked:
+            refusal = next((one for one in found if isinstance(one, OSError)), None)
+            if refusal is None:
+                direct.has_worked = True
+            elif not isinstance(refusal, FileNotFoundError):
+                theirs = _by_filesystem(fs, full)
+                if not any(isinstance(one, BaseException) for one in theirs):
+                    found = theirs
+                    self._ranges = os.getpid(), None
+                    logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, refusal)
+        return [self._judged(piece, one) for piece, one in zip(pieces, found, strict=True)]
 
-    def _signed_ranges(self, fs: Any, at_once: int, pieces: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
+    def _bucket_ranges(self, fs: Any, root: str) -> BucketRanges | None:
+        """Return what fetches ranges in this process; None if the file system does it itself."""
         if not self.takes_conditions:
-            return [None] * len(pieces)
-        if self._signed is None or self._signed[0] != os.getpid():
-            self._signed = os.getpid(), SignedRanges(fs, at_once)
-        return self._signed[1].fetch(pieces)
+            return None
+        if self._ranges is None or self._ranges[0] != os.getpid():
+            if lost_by_fork():
+                self._ranges = os.getpid(), None
+                logger.warning(
+                    "%s: ranges come by s3fs, more slowly than by obstore, which does not live on in a process "
+                    "that was forked from one that used it; start processes by 'spawn' or 'forkserver', or before the "
+                    "first batch",
+                    self.url,
+                )
+                return None
+            with self._naming(""):
+                self._ranges = os.getpid(), BucketRanges(fs, fs.split_path(root)[0])
+        return self._ranges[1]
 
-    def _judged(self, piece: tuple[str, int, int], data: Any) -> bytes | OSError:
-        """Return what came for a range, or an error that names the object."""
+    def _judged(self, piece: tuple[str, int, int], found: Buffer | BaseException) -> Buffer:
+        """Return what came for a range.
+
+        Raises:
+            OSError: nothing came, or too little.
+        """
         name, start, stop = piece
-        try:
-            with self._naming(name):
-                if isinstance(data, BaseException):
-                    raise data
-                if len(data) != stop - start:
-                    raise OSError(errno.EIO, f"{len(data):,} bytes arrived of {stop - start:,} from {start:,} on")
-        except OSError as error:
-            return error
-        return bytes(data)
+        with self._naming(name):
+            if isinstance(found, BaseException):
+                raise found
+            if len(found) != stop - start:
+                raise OSError(errno.EIO, f"{len(found):,} bytes arrived of {stop - start:,} from {start:,} on")
+        return found
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, replacing it if it is there."""
@@ -313,6 +338,8 @@ class ObjectStore:
             yield
         except ConflictError as error:
             raise ConflictError(errno.EBUSY, "somebody else has changed it", url) from error
+        except MissingDependencyError:
+            raise
         except OSError as error:
             number = error.errno or next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
             raise OSError(number, error.strerror or str(error) or os.strerror(number), url) from error
@@ -323,6 +350,16 @@ class ObjectStore:
 
 
 OWN_OPTIONS = "trajstore's own are cache_dir, cache_bytes, range_reads, lock_ttl, lease_ttl, others the backend's"
+
+
+def _by_filesystem(fs: Any, pieces: Sequence[tuple[str, int, int]]) -> list[Buffer | BaseException]:
+    """Return the bytes of ranges, ``(path, start, stop)`` each, or why there are none."""
+    more = {"batch_size": _AT_ONCE} if hasattr(fs, "loop") else {}
+    paths, starts, stops = (list(one) for one in zip(*pieces, strict=True))
+    try:
+        return list(fs.cat_ranges(paths, starts, stops, on_error="return", **more))
+    except Exception as error:  # what backends raise is of no common class; the caller names the object
+        return [error] * len(pieces)
 
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:

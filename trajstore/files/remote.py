@@ -21,8 +21,7 @@ from trajstore.files.base import Buffer, Directory, EncodedFile, Reader, ReaderL
 from trajstore.files.filemap import FileMap
 from trajstore.files.holder import LOCK_NAME
 from trajstore.files.object_store import ObjectStore
-from trajstore.files.partial import PartialMaps
-from trajstore.files.ranges import RangeFetcher
+from trajstore.files.partial import PartialMaps, Range
 from trajstore.files.read_cache import ReadCache
 from trajstore.files.remote_leases import RemoteReaderLease, RemoteReaders
 from trajstore.files.remote_lock import RemoteWriterLock, is_held
@@ -106,7 +105,19 @@ class RemoteDirectory(Directory):
     def _make_partial(self) -> PartialMaps | None:
         if not self._range_reads:
             return None
-        return PartialMaps(RangeFetcher(self._objects, self._gone), self._cache.open_folder, self._cache_bytes)
+        return PartialMaps(self._fetch, self._cache.open_folder, self._cache_bytes)
+
+    def _fetch(self, ranges: Sequence[Range]) -> Sequence[Buffer]:
+        """Return the bytes of ranges.
+
+        Raises:
+            CorruptStoreError: a file is absent.
+            OSError: a range could not be fetched; names the file.
+        """
+        try:
+            return self._objects.ranges([(one.name, one.start, one.stop) for one in ranges])
+        except FileNotFoundError as error:
+            raise self._gone(error.filename) from error
 
     @property
     def url(self) -> str:
@@ -152,7 +163,7 @@ class RemoteDirectory(Directory):
             key = self._key(name, info)
             return self._cache.map(key, info.size, partial(self._objects.download, name, info.size), sequential)
         except FileNotFoundError as error:
-            raise self._gone(name) from error
+            raise self._gone(url) from error
 
     def _key(self, name: str, info: ObjectInfo) -> str:
         return f"{self._objects.url_of(name)}\n{info.size}\n{info.version}"
@@ -166,9 +177,9 @@ class RemoteDirectory(Directory):
             self._cache.drop(self._key(name, self._objects.info(check_name(name))))
         return True
 
-    def _gone(self, name: str) -> CorruptStoreError:
+    def _gone(self, url: str) -> CorruptStoreError:
         return CorruptStoreError(
-            f"{self._objects.url_of(name)}: is missing, but the index names it; a writer that evicts may have deleted "
+            f"{url}: is missing, but the index names it; a writer that evicts may have deleted "
             f"it since (a reader that is cut off for {self._lease_ttl:g} s counts as gone): refresh(), or load it again"
         )
 
