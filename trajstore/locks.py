@@ -51,6 +51,7 @@ ORDER = (
     "HeldFolder._mutex",
     "RemoteReaderLease._mutex",
     "RemoteWriterLock._mutex",
+    "_Readings._at",
     "MachineCode._lock",
 )
 """Class and attribute of every lock, the outermost first."""

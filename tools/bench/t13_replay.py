@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.stdout.flush()
     without = arms.pop(None)
     for select, runs in arms.items():
-        line = figure(options.environment, "" if select == DEFAULT else f" ({select})", runs, without)
+        line = figure(options.environment, str(select), runs, without)
         sys.stdout.write(json.dumps(line) + "\n")
 
 
@@ -135,7 +135,7 @@ def figure(environment: str, rule: str, runs: Sequence[Run], without: Sequence[R
     low, high = interval(*rollouts)
     return {
         "id": "T13",
-        "name": f"fresh rollouts until {environment} is solved, replay on{rule} over off",
+        "name": f"fresh rollouts until {environment} is solved, replay on ({rule}) over off",
         "ratio": round(ratio(*rollouts), 3),
         "interval": [round(low, 3), round(high, 3)],
         "seeds": len(runs),

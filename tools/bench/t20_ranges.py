@@ -43,6 +43,8 @@ def figures(options: Options) -> Iterator[Figure]:
         SkippedError: s3fs, obstore or moto is not installed.
     """
     needs("moto.server", "obstore", "s3fs")
+    import s3fs  # optional
+
     workload = image(options)
     _write(options.folder / "local", workload, {})
     with _server() as port:

@@ -6,7 +6,6 @@ chooses among trajectories before any is read.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from trajstore import exits
+from trajstore import exits, locks
 from trajstore.columns.portions import portions
 from trajstore.querying import messages, rows
 from trajstore.querying.engine import polars
@@ -62,7 +61,7 @@ class _Readings:
     """
 
     def __init__(self) -> None:
-        self._at = threading.Condition()
+        self._at = locks.condition("_Readings._at")
         self._under_way = 0
         self._over = False
         exits.before_the_end(self._end)
