@@ -51,7 +51,7 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
         assert page.run(f"return {ROWS}") == sorted((str(ids[number]) for number in range(1, 16, 2)), key=int)
         page.open(f"{address}#/trajectory/{ids[5]}")
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
-        page.until("document.querySelector('.late .note')?.textContent.includes('takes trajstore view')")
+        page.until("document.querySelector('.late .note')?.textContent.includes('takes `trajstore view`')")
         page.click(".facts a")
         page.until("document.querySelectorAll('.sibling .message').length === 4")
         page.open(f"{address}#/trajectory/{of_block}?environment={batch - 1}&step={steps - 1}")

@@ -260,7 +260,7 @@ class OfHandle:
     pool: SeenPool | None = None
     limits = (
         "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
-        "giving some, takes trajstore view on a machine that has the directories.",
+        "giving some, takes `trajstore view` on a machine that has the directories.",
     )
 
     def __init__(self, handle: DistributedReplayBuffer) -> None:
