@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.stores import writer_to
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.testing.witness import witness
 
@@ -78,6 +78,40 @@ def test_parquet_is_read_by_other_tools(store: Path, tmp_path: Path) -> None:
     assert found["input_ids"][2] == list(range(4, 10))
     counted = duckdb.sql(f"select task_id, count(*) from '{target}/*.parquet' group by task_id order by task_id")
     assert counted.fetchall() == [("t0", 1), ("t1", 1), ("t2", 1)]
+
+
+def test_values_that_came_late_are_columns(tmp_path: Path) -> None:
+    """Of each kind, by row too; rollouts that lack one, and tools that infer the types from what they read."""
+    datasets = pytest.importorskip("datasets")
+    duckdb = pytest.importorskip("duckdb")
+    pandas = pytest.importorskip("pandas")
+    path, target = tmp_path / "store", tmp_path / "out"
+    with writer_to(path) as writer:
+        ids = writer.add_trajectories([rollout(number) for number in range(3)])
+        advantages = [torch.tensor([0.5, float("nan"), -2.0, float("inf")]), torch.zeros(4)]
+        annotate(writer, ids[1:], {"advantages": advantages, "phase": [torch.full((6,), 1 + 2j), torch.zeros(6) * 1j]})
+        annotate(writer, ids[:1], {"judge": 0.25, "select": "read", "outcome": 7.0, "reward_style": 3})
+        annotate(writer, ids[:1], {"judge": 0.75})
+    assert main(["export", str(path), str(target), "--to", "parquet"]) == 0
+    table = pl.read_parquet(target)
+    assert table["notes.judge"].to_list() == [0.75, None, None]
+    assert table["notes.select"].to_list() == ["read", None, None]
+    assert table["outcome"].to_list() == [7.0, 1.0, 0.0]
+    assert not {"notes.outcome", "notes.reward_style"} & set(table.columns)
+    assert json.loads(table["rest"][0])["reward"]["metadata"]["style"] == 3
+    assert table["notes.advantages"][0] is None
+    assert str(table["notes.advantages"][1].to_list()) == "[0.5, nan, -2.0, inf]"
+    assert table["notes.phase"][1].to_list() == [[1.0, 2.0]] * 6
+    found = duckdb.sql(f"""select trajectory_id, list_sum("notes.advantages") from '{target}/*.parquet' order by 1""")
+    assert found.fetchall()[2] == ("2", 0.0)
+    loaded = datasets.load_dataset("parquet", data_dir=str(target), cache_dir=str(tmp_path / "cache"), split="train")
+    assert loaded["notes.advantages"][2] == [0.0] * 4
+    assert pandas.read_parquet(target)["notes.judge"].isna().tolist() == [False, True, True]
+
+    assert main(["export", str(path), str(tmp_path / "out.jsonl")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert lines[0]["notes"] == {"judge": 0.75, "select": "read"}
+    assert lines[1]["notes"] == {"advantages": [0.5, None, -2.0, None], "phase": [[1.0, 2.0]] * 6}
 
 
 def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

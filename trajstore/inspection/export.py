@@ -15,17 +15,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import orjson
 import torch
 
+from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.columns.facts import SCORE
 from trajstore.columns.portions import portions
 from trajstore.errors import ConfigurationError, TrajstoreError
 from trajstore.querying.engine import polars
+from trajstore.querying.facts import FACTS
+from trajstore.querying.query import Query
+from trajstore.reading.late import COLUMNS
 from trajstore.store.run_ids import shown_id
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataType
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +82,10 @@ def export_rollouts(
     """Write rollouts of a store, checkpoint or run directory to a file of JSON lines or a folder of Parquet files.
 
     One rollout is one line or row, the oldest first: the fields of :class:`~trajstore.AgentTrajectory`,
-    ``trajectory_id`` and ``committed``. Tensors are lists. In Parquet, ``outcome`` and ``success_rate`` are columns,
-    each message has ``role``, ``content`` and itself as ``json``, and ``rest`` has all other fields as JSON.
+    ``trajectory_id`` and ``committed``. Tensors are lists; values that came late stand by name under ``notes``, those
+    by row as lists. In Parquet, ``outcome`` and ``success_rate`` are columns, each message has ``role``, ``content``
+    and itself as ``json``, each name of late values has a column ``notes.NAME`` (null where there is none), and
+    ``rest`` has all other fields as JSON.
 
     Args:
         source: path or URL.
@@ -98,19 +108,31 @@ def export_rollouts(
         raise ConfigurationError(f"export: {target} exists already; name another target, or delete it")
     with TrajectoryReplayBuffer.open(source, pin=pin) as reader:
         question = reader.query() if where is None else reader.query().where(where)
-        rows = question.select("trajectory_id", "kind", "committed", "bytes").rows()
+        late = _late_columns(reader, question)
+        given = [name for name, kind in late.items() if not kind.is_nested()]
+        columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
+        rows = question.select(*columns).rows()
         done = Exported(str(target), steps=sum(row["kind"] != "agent" for row in rows))
         rows = [row for row in rows if row["kind"] == "agent"]
         with _appearing(target) as folder:
-            write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name)
+            write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late)
             for some, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
-                write(list(_read(reader, some, done)))
+                write(list(_read(reader, some, given, done)))
                 progress(done.rollouts + len(done.problems), len(rows))
     return done
 
 
+def _late_columns(reader: TrajectoryReplayBuffer, question: Query) -> dict[str, DataType]:
+    """Return the names of values that came late, and the types of their columns in Parquet."""
+    pl = polars()
+    facts = question.limit(0).table().schema
+    found = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
+    by_row = internals_of(reader).late_rows("tokens")
+    return found | {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
+
+
 def _read(
-    reader: TrajectoryReplayBuffer, rows: Sequence[Mapping[str, Any]], done: Exported
+    reader: TrajectoryReplayBuffer, rows: Sequence[Mapping[str, Any]], late: Sequence[str], done: Exported
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of rollouts; what cannot be read is noted."""
     for row in rows:
@@ -124,20 +146,23 @@ def _read(
             done.problems[name] = "it is a step trajectory by now"
             continue
         done.rollouts += 1
-        yield {"trajectory_id": name, "committed": row["committed"], **_fields(rollout)}
+        given = {one: row[one] for one in late if row[one] is not None}
+        yield {"trajectory_id": name, "committed": row["committed"], **_fields(rollout, given)}
 
 
-def _fields(rollout: AgentTrajectory) -> dict[str, Any]:
+def _fields(rollout: AgentTrajectory, late: Mapping[str, Any]) -> dict[str, Any]:
     values = vars(rollout)
     tensors = {name: _list(name, values[name]) for name in _TENSORS}
+    notes = {**late, **{name: _list(name, rows) for name, rows in rollout.notes.items()}}
     reward = None if rollout.reward is None else vars(rollout.reward)
-    return {**values, **tensors, "reward": reward}
+    return {**values, **tensors, "reward": reward, "notes": notes}
 
 
 def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:
     if tensor is None:
         return None
-    numbers: list[Any] = tensor.to(torch.int64 if name in _MASKS else torch.float64).tolist()
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    numbers: list[Any] = real.to(torch.int64 if name in _MASKS else torch.float64).tolist()
     return numbers
 
 
@@ -154,7 +179,7 @@ def _lines(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
     return write
 
 
-def _parts(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
+def _parts(path: Path, late: Mapping[str, DataType]) -> Callable[[Sequence[dict[str, Any]]], None]:
     """Return what writes rollouts to the next file of a folder."""
     pl = polars()
     path.mkdir()
@@ -168,6 +193,7 @@ def _parts(path: Path) -> Callable[[Sequence[dict[str, Any]]], None]:
         "is_terminated": pl.Boolean,
         "messages": pl.List(message),
         **{name: pl.List(pl.Int64 if name in _MASKS else pl.Float64) for name in _TENSORS},
+        **{f"{COLUMNS}{name}": kind for name, kind in late.items()},
         "rest": pl.String,
     }
 
@@ -189,6 +215,7 @@ def _row(rollout: dict[str, Any]) -> dict[str, Any]:
             {"role": _text(one.get("role")), "content": _text(one.get("content")), "json": _text(one)}
             for one in rollout["messages"]
         ],
+        **{f"{COLUMNS}{name}": value for name, value in rollout["notes"].items()},
         "rest": _text({"reward": rollout["reward"], "metadata": rollout["metadata"]}),
     }
 
