@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trajstore.arguments import whole
+from trajstore.arguments import is_number, whole
 from trajstore.errors import ConfigurationError
 
 
@@ -38,15 +38,11 @@ class HandleOptions:
     def __post_init__(self) -> None:
         for name in ("deadline", "patience", "max_pending_bytes", "parcel_bytes"):
             value = getattr(self, name)
-            if not _is_number(value) or not value > 0:
+            if not is_number(value) or not value > 0:
                 raise ConfigurationError(f"{name}: {value!r}, must be a number of more than 0")
         whole("sample_window_size", self.sample_window_size, 0)
-        if not _is_number(self.refresh_interval) or not self.refresh_interval >= 0:
+        if not is_number(self.refresh_interval) or not self.refresh_interval >= 0:
             raise ConfigurationError(f"refresh_interval: {self.refresh_interval!r}, must be a number of at least 0")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def handle_options(given: Mapping[str, Any]) -> HandleOptions:

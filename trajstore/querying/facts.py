@@ -51,8 +51,6 @@ FACTS: Mapping[str, str] = {
 Each number or bool of a reward's ``metadata`` is a fact besides: ``reward_NAME``; and so is each value that came late.
 """
 
-Keep = Callable[[IntArray, npt.NDArray[np.void], list[dict[str, Any]]], None]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shown:
