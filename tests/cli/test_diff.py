@@ -164,6 +164,7 @@ def test_ids_of_a_run_and_a_block_beside_a_rollout(store: Path, run: Run) -> Non
     assert {"name": "kind", "left": "agent", "right": "step"} in found["facts"]
     assert {"rewards", "input_ids"} <= {one["name"] for one in found["columns"] if one["differs"]}
     assert "rollout 1 and block 1/0" in run("diff", store.parent, 1, "1/0")[1]
+    assert "no trajectory has the id 1/99" in run("diff", store.parent, 1, "1/99")[2]
 
 
 def test_what_cannot_be_compared_is_said(store: Path, run: Run, tmp_path: Path) -> None:

@@ -267,7 +267,15 @@ def test_other_tools_read_the_table() -> None:
     ("ask", "said"),
     [
         (lambda question: question.where("taks = 1").ids(), "where: 'taks = 1': there is no column 'taks'; .* 'task'"),
-        (lambda question: question.where("outcome >").ids(), "where: 'outcome >': unable to parse"),
+        (
+            lambda question: question.where("outcome >").ids(),
+            "where: 'outcome >': expected an expression, found the end",
+        ),
+        (lambda question: question.where("(outcome > 1").ids(), "where: '(outcome > 1': expected ), found the end"),
+        (
+            lambda question: question.where("outcome > > 1").ids(),
+            "where: 'outcome > > 1': expected an expression, found: >$",
+        ),
         (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
         (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all rows"),
         (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),

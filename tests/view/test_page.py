@@ -12,7 +12,7 @@ from tests.stores import writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
-from trajstore import Reward, Trajectory
+from trajstore import Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.store.sealed import INDEX_NAME
 from trajstore.testing.witness import witness
 
@@ -238,6 +238,38 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
             "document.querySelector('.versions [aria-current]').textContent === '0' && "
             "document.querySelectorAll('.sibling').length === 4"
         )
+
+
+def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path / "rank_0") as writer:
+        writer.add_trajectories([rollout(0, policy_version=version) for version in range(100)])
+    links = "[...document.querySelectorAll('.versions a')].map((one) => one.textContent)"
+    page.open(f"{serve(tmp_path)}/#/group?task=task-0")
+    page.until("document.querySelector('.versions [aria-current]')?.textContent === '99'")
+    assert page.run(f"return {links}") == ["\u2039 70 earlier", *map(str, range(70, 100))]
+    assert "1 rollout ·" in page.run("return document.querySelector('.summary').textContent")
+    page.click(".versions a")
+    page.until("document.querySelector('.versions [aria-current]').textContent === '69'")
+    assert page.run(f"return {links}") == ["\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
+
+
+def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, page: Page) -> None:
+    for rank in range(2):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(rank)])
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        number = int(max(reader.trajectory_ids))
+    page.open(f"{serve(tmp_path)}/#/trajectory/{number}")
+    page.until("document.querySelector('h1').textContent === 'Trajectory 1/0'")
+
+
+def test_a_wrong_condition_of_a_link_is_said(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)])
+    page.expected_errors = ["400 (Bad Request)"]
+    page.open(f"{serve(tmp_path)}/#/table?where=outcome%20%3E")
+    page.until("document.querySelector('#refused')?.textContent.includes('expected an expression, found the end')")
+    assert page.run("return document.querySelector('.total').textContent") == ""
 
 
 def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:

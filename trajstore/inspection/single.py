@@ -69,7 +69,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
         folder = "a run directory" if place.rank_names else "a folder"
         found = what.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {found}")
-    catalog, position, trajectory, columns = _read(place.directory, own_id(number) if ranks else number)
+    catalog, position, trajectory, columns = _read(place.directory, own_id(number) if ranks else number, number)
     entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
     return Single(
         url=run.url,
@@ -83,8 +83,15 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
     )
 
 
-def _read(directory: Directory, trajectory_id: int) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
+def _read(
+    directory: Directory, trajectory_id: int, number: int
+) -> tuple[Catalog, int, AnyTrajectory, dict[str, torch.Tensor]]:
     """Return a trajectory of a store that may be written, its columns, and where in which catalog it was found.
+
+    Args:
+        directory: of the store.
+        trajectory_id: of the trajectory in the store.
+        number: its id as it was asked for, in a run with its rank.
 
     Raises:
         TrajectoryUnavailableError: no trajectory has this id, or none any more.
@@ -94,7 +101,9 @@ def _read(directory: Directory, trajectory_id: int) -> tuple[Catalog, int, AnyTr
         while True:
             catalog, _ = open_leniently(directory)
             lease.settle(catalog.generation)
-            position = catalog.index.position_of(trajectory_id)
+            position = catalog.index.find(trajectory_id)
+            if position is None:
+                raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(number)}")
             access = ShardAccess(catalog)
             try:
                 trajectory = access.trajectory(catalog.index, position)

@@ -223,9 +223,26 @@ def _text(where: str, text: Any) -> str:
     return text
 
 
-def _expression(where: str, text: str, table: LazyFrame) -> Expr:
+def _parsed(text: str) -> Expr:
+    """Return an expression; of one that is not whole the error says what is lacking, which ``sql_expr`` does not."""
     pl = polars()
-    expression: Expr = _answered(where, (text,), table, lambda: pl.sql_expr(text))
+    try:
+        return pl.sql_expr(text)
+    except pl.exceptions.SQLInterfaceError as error:
+        if "unable to parse" not in str(error):
+            raise
+        try:
+            pl.SQLContext().execute(f"SELECT {text}")
+        except pl.exceptions.SQLInterfaceError as clearer:
+            said = re.sub(r"^sql parser error: Expected: | at Line: .*", "", str(clearer)).replace(
+                "found: EOF", "found the end"
+            )
+            raise pl.exceptions.SQLInterfaceError(f"expected {said}") from None
+        raise
+
+
+def _expression(where: str, text: str, table: LazyFrame) -> Expr:
+    expression: Expr = _answered(where, (text,), table, lambda: _parsed(text))
     names = table.collect_schema().names()
     unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:

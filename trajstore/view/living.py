@@ -19,7 +19,7 @@ from trajstore.inspection.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.querying.engine import polars
 from trajstore.sampling import Drawn
 from trajstore.store.notes import Notes
-from trajstore.store.run_ids import id_from, own_id, rank_of_id
+from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows, plain_dict, rows_of
 from trajstore.view.late import late_values
@@ -233,7 +233,7 @@ class Living:
         rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
         if not len(rows):
             raise _none_of(shown)
-        return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown}
+        return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
         """Return the values of a trajectory that came late, as :func:`trajstore.view.late.late_values` tells them.

@@ -8,6 +8,7 @@ import { count, short } from "./numbers.js";
 import { PREFERRED, columnsOf, drawStrip } from "./tokens.js";
 
 const AT_ONCE = 8; // rollouts read at a time
+const VERSIONS = 30; // policy versions with a link each, around the one that is shown
 
 /** Returns mean and standard deviation (of the sample) of numbers; null where there are none. */
 function spread(values) {
@@ -31,10 +32,17 @@ export async function show(main, { parameters, keep, signal }) {
   const told = await ask("group", { task, version: parameters.get("version") }, signal);
   const outcomes = told.rollouts.map((rollout) => rollout.outcome).filter((value) => typeof value === "number");
   const { mean, deviation } = spread(outcomes);
-  const versions = make("nav", { class: "versions", "aria-label": "Policy versions" }, told.versions.length > 1
-    ? [make("span", { class: "quiet" }, "policy version"), ...told.versions.slice(-30).map((version) => make("a", {
-      href: `#/group?${new URLSearchParams({ task, version })}`, "aria-current": version === told.version ? "page" : null,
-    }, version))] : []);
+  const toVersion = (version, text) => make("a", {
+    href: `#/group?${new URLSearchParams({ task, version })}`, "aria-current": version === told.version ? "page" : null,
+  }, text ?? version);
+  const all = told.versions.length;
+  const chosen = told.versions.indexOf(told.version);
+  const from = Math.max(0, Math.min((chosen < 0 ? all : chosen) - VERSIONS / 2, all - VERSIONS));
+  const to = Math.min(all, from + VERSIONS);
+  const versions = make("nav", { class: "versions", "aria-label": "Policy versions" }, all > 1
+    ? [make("span", { class: "quiet" }, "policy version"), from ? toVersion(told.versions[from - 1], `‹ ${count(from)} earlier`) : null,
+      ...told.versions.slice(from, to).map((version) => toVersion(version)),
+      to < all ? toVersion(told.versions[to], `${count(all - to)} later ›`) : null] : []);
   const select = make("select", { id: "color", change: () => {
     keep({ color: select.value });
     dye();
@@ -42,7 +50,7 @@ export async function show(main, { parameters, keep, signal }) {
   const legend = make("div", { class: "legend" });
   const same = make("section", { class: "same" });
   const siblings = make("div", { class: "siblings" });
-  const summary = [`${count(told.rollouts.length)} rollouts`, mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`,
+  const summary = [`${count(told.rollouts.length)} ${told.rollouts.length === 1 ? "rollout" : "rollouts"}`, mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`,
     deviation === null ? null : `standard deviation ${short(deviation)}`].filter(Boolean).join(" · ");
   fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)),
     make("p", { class: "summary" }, summary, told.version === null ? "" : ` · policy version ${told.version}`), versions,
@@ -83,7 +91,7 @@ export async function show(main, { parameters, keep, signal }) {
     }
     const left = told.rollouts.length - read.length;
     fill(siblings, read.map(({ element }) => element), left
-      ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} rollouts left)`) : null);
+      ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} left)`) : null);
     const names = [...new Set(read.flatMap(({ columns }) => columns.map(({ name }) => name)))].filter((name) => name !== "input_ids");
     const wanted = parameters.get("color") ?? PREFERRED.find((name) => names.includes(name));
     fill(select, names.map((name) => make("option", { value: name, selected: name === wanted }, nameOf(name))));

@@ -99,7 +99,7 @@ export async function show(main, { parameters, keep, signal }) {
     const bar = make("span", { class: "bar-of" });
     if (row.outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(row.outcome))));
     return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, `${count(row.count)} rollouts`));
+      bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, `${count(row.count)} ${row.count === 1 ? "rollout" : "rollouts"}`));
   };
 
   function draw(isOver) {

@@ -122,6 +122,7 @@ export async function show(main, { parameters, keep, signal }) {
       bringIn();
     } catch (error) {
       if (mine !== asked || signal.aborted) return;
+      if (!answer) fill(total);
       fill(refused, error.message);
     } finally {
       if (mine === asked) grid.setAttribute("aria-busy", "false");

@@ -14,10 +14,14 @@ const SHOWN = {
 
 export async function show(main, { of: id, parameters, keep, signal }) {
   const facts = make("dl", { class: "facts" });
+  const name = make("span", { class: "id" }, id);
   const late = make("section", { class: "late", "aria-label": "Late values", hidden: true });
   const place = make("div", { class: "body" });
-  fill(main, make("h1", {}, "Trajectory ", make("span", { class: "id" }, id)), facts, late, place);
-  const askFacts = () => ask("facts", { id }, signal).then((told) => tell(facts, told), (error) => {
+  fill(main, make("h1", {}, "Trajectory ", name), facts, late, place);
+  const askFacts = () => ask("facts", { id }, signal).then((told) => {
+    fill(name, told.trajectory_id); // a number that was asked for may be of a rank
+    tell(facts, told);
+  }, (error) => {
     if (!signal.aborted) fill(facts, make("p", { class: "refused" }, error.message));
   });
   askFacts();
