@@ -227,7 +227,7 @@ def _parsed(text: str) -> Expr:
     """Return an expression; of one that is not whole the error says what is lacking, which ``sql_expr`` does not."""
     pl = polars()
     try:
-        return pl.sql_expr(text)
+        parsed: Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:
         if "unable to parse" not in str(error):
             raise
@@ -239,6 +239,7 @@ def _parsed(text: str) -> Expr:
             )
             raise pl.exceptions.SQLInterfaceError(f"expected {said}") from None
         raise
+    return parsed
 
 
 def _expression(where: str, text: str, table: LazyFrame) -> Expr:
