@@ -86,12 +86,12 @@ def serving(path: Path, token: str | None = None, *, who: str | None = None, pin
     """Serve a directory from a thread, with ``--write`` if it is said who gives values; yields the address."""
     correcting = None if who is None else Correcting(path, who)
     living = Living(shown_at(path, pin=pin))
-    with listening("127.0.0.1", 0) as listener:
+    with listening("127.0.0.1", 0) as (listener, _, address):
         server = server_of(living, token, correcting)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield address.removesuffix("/")
         finally:
             server.should_exit = True
             thread.join()

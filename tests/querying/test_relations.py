@@ -475,11 +475,11 @@ buffer = TrajectoryReplayBuffer(sample_window_size=0)
 buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(2)) for _ in range(4096)])
 portions = []
 
-def read(relation, facts, wanted, conditions, late):
-    portions.append(len(facts))
+def read(asked):
+    portions.append(len(asked.facts))
     for _ in range(500 if len(portions) > 1 else 0):
         time.sleep(0.002)
-    return [facts.with_columns(content=pl.lit("said")).select(wanted)], []
+    return [asked.facts.with_columns(content=pl.lit("said")).select(asked.wanted)], []
 
 facts = buffer.query().table()
 scan = lambda relation, facts: relations.scan(read, lambda relation: {}, relation, facts)

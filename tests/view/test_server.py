@@ -286,8 +286,9 @@ def test_the_command_prints_where_it_listens(tmp_path: Path) -> None:
         writer.add_trajectories([rollout(0)])
     with Command(tmp_path) as command:
         assert ask(command.address, "about")["trajectories"] == 1
-        with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"):
-            listening("127.0.0.1", urlsplit(command.address).port or 0)
+        port = urlsplit(command.address).port or 0
+        with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"), listening("127.0.0.1", port):
+            pass
         with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # a page is open
             assert events.readline().startswith(b"id: ")
             assert "Error" not in command.end()

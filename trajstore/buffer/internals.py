@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,11 @@ from trajstore.buffer.view import View
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import MAX_ID
 from trajstore.errors import ConfigurationError
-from trajstore.querying.readable import Faults
-from trajstore.querying.relations import late_columns, read_rows
+from trajstore.querying.relations import Asked, Found, late_columns, read_rows
 from trajstore.reading.contents import Contents
 from trajstore.reading.late import outcomes_given
 from trajstore.sampling.draws import Draws
 from trajstore.store.catalog import Catalog
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Expr
 
 T = TypeVar("T")
 I_co = TypeVar("I_co", covariant=True)
@@ -127,16 +123,9 @@ class Internals(Choices):
 
         return self._view.locked(look)
 
-    def rows(
-        self,
-        relation: str,
-        facts: DataFrame,
-        wanted: Sequence[str],
-        conditions: Sequence[Expr],
-        late: Mapping[str, bool],
-    ) -> tuple[list[DataFrame], Faults]:
-        """Return messages, tokens or steps of some trajectories; see :class:`trajstore.querying.relations.ReadRows`."""
-        return read_rows(self._view.locked, relation, facts, wanted, conditions, late)
+    def rows(self, asked: Asked) -> Found:
+        """Return messages, tokens or steps of some trajectories."""
+        return read_rows(self._view.locked, asked)
 
     def late_rows(self, relation: str) -> dict[str, bool]:
         """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`."""

@@ -74,8 +74,6 @@ def _bundle(options: Namespace, out: Output) -> int:
 
 
 def _serve(options: Namespace, out: Output) -> int:
-    import secrets
-
     from trajstore.errors import MissingDependencyError
 
     if options.who is not None and not options.write:
@@ -83,7 +81,6 @@ def _serve(options: Namespace, out: Output) -> int:
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
         from trajstore.view.correcting import Correcting
-        from trajstore.view.guard import is_loopback
         from trajstore.view.living import Living
         from trajstore.view.server import listening, server_of
         from trajstore.view.shown import shown_at
@@ -91,12 +88,10 @@ def _serve(options: Namespace, out: Output) -> int:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise MissingDependencyError(error.name, "view") from None
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
     correcting = Correcting(options.path, options.who or _login()) if options.write else None
-    with listening(host, port) as listener:
+    with listening(host, port) as (listener, token, address):
         living = Living(shown_at(options.path, pin=options.pin), tokenizer=options.tokenizer)
-        name = f"[{host}]" if ":" in host else host
-        out.line(f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
+        out.line(address)
         out.line("Ctrl-C ends it")
         out.flush()
         try:

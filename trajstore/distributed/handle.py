@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -26,12 +26,11 @@ from trajstore.errors import StoreNotFoundError, StoreUnreachableError
 from trajstore.mirroring.options import MirrorState
 from trajstore.querying import RELATIONS, Query
 from trajstore.querying.engine import polars
-from trajstore.querying.readable import Faults
-from trajstore.querying.relations import TRAJECTORIES, scan
+from trajstore.querying.relations import TRAJECTORIES, Asked, Found, scan
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
-    from polars import DataFrame, Expr
+    from polars import DataFrame
 
 _PLACE = "place among the facts"
 """A column of tables that are put together, called as no fact can be."""
@@ -208,25 +207,19 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
             found |= {name: several or found.get(name, False) for name, several in told.items()}
         return found
 
-    def _rows(
-        self,
-        relation: str,
-        facts: DataFrame,
-        wanted: Sequence[str],
-        conditions: Sequence[Expr],
-        late: Mapping[str, bool],
-    ) -> tuple[list[DataFrame], Faults]:
-        """Return messages, tokens or steps of some trajectories; see :class:`trajstore.querying.relations.ReadRows`.
+    def _rows(self, asked: Asked) -> Found:
+        """Return messages, tokens or steps of some trajectories.
 
         Raises:
             StoreUnreachableError: a store does not answer.
         """
         self._check_open()
         pl = polars()
-        placed = facts.with_row_index(_PLACE)
+        placed = asked.facts.with_row_index(_PLACE)
         parts = placed.group_by(pl.col("trajectory_id") % MOST_STORES)
-        asked = {rank: (relation, part, [*wanted, _PLACE], conditions, late) for (rank,), part in parts}
-        answers = self._stores.call_all(asked, "rows").values()
+        wanted = [*asked.wanted, _PLACE]
+        of_ranks = {rank: (replace(asked, facts=part, wanted=wanted),) for (rank,), part in parts}
+        answers = self._stores.call_all(of_ranks, "rows").values()
         tables = [table for some, _ in answers for table in some]
         whole = [pl.concat(tables).sort(_PLACE, maintain_order=True).drop(_PLACE)] if tables else []
         return whole, [fault for _, faults in answers for fault in faults]

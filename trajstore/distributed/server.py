@@ -24,13 +24,13 @@ from trajstore.files.folders import put_in_place
 from trajstore.files.local import LocalDirectory
 from trajstore.files.opening import directories_above, open_directory
 from trajstore.mirroring.options import MirrorState, as_mirror
-from trajstore.querying.readable import Faults
+from trajstore.querying.relations import Asked, Found
 from trajstore.sampling.base import IntArray
 from trajstore.store.saved_points import SavedPoint
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
-    from polars import DataFrame, Expr
+    from polars import DataFrame
 
 MOST_STORES = 1024
 """Store r gives out ids that are r modulo this, so that ids tell whose they are, however many stores there are."""
@@ -231,16 +231,9 @@ class StoreServer:
         rank = polars().lit(self._about.rank, polars().Int64).alias("rank")
         return self._buffer.query().table().with_columns(rank)
 
-    def rows(
-        self,
-        relation: str,
-        facts: DataFrame,
-        wanted: Sequence[str],
-        conditions: Sequence[Expr],
-        late: Mapping[str, bool],
-    ) -> tuple[list[DataFrame], Faults]:
-        """Return messages, tokens or steps of some trajectories; see :class:`trajstore.querying.relations.ReadRows`."""
-        return internals_of(self._buffer).rows(relation, facts, wanted, conditions, late)
+    def rows(self, asked: Asked) -> Found:
+        """Return messages, tokens or steps of some trajectories."""
+        return internals_of(self._buffer).rows(asked)
 
     def late_rows(self, relation: str) -> dict[str, bool]:
         """Return which values by row are columns of a relation; see :data:`trajstore.querying.relations.Late`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
 from trajstore.experience.buckets import DifficultyBuckets
-from trajstore.experience.entry import PoolEntry, Refusal, entry_of, is_demonstration, token_digest
+from trajstore.experience.entry import PoolEntry, Refusal, entry_of, token_digest
 from trajstore.experience.facts import with_pool_facts
 from trajstore.experience.journal import JOURNAL_KEY, PoolState, trajectory_of_entry
 from trajstore.experience.persistence import read_pool
@@ -168,12 +168,4 @@ def _entry(one: AgentTrajectory, number: int) -> PoolEntry:
     found = entry_of(one, number)
     if isinstance(found, PoolEntry):
         return found
-    return PoolEntry(
-        trajectory_id=number,
-        task_id=one.task_id,
-        entropy=one.entropy,
-        outcome=None,
-        policy_version=one.policy_version,
-        digest=token_digest(one),
-        is_demonstration=is_demonstration(one),
-    )
+    return PoolEntry.of_record(one, number, token_digest(one))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trajstore.columns.schema import DOCUMENT
 from trajstore.errors import StoreError
-from trajstore.experience.entry import PoolEntry, Refusal, is_demonstration
+from trajstore.experience.entry import PoolEntry, Refusal
 from trajstore.experience.journal import JOURNAL_KEY
 from trajstore.experience.recovery import recover
 from trajstore.experience.rules import PoolRules
@@ -67,15 +67,7 @@ def is_of_a_pool(catalog: Catalog) -> bool:
 
 def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
     """Return the entry of a record whose tokens were not read: nothing of it is compared."""
-    return PoolEntry(
-        trajectory_id=trajectory_id,
-        task_id=record.task_id,
-        entropy=record.entropy,
-        outcome=None,
-        policy_version=record.policy_version,
-        digest=trajectory_id.to_bytes(8, "big"),
-        is_demonstration=is_demonstration(record),
-    )
+    return PoolEntry.of_record(record, trajectory_id, trajectory_id.to_bytes(8, "big"))
 
 
 class _Documents:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -101,29 +101,30 @@ def shown_columns(relation: str) -> list[str]:
     return ["trajectory_id", "task", *_KINDS[relation].columns]
 
 
-class ReadRows(Protocol):
-    """Reads rows of trajectories: :func:`read_rows`, or what asks it elsewhere."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Which rows of trajectories are to be read.
 
-    def __call__(
-        self,
-        relation: str,
-        facts: DataFrame,
-        wanted: Sequence[str],
-        conditions: Sequence[Expr],
-        late: Mapping[str, bool],
-    ) -> tuple[list[DataFrame], Faults]:
-        """Return tables of rows in the order of the facts, and which trajectories cannot be read.
+    Attributes:
+        relation: of :data:`RELATIONS`.
+        facts: of the trajectories: ids, and the other facts that the rest names.
+        wanted: columns of the tables.
+        conditions: that must hold of each row.
+        late: columns that are values by row, and which of them are lists of numbers.
+    """
 
-        Args:
-            relation: of :data:`RELATIONS`.
-            facts: of the trajectories: ids, and the other facts that the rest names.
-            wanted: columns of the tables.
-            conditions: that must hold of each row.
-            late: columns that are values by row, and which of them are lists of numbers.
-        """
+    relation: str
+    facts: DataFrame
+    wanted: Sequence[str]
+    conditions: Sequence[Expr]
+    late: Mapping[str, bool]
 
 
-def scan(read: ReadRows, late: Late, relation: str, facts: DataFrame) -> LazyFrame:
+Found = tuple[list["DataFrame"], Faults]
+"""Tables of rows in the order of the facts, and which trajectories cannot be read."""
+
+
+def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataFrame) -> LazyFrame:
     """Return the rows of some trajectories, which are read when an answer is made.
 
     Trajectories that cannot be read then, or have been evicted meanwhile, are left out, and a warning names them.
@@ -162,7 +163,7 @@ def scan(read: ReadRows, late: Late, relation: str, facts: DataFrame) -> LazyFra
         faults: Faults = []
         try:
             for some in _portions(chosen):
-                tables, failed = read(relation, some.select("trajectory_id", *beside), wanted, rest, given)
+                tables, failed = read(Asked(relation, some.select("trajectory_id", *beside), wanted, rest, given))
                 faults += failed
                 for table in tables:
                     found = table if most is None else table.head(most)
@@ -177,30 +178,20 @@ def scan(read: ReadRows, late: Late, relation: str, facts: DataFrame) -> LazyFra
     return found
 
 
-def read_rows(
-    locked: Locked,
-    relation: str,
-    facts: DataFrame,
-    wanted: Sequence[str],
-    conditions: Sequence[Expr],
-    late: Mapping[str, bool],
-) -> tuple[list[DataFrame], Faults]:
-    """Read rows of trajectories of a buffer, see :class:`ReadRows`.
+def read_rows(locked: Locked, asked: Asked) -> Found:
+    """Read rows of trajectories of a buffer.
 
     Args:
         locked: gives access to the contents of the buffer.
-        relation: see there, as all that follow.
-        facts: of the trajectories.
-        wanted: columns.
-        conditions: of the rows.
-        late: columns that are values by row.
+        asked: which.
     """
     pl = polars()
-    kind, needed, faults = _KINDS[relation], _needed(wanted, conditions), Faults()
+    facts, wanted, conditions = asked.facts, asked.wanted, asked.conditions
+    kind, needed, faults = _KINDS[asked.relation], _needed(wanted, conditions), Faults()
     own = [name for name in needed if name not in facts.columns]
     beside = facts.select(name for name in needed if name in facts.columns)
     ids, tables = facts["trajectory_id"].to_numpy(), []
-    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, late), faults):
+    for some, (counts, columns) in readable(ids, lambda ids: kind.read(locked, ids, own, asked.late), faults):
         which = np.repeat(np.flatnonzero(np.isin(ids, some)), counts)
         frame = pl.DataFrame({**columns, **{c.name: c.gather(which) for c in beside}}, height=len(which))
         tables.append(frame.filter(*conditions).select(wanted) if conditions else frame.select(wanted))

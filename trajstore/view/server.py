@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import orjson
@@ -21,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.view.correcting import MOST_BYTES, Correcting
-from trajstore.view.guard import Guard
+from trajstore.view.guard import Guard, is_loopback
 from trajstore.view.living import Living, State
 from trajstore.view.page import STATIC
 
@@ -252,16 +253,21 @@ def server_of(living: Living, token: str | None = None, correcting: Correcting |
     return _Server(config, service)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """Return a socket on which a server can listen.
+@contextmanager
+def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None, str]]:
+    """Listen; yields the socket, the token that must be named (None where only this machine asks), and the address.
 
     Raises:
         ConfigurationError: there is no such address here, or the port is taken.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ConfigurationError(
             f"cannot listen on {host} port {port}: {error}; --port 0 takes any that is free"
         ) from error
+    token = None if is_loopback(host) else secrets.token_urlsafe(24)
+    name = f"[{host}]" if ":" in host else host
+    with listener:
+        yield listener, token, f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"

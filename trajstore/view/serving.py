@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -35,7 +34,6 @@ def serving(
         StoreUnreachableError: a store does not answer.
     """
     try:
-        from trajstore.view.guard import is_loopback
         from trajstore.view.living import Living
         from trajstore.view.server import listening, server_of
         from trajstore.view.shown import OfHandle
@@ -43,14 +41,15 @@ def serving(
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise MissingDependencyError(error.name, "view") from None
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
-    with listening(host, port) as listener, closing(Living(OfHandle(handle), tokenizer=tokenizer)) as living:
+    with (
+        listening(host, port) as (listener, token, address),
+        closing(Living(OfHandle(handle), tokenizer=tokenizer)) as living,
+    ):
         server = server_of(living, token)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
         thread.start()
         try:
-            name = f"[{host}]" if ":" in host else host
-            yield f"http://{name}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}"
+            yield address
         finally:
             server.should_exit = True
             thread.join()
