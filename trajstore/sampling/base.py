@@ -29,7 +29,7 @@ class Additions:
         ids: trajectory ids, ``[n]``.
         samples: transitions of each (T·B; 1 for an agent trajectory), ``[n]``.
         versions: newest policy version of each, ``[n]``; ``limits.UNKNOWN_VERSION`` where none is known.
-        tasks: task of each, or None where nobody asked for them.
+        tasks: task of each, empty where it names none; only agent trajectories do. None where nobody asked.
         names: first half of the UUID of each, ``[n]``, 0 where it says nothing in another process; None = unknown.
     """
 
@@ -92,7 +92,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def added(self, additions: Additions) -> None:
-        """Take trajectories in; each id is told once, unless it was evicted in between."""
+        """Take trajectories in; each id is told once, unless it was evicted in between. Ids of a run need not ascend.
+
+        Where a rank's commit is seen later than younger ones of others, these are evicted, and added again after it.
+        """
 
     @abstractmethod
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
@@ -106,7 +109,8 @@ class Sampler(ABC):
             count: how many; fewer come back only where the sampler's own rule says so.
             generator: where all chance comes from.
             first: id of the oldest trajectory of the window; None = all.
-            fits: draw only rows of which it says so; None = any. Samplers of whole trajectories do not ask.
+            fits: draw only rows of which it says so; None = any. Samplers of whole trajectories do not ask. It
+                raises where 1,000 rows in a row do not fit, or a batch of more: do not insist on a few trajectories.
 
         Raises:
             EmptyBufferError: nothing can be drawn; says why.
@@ -125,7 +129,11 @@ class Sampler(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened (the generator aside)."""
+        """Return what :meth:`load_state_dict` needs to draw on as if nothing had happened (the generator aside).
+
+        What can be worked out from the trajectories that are told is not in it. Under :data:`~.states.OF_WHOM` stands
+        what :func:`~.states.described` returns, and beside ids stand names, for what is refused when it is loaded.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
