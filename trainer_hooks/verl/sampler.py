@@ -23,7 +23,8 @@ class ReplaySampler:
     It wraps an object and is no subclass, so that any sampler configured by ``trainer.v1.sampler.custom_sampler``
     works beside replay. All other attributes are the sampler's. Two methods of verl's ``ReplayBuffer`` are wrapped on
     the object: after it has looked at the data plane, and before it judges groups, ``finished`` is called if it
-    filters groups; before it drops groups, ``dropped`` is.
+    filters groups; before it drops groups, ``dropped`` is. That is in the trainer's thread, which samples, and stays so
+    for the life of the object.
 
     Args:
         sampler: has ``sample(global_steps, partition_id, batch_size)``.

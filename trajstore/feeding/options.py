@@ -51,7 +51,8 @@ class Asked(Protocol):
 class Replay(Protocol):
     """What batches of transitions are drawn from.
 
-    A :class:`~trajstore.TrajectoryReplayBuffer`, or a :class:`~trajstore.distributed.DistributedReplayBuffer`.
+    A :class:`~trajstore.TrajectoryReplayBuffer`, or a :class:`~trajstore.distributed.DistributedReplayBuffer`. A
+    loader's thread calls it while others do, so it guards itself.
     """
 
     @property

@@ -87,7 +87,10 @@ def declared_rows(value: Any) -> int:
 
 
 class StringTable:
-    """Strings by number, kept as one block of bytes: a million ids cost their bytes and no objects."""
+    """Strings by number, kept as one block of bytes: a million ids cost their bytes and no objects.
+
+    It has no lock: whoever owns the catalog that it belongs to keeps readers and :meth:`add` apart.
+    """
 
     def __init__(self) -> None:
         self._blob = bytearray()

@@ -18,7 +18,7 @@ TakeIn = Callable[[], None]
 
 
 class LogEnd:
-    """Appends lines, and takes them in when they are there.
+    """Appends lines, and takes them in when they are there. Every call is made with the lock of its ``CommitLog`` held.
 
     In an object store an answer may be lost: lines of which the caller was told that they failed are there all the
     same, or come to be there late. A segment is created once, so nothing else can stand in their place: what stands
