@@ -205,5 +205,5 @@ def test_what_a_success_lacks_is_named(changed: dict[str, float], reason: str, m
         write_column([key], TRAINING, name, [torch.full_like(old, value)])
     figures = session.scored(batch, 1)
     begin = "experience_replay/refused/"
-    told = {name.removeprefix(begin): value for name, value in figures.items() if name.startswith(begin) and value}
+    told = {name.removeprefix(begin): value for name, value in figures.items() if name.startswith(begin)}
     assert told == ({reason: 1.0} if reason else {})
