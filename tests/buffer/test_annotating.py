@@ -202,6 +202,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (0, {"new": None}, "no value of this name"),
     ([0, 1], {"new": [1, "x"]}, "numbers and texts"),
     (0, {"task": "t"}, "stays as it is"),
+    (0, {"Outcome": 1}, "the fact outcome has this name but for the case of letters"),
     (0, {"not a name": 1}, "digits and underscores"),
     (0, {"new": "\ud800"}, "no Unicode"),
     (0, {"new": "x" * 5000}, "5,000 characters"),
@@ -222,6 +223,13 @@ def test_what_cannot_be_kept_is_refused(path: Path, ids: Any, values: Any, messa
                 annotate(store, [0, 99], {"score": 1})
         assert values_of(writer, 0) == [("score", 1.0, "")]
     assert not list((path / "inbox").iterdir())
+
+
+def test_a_name_of_who_gives_that_is_no_unicode_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="who: a text that is no Unicode"):
+        annotate(path, 0, {"score": 1}, who="\udcff")
+    with writer_to(path) as writer, pytest.raises(ConfigurationError, match="who: a text that is no Unicode"):
+        annotate(writer, 0, {"score": 1}, who="\udcff")
 
 
 def test_a_buffer_without_a_store_says_so(path: Path) -> None:

@@ -307,6 +307,33 @@ def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.Lo
     assert verify(copy).sound
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ([rows_of(0)], [rows_of(0).double()], "rows of float32.* in one store and rows of float64"),
+        (1.5, [rows_of(0)], "numbers in one store and rows of float32"),
+        ("good", [rows_of(0)], "texts in one store and rows of float32"),
+        (1.5, "good", "in one store and .* in another"),
+    ],
+)
+def test_one_store_is_not_made_of_values_of_two_kinds(one: Any, other: Any, said: str, tmp_path: Path) -> None:
+    """Nothing is at the target; with the values under another name it can be made."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for rank, values in enumerate((one, other)):
+        with writer_to(run / f"rank_{rank}") as writer:
+            writer.add_trajectories([block(rank)])
+            annotate(writer, [0], {"x": values})
+    with TrajectoryReplayBuffer.open(run) as reader, pytest.raises(ConfigurationError, match=f"values x are .*{said}"):
+        reader.save_checkpoint(whole)
+    with pytest.raises(ConfigurationError, match=f"values x are .*{said}"):
+        merge([run], whole)
+    assert not whole.exists()
+    with writer_to(run / "rank_1") as writer:
+        annotate(writer, [0], {"x": None, "y": other})
+    merge([run], whole)
+    assert verify(whole).sound
+
+
 @pytest.mark.parametrize("way", ["repair", "merge"])
 def test_damaged_rows_are_named_and_left_out_of_a_repaired_store(way: str, tmp_path: Path) -> None:
     store, copy = tmp_path / "store", tmp_path / "copy"

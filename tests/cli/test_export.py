@@ -114,6 +114,23 @@ def test_values_that_came_late_are_columns(tmp_path: Path) -> None:
     assert lines[1]["notes"] == {"advantages": [0.5, None, -2.0, None], "phase": [[1.0, 2.0]] * 6}
 
 
+def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers and texts are texts in Parquet; a number beside rows has no column in common, and is refused."""
+    run, target = tmp_path / "run", tmp_path / "out"
+    for rank, given in enumerate((0.5, "good")):
+        with writer_to(run / f"rank_{rank}") as writer:
+            annotate(writer, writer.add_trajectories([rollout(rank)]), {"judge": given})
+    assert main(["export", str(run), str(target), "--to", "parquet"]) == 0
+    assert sorted(pl.read_parquet(target)["notes.judge"]) == ["0.5", "good"]
+    with writer_to(run / "rank_0") as first, writer_to(run / "rank_1") as second:
+        annotate(first, 0, {"style": 1.0})
+        annotate(second, 0, {"style": [torch.zeros(6)]})
+    for form in ("jsonl", "parquet"):
+        assert main(["export", str(run), str(tmp_path / "none"), "--to", form]) == 2
+        assert "values style are by row in one rank" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "store"
     for number in range(3):

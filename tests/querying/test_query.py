@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.stores import writer_to
 from tests.test_golden import GOLDEN
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.formats import FORMATS
 from trajstore.querying import FACTS, readable
@@ -228,6 +228,23 @@ def test_ranks_of_a_run_are_asked_together(tmp_path: Path) -> None:
         assert reader.get(number).task_id == "of 1"
 
 
+def test_values_of_two_kinds_in_two_ranks_are_all_there(tmp_path: Path) -> None:
+    """A name stands for numbers in one rank and for texts in another: no value of either is null."""
+    for rank, judge in enumerate((0.5, "good")):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            ids = writer.add_trajectories([rollout(), rollout()])
+            annotate(writer, ids[:1], {"judge": judge})
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        assert [row["judge"] for row in reader.query().select("judge").rows()] == ["0.5", None, "good", None]
+
+
+def test_a_condition_of_a_thousand_parts_is_answered() -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([rollout(f"t{number}") for number in range(3)])
+    condition = " or ".join(f"task = 't{number}'" for number in range(1, 1000))
+    assert buffer.query().where(condition).ids().tolist() == [1, 2]
+
+
 def test_a_directory_of_rlinf_is_asked(shared_fixtures: Path) -> None:
     path = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
     with TrajectoryReplayBuffer.open(path) as reader:
@@ -283,6 +300,7 @@ def test_other_tools_read_the_table() -> None:
         (lambda question: question.where("committed > timestamp '2026-01-31'").ids(), "like this: cast"),
         (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
         (lambda question: question.where(" "), "must be an expression of SQL"),
+        (lambda question: question.where("task = '\udcff'").ids(), "where: .*: is no Unicode"),
         (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
         (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
         (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),

@@ -128,6 +128,11 @@ def _late_columns(reader: TrajectoryReplayBuffer, question: Query) -> dict[str, 
     facts = question.limit(0).table().schema
     found = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
     by_row = internals_of(reader).late_rows("tokens")
+    if both := sorted(found.keys() & by_row.keys()):
+        raise ConfigurationError(
+            f"export: values {', '.join(both)} are by row in one rank and one for each trajectory in another; export "
+            "the ranks one by one"
+        )
     return found | {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
 
 

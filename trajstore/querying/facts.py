@@ -6,6 +6,7 @@ The index has them. Facts of rollouts that an earlier layout did not write are r
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -148,15 +149,18 @@ class Facts:
                 columns[name] = pl.Series(column.copy()).fill_nan(None)
             else:
                 columns[name] = _known(column, -1)
+        late: dict[str, list[Series]] = defaultdict(list)
         for name in index.notes:
             plain = name.removeprefix(NOTE_TEXT).removeprefix(NOTE)
-            if plain not in columns:
-                given = index[name]
-                columns[plain] = (
-                    texts.gather(np.where(given < 0, len(texts) - 1, given))
-                    if is_text(name)
-                    else pl.Series(given.copy()).fill_nan(None)
-                )
+            given = index[name]
+            if is_text(name):
+                late[plain].append(texts.gather(np.where(given < 0, len(texts) - 1, given)))
+            elif plain not in columns:
+                late[plain].append(pl.Series(given.copy()).fill_nan(None))
+        for plain, found in late.items():
+            if len(found) > 1:  # numbers in one rank and texts in another are texts, as a handle has them too
+                found = [one.cast(pl.String) for one in found]
+            columns[plain] = found[0].fill_null(found[-1])
         columns["terminated"] = columns["terminated"].cast(pl.Boolean)
         columns["readable"] = pl.Series(readable & ((index.fact(TOLD) != 0) | ~agents))
         return _Shown.of(index), pl.DataFrame(columns)

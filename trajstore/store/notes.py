@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -153,6 +153,7 @@ class Said:
         """
         if len(set(self.ids)) != len(self.ids):
             raise ConfigurationError("annotate: an id is there twice")
+        _check_unicode("who", self.who)
         for name, values in self.values.items():
             check_name(name)
             if len(values) != len(self.ids):
@@ -178,8 +179,8 @@ def check_name(name: str) -> None:
         )
 
 
-def check_names(names: Iterable[str], facts: Container[str]) -> None:
-    """Refuse names of facts that stay as they are.
+def check_names(names: Iterable[str], facts: Collection[str]) -> None:
+    """Refuse names of facts that stay as they are, and what differs from one only in the case of letters.
 
     Args:
         names: of values.
@@ -194,6 +195,12 @@ def check_names(names: Iterable[str], facts: Container[str]) -> None:
                 f"annotate: {name} is a fact that stays as it is; {', '.join(OVER_FACTS)} and {SCORE}* can be "
                 "corrected, anything else needs a name of its own"
             )
+        meant = [fact for fact in facts if fact.lower() == name.lower() and fact != name]
+        if meant:
+            raise ConfigurationError(
+                f"annotate: {name}: the fact {meant[0]} has this name but for the case of letters; write {meant[0]}, "
+                "or take another name"
+            )
 
 
 def _kind(name: str, value: Any) -> str:
@@ -207,10 +214,7 @@ def _kind(name: str, value: Any) -> str:
             raise ConfigurationError(
                 f"annotate: {name}: a text of {len(value):,} characters, the most is {MOST_TEXT:,}"
             )
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigurationError(f"annotate: {name}: a text that is no Unicode: {error}") from error
+        _check_unicode(name, value)
         return "text"
     if isinstance(value, int) and abs(value) > _EXACT:
         raise ConfigurationError(
@@ -219,6 +223,13 @@ def _kind(name: str, value: Any) -> str:
     if isinstance(value, int | float) and math.isfinite(value):
         return "number"
     raise ConfigurationError(f"annotate: {name}: {shown(value)}, must be a finite number, a bool, a text or None")
+
+
+def _check_unicode(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"annotate: {name}: a text that is no Unicode: {error}") from error
 
 
 def _in_words(kind: str) -> str:
@@ -262,6 +273,9 @@ class Notes:
             index: has them.
             shards: in which values by row lie.
             time: of them, in µs since 1970.
+
+        Raises:
+            ConfigurationError: a name has values of two kinds, as those of two stores may have.
         """
         notes = cls()
         for column in index.notes:
@@ -269,16 +283,27 @@ class Notes:
             known = values >= 0 if is_text(column) else ~np.isnan(values)
             given = [index.texts[number] for number in values[known]] if is_text(column) else values[known].tolist()
             if len(given):
+                notes._have_kind(name, "text" if is_text(column) else "number")
                 notes.add(Said(tuple(index["trajectory_id"][known].tolist()), {name: given}, "", time), 0)
         for name in index.row_notes:
             tables = index[NOTE_ROWS + name]
             known = tables >= 0
             if known.any():
-                columns = {column.name: column for column in shards.schema(int(tables[known][0])).columns}
-                notes._kinds[name] = kind_of_rows(columns[name])
+                for table in np.unique(tables[known]).tolist():
+                    columns = {column.name: column for column in shards.schema(table).columns}
+                    notes._have_kind(name, kind_of_rows(columns[name]))
                 said = Said(tuple(index["trajectory_id"][known].tolist()), {}, "", time)
                 notes._append(said, name, 0, shards=tables[known], starts=index[NOTE_START + name][known])
         return notes
+
+    def _have_kind(self, name: str, kind: str) -> None:
+        known = self._kinds.setdefault(name, kind)
+        if known != kind:
+            raise ConfigurationError(
+                f"values {name} are {_in_words(known)} in one store and {_in_words(kind)} in another, and one store "
+                "cannot have both: take them back in one (annotate with None, --set NAME=null), and give them another "
+                "name"
+            )
 
     def check(self, said: Said) -> None:
         """Refuse values that contradict those that are here.
