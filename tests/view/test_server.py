@@ -73,7 +73,8 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         asked = {"where": "outcome > 0", "order": ["version_high", "trajectory_id desc"], "count": 7}
         pages = [ask(address, "page", **asked, first=first) for first in range(0, 21, 7)]
         assert [page["total"] for page in pages] == [20] * 3
-        rows = [dict(zip(names, row, strict=True)) for page in pages for row in page["rows"]]
+        rows = [row for page in pages for row in page["rows"]]
+        assert all(list(row) == names for row in rows)
         assert [int(row["trajectory_id"]) for row in rows] == question.ids().tolist()
         assert [row["reward_judge"] for row in rows] == [row["reward_judge"] for row in question.rows()]
         writer.evict([39])
@@ -83,13 +84,13 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         while not ask(address, "page", where="trajectory_id = 40")["total"]:
             seen, _ = stream(address, seen)
         again = ask(address, "page", **asked, first=0, state=told["state"])
-        assert [row[0] for row in again["rows"]] == [row[0] for row in pages[0]["rows"]]
+        assert again["rows"] == pages[0]["rows"]
         last = ask(address, "page", **asked, first=14, state=told["state"])
-        evicted = next(row for row in last["rows"] if row[0] == "39")
-        assert evicted[1:] == [None] * (len(names) - 1)
+        evicted = next(row for row in last["rows"] if row["trajectory_id"] == "39")
+        assert {name for name, value in evicted.items() if value is not None} == {"trajectory_id"}
         now = ask(address, "page", **{**asked, "count": 100})
-        assert "39" not in {row[0] for row in now["rows"]}
-        assert "40" in {row[0] for row in now["rows"]}
+        assert "39" not in {row["trajectory_id"] for row in now["rows"]}
+        assert "40" in {row["trajectory_id"] for row in now["rows"]}
 
 
 def stream(address: str, seen: str | None = None) -> tuple[str, Any]:
@@ -154,7 +155,12 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
         with writer_to(tmp_path / f"rank_{rank}") as writer:
             writer.add_trajectories([rollout(rank), witness(7)])
     address = serve(tmp_path)
-    assert [row[0] for row in ask(address, "page", order=["trajectory_id"])["rows"]] == ["0", "1", "1/0", "1/1"]
+    assert [row["trajectory_id"] for row in ask(address, "page", order=["trajectory_id"])["rows"]] == [
+        "0",
+        "1",
+        "1/0",
+        "1/1",
+    ]
     assert ask(address, "facts", id="1/0")["task"] == "task-0"
     told, arrays = trajectory(address, "1/1")
     block = witness(7)
@@ -172,7 +178,7 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
     address = serve(rlinf)
     rows = ask(address, "page")["rows"]
     assert len(rows) == ask(address, "about")["trajectories"] > 0
-    assert trajectory(address, rows[0][0])[0]["kind"] == "step"
+    assert trajectory(address, rows[0]["trajectory_id"])[0]["kind"] == "step"
 
 
 def test_a_damaged_rollout_hides_no_other(tmp_path: Path, serve: Serve) -> None:

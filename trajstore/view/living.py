@@ -21,7 +21,7 @@ from trajstore.sampling import Drawn
 from trajstore.store.notes import Notes
 from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, named_rows, plain_dict, rows_of
+from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
 from trajstore.view.late import late_values
 from trajstore.view.overview import overview, pool_overview
 from trajstore.view.rollout import answer_of
@@ -38,6 +38,9 @@ Answer = dict[str, Any]
 _QUESTIONS = 4
 """Questions whose ids are kept."""
 
+
+MOST_GIVEN = 10_000
+"""Trajectories that the page gives a value at once."""
 
 _FRAMES = 64
 """Pictures that are given at a time."""
@@ -113,7 +116,7 @@ class Living:
         return {"path": self.path, "columns": columns, "pool": pool, **_told(self.state)}
 
     def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
-        """Return rows of the answer to a question: ``{"total", "first", "rows", "state"}``.
+        """Return rows of the answer to a question, facts by name: ``{"total", "first", "rows", "state"}``.
 
         Args:
             where: condition; empty for all.
@@ -125,6 +128,30 @@ class Living:
         Raises:
             ConfigurationError: an expression is wrong; says where.
         """
+        ids, state = self._ids_of(where, order, state)
+        rows = named_rows(in_order(self._shown.query().table(), ids[first : first + count]))
+        return {"total": len(ids), "first": first, "rows": rows, "state": state}
+
+    def ids(self, where: str, state: str = "") -> Answer:
+        """Return the ids of the answer to a question, as they are shown: ``{"ids", "state"}``.
+
+        Args:
+            where: condition; empty for all.
+            state: that of the rows asked for before, as for :meth:`page`.
+
+        Raises:
+            ConfigurationError: they are more than values are given to at once; or the condition is wrong, says where.
+        """
+        ids, state = self._ids_of(where, (), state)
+        if len(ids) > MOST_GIVEN:
+            raise ConfigurationError(
+                f"annotate: {len(ids):,} trajectories, the page gives values to at most {MOST_GIVEN:,} at once; choose "
+                "some with a condition, or call trajstore.annotate"
+            )
+        return {"ids": [shown_id(number) for number in ids.tolist()], "state": state}
+
+    def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
+        """Return the ids of an answer, and of which state it is: the one asked for, if it is kept."""
         key = state, where, tuple(order)
         if key not in self._answers:
             question = self._shown.query().order_by(*order) if order else self._shown.query()
@@ -134,9 +161,7 @@ class Living:
         self._answers.move_to_end(key)
         while len(self._answers) > _QUESTIONS:
             self._answers.popitem(last=False)
-        ids = self._answers[key]
-        rows = rows_of(self._shown.query().table(), ids[first : first + count])
-        return {"total": len(ids), "first": first, "rows": rows, "state": key[0]}
+        return self._answers[key], key[0]
 
     def overview(self, where: str) -> Answer:
         """Return figures and curves of the trajectories of which a condition holds; see ``view/overview``.

@@ -104,6 +104,7 @@ class Service:
             Route("/", self._index),
             Route("/api/about", self._about),
             Route("/api/page", self._page),
+            Route("/api/ids", self._ids),
             Route("/api/facts", self._facts),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
@@ -119,13 +120,18 @@ class Service:
         return FileResponse(STATIC / "index.html")
 
     async def _about(self, _: Request) -> Response:
-        return _json(await self._ask(self._living.about))
+        write = None if self._correcting is None else {"who": self._correcting.who}
+        return _json({**await self._ask(self._living.about), "write": write})
 
     async def _page(self, request: Request) -> Response:
         asked = request.query_params
         first, count = _number(request, "first", 0), min(_number(request, "count", 100), _MOST_ROWS)
         where, order, state = asked.get("where", ""), asked.getlist("order"), asked.get("state", "")
         return _json(await self._ask(lambda: self._living.page(where, order, first, count, state)))
+
+    async def _ids(self, request: Request) -> Response:
+        where, state = (request.query_params.get(name, "") for name in ("where", "state"))
+        return _json(await self._ask(lambda: self._living.ids(where, state)))
 
     async def _facts(self, request: Request) -> Response:
         return _json(await self._ask(lambda: self._living.facts(request.query_params.get("id", ""))))
@@ -151,8 +157,7 @@ class Service:
         return _json(await self._ask(lambda: self._living.group(asked.get("task", ""), version)))
 
     async def _notes(self, request: Request) -> Response:
-        told = await self._ask(lambda: self._living.notes(request.query_params.get("id", "")))
-        return _json({**told, "write": None if self._correcting is None else {"who": self._correcting.who}})
+        return _json(await self._ask(lambda: self._living.notes(request.query_params.get("id", ""))))
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # the guard has refused it before
