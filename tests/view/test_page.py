@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,81 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
     title = page.run("return document.title")
     assert title.startswith("Task <script>")
     assert title.endswith(f" · {tmp_path.name} · trajstore")
+
+
+def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
+    tmp_path: Path, serve: Serve, page: Page
+) -> None:
+    call = {"function": {"name": "run", "arguments": {"command": "grep [a.b] (x"}}}
+    messages: list[Any] = [{"role": "user", "content": f"line {number}"} for number in range(450)]
+    messages[7] = {"role": "tool", "content": f"{'x ' * 30_000}The NEEDLE{' y' * 30_000}"}
+    messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, messages=messages)])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0")
+    page.until("document.querySelectorAll('.message').length === 200")
+    said = "document.querySelector('.conversation [role=status]').textContent"
+    marked = (
+        "[...CSS.highlights.get('found') ?? []].map((one) => "
+        "`${one.startContainer.parentElement.closest('.message').dataset.number} ${one}`)"
+    )
+    inside = (
+        "[...CSS.highlights.get('found')].every((one) => { const { top } = one.getBoundingClientRect();"
+        "return top > 0 && top < innerHeight; })"
+    )
+    page.keys("body", "/")
+    page.until("document.activeElement.id === 'find'")
+    page.keys("#find", "needle\n")
+    page.until(f"{said} === '1 of 2 messages' && {marked}.join() === '7 NEEDLE' && {inside}")
+    assert "find=needle" in page.run("return location.hash")
+    page.keys("#find", "\n")
+    page.until(f"{said} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
+    page.click("[aria-label='Next message']")
+    page.until(f"{said} === '1 of 2 messages'")
+    page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
+    page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
+    page.keys("#find", "\ue009a\ue009", "nowhere\n")
+    page.until(f"{said} === 'in no message' && !CSS.highlights.has('found')")
+    page.open(page.run("return location.href").replace("nowhere", "line+449"))
+    page.until(f"{said} === '1 of 1 message' && {marked}.join() === '449 line 449' && {inside}")
+
+
+def png(width: int, height: int, color: bytes) -> bytes:
+    """Return a picture of one colour."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + color * width) * height)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_pictures_in_messages_are_painted(tmp_path: Path, serve: Serve, page: Page) -> None:
+    data = base64.b64encode(png(2, 1, bytes([10, 200, 30]))).decode()
+    url = f"data:image/png;base64,{data}"
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+        {"type": "image_url", "image_url": {"url": "http://other.example/x.png"}},
+        {"type": "image_url", "image_url": {"url": "data:image/svg+xml;base64,PHN2Zy8+"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}},
+    ]
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, messages=[{"role": "user", "content": parts}])])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0")
+    page.expected_errors.append("willReadFrequently")
+    pixels = (
+        "[...document.querySelectorAll('.picture canvas')]"
+        ".map((one) => [one.width, one.height, ...one.getContext('2d').getImageData(1, 0, 1, 1).data].join()).join(' ')"
+    )
+    page.until(f"{pixels} === '2,1,10,200,30,255 2,1,10,200,30,255'")
+    page.until("document.querySelectorAll('.picture .refused').length === 2")
+    assert page.run("return document.querySelectorAll('.message details').length") == len(
+        parts
+    )  # with all of their text
+    assert page.run("return document.querySelectorAll('main img').length") == 0
 
 
 def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page: Page) -> None:
