@@ -356,16 +356,48 @@ def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page)
         writer.add_trajectories([rollout(80, reward=None)])
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelectorAll('.curves canvas').length === 4")
+        page.until("document.querySelectorAll('.curves canvas').length === 5")
         assert page.run("return document.querySelector('.lacking').textContent").startswith(
             "1 rollouts have no outcome"
         )
         writer.add_trajectories([rollout(81)])
         writer.flush()
         page.until("document.querySelector('.figures dd').textContent === '82'")
+        figure = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
+        assert page.run(f"return {figure}") == "Mean log-prob, of up to 8 rollouts"
         page.click_at("[data-curve=count] .u-over", 3, 20)
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
         assert "version_high" in page.run("return document.querySelector('#filter').value")
+
+
+def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
+    tmp_path: Path, serve: Serve, page: Page
+) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(at, old_log_probs=None, rollout_log_probs=None) for at in range(16)])
+        writer.flush()
+        page.open(f"{serve(tmp_path)}/#/overview?over=version")
+        page.until(
+            "document.querySelectorAll('.curves canvas').length === 4"
+            " && document.querySelectorAll('.curves figure').length === 4"
+        )
+        odd = torch.full((20,), float("nan"))
+        writer.add_trajectories([rollout(at, old_log_probs=odd) for at in range(16, 24)])
+        writer.add_trajectories([rollout(at) for at in range(24, 32)])
+        writer.flush()
+        said = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
+        page.until(f"{said} === 'Mean log-prob, of up to 8 rollouts, 1 not finite'")
+        value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
+        assert page.run(f"return {value}") == "version 3: -1.357"
+        page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a point that is no number
+        assert page.run(f"return {value}") == "version 2: unknown"
+        page.click("[data-over=time]")
+        page.until("document.querySelector('[data-curve=log_prob]').getAttribute('aria-label').endsWith('over time')")
+        page.until(f"{said} && document.querySelector('[data-curve=log_prob] canvas')")
+        page.click("[data-over=version]")
+        page.keys("[data-curve=log_prob] [role=slider]", "\ue010", "\ue007")  # end, enter
+        page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
+        assert page.run("return document.querySelector('#filter').value") == "version_high = 3"
 
 
 def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -21,6 +21,7 @@ from tests.test_golden import GOLDEN
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
 from tools.browser import PATIENCE, Command, NoServerError
+from trajstore import AgentTrajectory
 from trajstore.errors import ConfigurationError
 from trajstore.testing.witness import witness
 from trajstore.view.page import STATIC
@@ -217,6 +218,43 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         assert [row["trajectory_id"] for row in group["rollouts"]] == ["24", "25", "26", "27"]
         assert len(ask(address, "group", task="task-1", version=0)["rollouts"]) == 4
         assert ask(address, "group", task="' or 1 = 1")["rollouts"] == []
+
+
+def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_path: Path, serve: Serve) -> None:
+    def of(version: int, value: float, **changed: Any) -> AgentTrajectory:
+        fields = {"old_log_probs": torch.full((20,), value), "policy_version": version, **changed}
+        return rollout(0, **fields)
+
+    half = torch.tensor([1, 0] * 10)
+    odd = torch.tensor([-1.0, float("nan")] * 10)
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories(
+            [of(0, -0.5), of(0, -1.5), of(1, -9.0, old_log_probs=odd, response_mask=half), witness(3)]
+        )
+        writer.add_trajectories(
+            [of(2, 0.0, old_log_probs=None, rollout_log_probs=None), of(3, -1.0, old_log_probs=odd)]
+        )
+        writer.flush()
+        address = serve(tmp_path)
+        told = ask(address, "log_probs", over="version")
+        assert (told["x"], told["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
+        assert (told["first"], told["last"], told["of"], told["unread"]) == ([0, 2, 4, 5], [1, 2, 4, 5], 4, 0)
+        assert ask(address, "log_probs", over="version", where="version_high = 1")["x"] == [1]
+        assert ask(address, "log_probs", over="version", where="kind = 'step'")["x"] == []
+        assert ask(address, "log_probs", over="time", where="version_high = 0")["log_prob"] == [-1.0]
+        assert get(address, "/api/log_probs?over=task")[0] == 400
+        writer.add_trajectories([of(number // 16, -float(number % 16)) for number in range(160, 3360)])
+        writer.flush()
+        while (told := ask(address, "log_probs", over="version"))["of"] < 204:
+            stream(address, told["state"])
+        assert (len(told["x"]), told["x"][0], told["x"][-1], told["of"]) == (60, 0, 209, 204)
+        assert told["log_prob"] == ask(address, "log_probs", over="version")["log_prob"]
+        assert all(value in {-whole / 8 for whole in range(121)} for value in told["log_prob"][4:])
+    damaged = serve(tmp_path)
+    shard = tmp_path / "shards" / "shard_00000000.pt"
+    shard.write_bytes(shard.read_bytes()[:100])
+    more = ask(damaged, "log_probs", over="version")
+    assert (more["unread"], more["log_prob"][-1]) == (3, told["log_prob"][-1])
 
 
 @pytest.mark.parametrize(

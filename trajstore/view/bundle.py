@@ -22,7 +22,7 @@ from trajstore.files.base import EncodedFile
 from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, named_rows
+from trajstore.view.answers import columns_of, named_rows, plain
 from trajstore.view.living import Living
 from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import pictures_of
@@ -125,9 +125,16 @@ def write_bundle(
             "pictures": pictures,
         }
         told["late"] = late
+        told["log_probs"] = {over: _log_probs(living, where, over) for over in ("version", "time")}
         _write(folder, done, [("bundle.json", orjson.dumps(told)), ("index.html", bundled_index().encode())])
         _check_replaceable(target)
     return done
+
+
+def _log_probs(living: Living, where: str, over: str) -> dict[str, Any]:
+    told, samples = living.sampled(where, over)
+    found = [living.log_prob(some) for some in samples]
+    return told | {"log_prob": [plain(value) for value, _ in found], "unread": sum(unread for _, unread in found)}
 
 
 def _check_replaceable(target: Path) -> None:

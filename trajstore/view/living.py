@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.fields import walk
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.inspection.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.querying.engine import polars
 from trajstore.sampling import Drawn
@@ -23,7 +23,7 @@ from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
 from trajstore.view.late import late_values
-from trajstore.view.overview import overview, pool_overview
+from trajstore.view.overview import Sample, overview, pool_overview, sampled
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
 from trajstore.writing.inbox import InboxView
@@ -41,6 +41,9 @@ _QUESTIONS = 4
 
 MOST_GIVEN = 10_000
 """Trajectories that the page gives a value at once."""
+
+_SUMS = 10_000
+"""Rollouts whose sum of log-probs is kept."""
 
 _FRAMES = 64
 """Pictures that are given at a time."""
@@ -79,6 +82,8 @@ class Living:
         self._inboxes: dict[str, InboxView] = {}
         """Of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
+        self._log_probs: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
+        """Sums over the tokens of rollouts, and of how many; of the thread that reads single ones."""
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), shown.damage)
         """The present one; replaced whole, so that any thread may look at it."""
@@ -199,6 +204,17 @@ class Living:
             "state": self.state.name
         }
 
+    def sampled(self, where: str, over: str) -> tuple[Answer, list[list[Sample]]]:
+        """Return of which points :meth:`log_prob` is to tell, and of which rollouts; see ``view/overview``.
+
+        Raises:
+            ConfigurationError: the condition is wrong, or there are no curves over this.
+        """
+        if over not in ("version", "time"):
+            raise ConfigurationError(f"over: {over!r}, must be version or time")
+        told, samples = sampled(self.table(where), over)
+        return {**told, "log_prob": [], "unread": 0, "state": self.state.name}, samples
+
     # -- about one ----------------------------------------------------------------------------------
 
     def rollout(self, shown: str) -> bytes:
@@ -246,6 +262,29 @@ class Living:
         samples = np.array(steps, np.int64) * batch + environment
         found = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(found))
+
+    def log_prob(self, samples: Sequence[Sample]) -> tuple[float | None, int]:
+        """Return the mean log-prob of the tokens that the model wrote, over some rollouts, and how many are unreadable.
+
+        None where no log-probs were recorded. Those of the trainer count, else the engine's.
+        """
+        found, unread = [], 0
+        for sample in samples:
+            number, committed = sample
+            if sample not in self._log_probs:
+                try:
+                    self._log_probs[sample] = _log_probs_of(self.get(shown_id(number)))
+                except (TrajstoreError, OSError) as error:  # evicted, or damaged: the page says how many
+                    logger.debug("%s", error)
+                    unread += 1
+                    continue
+            found.append(self._log_probs[sample])
+            if committed is None:  # without a time nothing says that the next one of this id is the same
+                del self._log_probs[sample]
+        while len(self._log_probs) > _SUMS:
+            self._log_probs.popitem(last=False)
+        tokens = sum(count for _, count in found)
+        return (sum(total for total, _ in found) / tokens if tokens else None), unread
 
     def facts(self, shown: str) -> Answer:
         """Return the facts of a trajectory.
@@ -295,6 +334,18 @@ class Living:
         if name not in self._decoders:
             self._decoders[name] = decoder(trajectory, self._tokenizer)
         return self._decoders[name]
+
+
+def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
+    """Return the sum of the log-probs of the tokens that a model wrote, and how many they are."""
+    if not isinstance(trajectory, AgentTrajectory):
+        return 0.0, 0
+    values = trajectory.old_log_probs if trajectory.old_log_probs is not None else trajectory.rollout_log_probs
+    if values is None:
+        return 0.0, 0
+    if trajectory.response_mask is not None:
+        values = values[trajectory.response_mask.bool()]
+    return float(values.double().sum()), values.numel()
 
 
 def _none_of(shown: str) -> TrajectoryUnavailableError:

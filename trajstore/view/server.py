@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -21,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.view.answers import plain
 from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
 from trajstore.view.living import Living, State
@@ -110,6 +112,7 @@ class Service:
             Route("/api/frames", self._frames),
             Route("/api/group", self._group),
             Route("/api/overview", self._overview),
+            Route("/api/log_probs", self._log_probs),
             Route("/api/notes", self._notes),
             Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
@@ -150,6 +153,18 @@ class Service:
 
     async def _overview(self, request: Request) -> Response:
         return _json(await self._ask(lambda: self._living.overview(request.query_params.get("where", ""))))
+
+    async def _log_probs(self, request: Request) -> Response:
+        where, over = (request.query_params.get(name, "") for name in ("where", "over"))
+        told, samples = await self._ask(lambda: self._living.sampled(where, over))
+        for some in samples:  # one by one: a rollout that is opened meanwhile comes in between
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            read = partial(self._living.log_prob, some)
+            value, unread = await asyncio.get_running_loop().run_in_executor(self._reading, read)
+            told["log_prob"].append(plain(value))
+            told["unread"] += unread
+        return _json(told)
 
     async def _group(self, request: Request) -> Response:
         asked = request.query_params

@@ -101,6 +101,10 @@ const ANSWERS = {
     if (where) throw unanswered(where);
     return all.overview;
   },
+  log_probs: (all, { where, over }) => {
+    if (where) throw unanswered(where);
+    return all.log_probs[over];
+  },
   group,
 };
 
