@@ -412,6 +412,27 @@ def test_all_rows_of_a_table_are_given_a_value_and_it_is_taken_back(path: Path, 
     assert given(path, "1") == [("label", "good", "anna"), ("outcome", 0.5, "anna"), ("outcome", None, "anna")]
 
 
+def test_rows_that_are_shown_are_given_a_value_whatever_came_and_went(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(400)])
+        writer.flush()
+        page.open(f"{serve(tmp_path, who='anna')}/#/table?where=outcome%20%3D%201")
+        page.until("document.querySelectorAll('.row .id a').length > 10")
+        page.run("document.querySelector('.grid').scrollTop = 34 * 100")  # here the table stays as it is
+        page.click(".late summary")
+        writer.add_trajectories([rollout(number) for number in range(400, 408)])
+        writer.evict([1, 3, 5])
+        writer.flush()
+        page.until("document.querySelector('.news').checkVisibility()")
+        enter(page, "seen", "1")
+        page.until(f"{STATUS} === 'Given to 197: seen. 3 others have left the store. It is in the store.'")
+        assert writer.query().where("seen = 1").ids().tolist() == list(range(7, 400, 2))
+        writer.evict(range(7, 400, 2))
+        writer.flush()
+        enter(page, "seen", "0")
+        page.until(f"{REFUSED} === 'Nothing was given: all of them have left the store.'")
+
+
 def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: Serve, page: Page) -> None:
     page.open(f"{serve(path, who='anna')}/#/group?task=task-0")
     page.until("document.querySelectorAll('.sibling .message').length >= 4")

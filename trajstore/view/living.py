@@ -137,23 +137,28 @@ class Living:
         rows = named_rows(in_order(self._shown.query().table(), ids[first : first + count]))
         return {"total": len(ids), "first": first, "rows": rows, "state": state}
 
-    def ids(self, where: str, state: str = "") -> Answer:
-        """Return the ids of the answer to a question, as they are shown: ``{"ids", "state"}``.
+    def ids(self, where: str, order: Sequence[str] = (), state: str = "") -> Answer:
+        """Return the ids of the answer to a question, as they are shown: ``{"ids", "gone", "state"}``.
+
+        Those that are there no longer are only counted, as ``gone``.
 
         Args:
             where: condition; empty for all.
+            order: expressions to sort by.
             state: that of the rows asked for before, as for :meth:`page`.
 
         Raises:
             ConfigurationError: they are more than values are given to at once; or the condition is wrong, says where.
         """
-        ids, state = self._ids_of(where, (), state)
+        ids, state = self._ids_of(where, order, state)
         if len(ids) > MOST_GIVEN:
             raise ConfigurationError(
                 f"annotate: {len(ids):,} trajectories, the page gives values to at most {MOST_GIVEN:,} at once; choose "
                 "some with a condition, or call trajstore.annotate"
             )
-        return {"ids": [shown_id(number) for number in ids.tolist()], "state": state}
+        self.refresh()
+        there = ids[np.isin(ids, self.table()["trajectory_id"])]
+        return {"ids": [shown_id(number) for number in there.tolist()], "gone": len(ids) - len(there), "state": state}
 
     def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
         """Return the ids of an answer, and of which state it is: the one asked for, if it is kept."""

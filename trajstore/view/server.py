@@ -134,7 +134,8 @@ class Service:
 
     async def _ids(self, request: Request) -> Response:
         where, state = (request.query_params.get(name, "") for name in ("where", "state"))
-        return _json(await self._ask(lambda: self._living.ids(where, state)))
+        order = request.query_params.getlist("order")
+        return _json(await self._ask(lambda: self._living.ids(where, order, state)))
 
     async def _facts(self, request: Request) -> Response:
         return _json(await self._ask(lambda: self._living.facts(request.query_params.get("id", ""))))

@@ -55,7 +55,7 @@ export async function show(main, { parameters, keep, signal }) {
   const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
   fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)), summary, versions, giving,
     make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend), same, siblings);
-  if (write) showGiving(giving, { columns, write, signal, ids: async () => told.rollouts.map((row) => row.trajectory_id) }).tell(told.rollouts.length);
+  if (write) showGiving(giving, { columns, write, signal, ids: async () => ({ ids: told.rollouts.map((row) => row.trajectory_id), gone: 0 }) }).tell(told.rollouts.length);
 
   const read = []; // { rollout, columns, strip, said, judged } in the order of the siblings
 

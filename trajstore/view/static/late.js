@@ -90,7 +90,8 @@ export function showLate(section, { id, signal, changed }) {
 }
 
 /**
- * Shows a form that gives all trajectories of a view the same value, or takes theirs back. `ids` returns theirs. The form's
+ * Shows a form that gives all trajectories of a view the same value, or takes theirs back. `ids` returns theirs: { ids, gone },
+ * `gone` being how many are there no longer. The form's
  * `tell` is told of how many the view is.
  */
 export function showGiving(section, { columns, write, ids, signal }) {
@@ -107,9 +108,10 @@ export function showGiving(section, { columns, write, ids, signal }) {
     clearTimeout(later);
     fill(refused);
     fill(status, "Giving it.");
-    let all;
+    let all, gone;
     try {
-      all = await ids();
+      ({ ids: all, gone } = await ids());
+      if (!all.length) throw new Refused("Nothing was given: all of them have left the store.");
       await change("annotate", { ids: all, name, kind, value });
     } catch (error) {
       if (!signal.aborted) {
@@ -118,7 +120,7 @@ export function showGiving(section, { columns, write, ids, signal }) {
       }
       return false;
     }
-    await follow(all.at(-1), name, `${kind === "nothing" ? "Taken away from" : "Given to"} ${count(all.length)}: ${name}.`);
+    await follow(all.at(-1), name, `${kind === "nothing" ? "Taken away from" : "Given to"} ${count(all.length)}: ${name}.${gone ? ` ${count(gone)} others have left the store.` : ""}`);
     return !signal.aborted;
   }
 

@@ -74,10 +74,10 @@ export async function show(main, { parameters, keep, signal }) {
   fill(main, make("h1", { class: "unseen" }, "Trajectories"),
     make("div", { class: "bar" }, field.element, menu, total, news), refused, giving, grid);
   const form = write ? showGiving(giving, { columns, write, signal, ids: async () => {
-    const told = await ask("ids", { where: question.where, state: answer.state }, signal);
-    if (told.state === answer.state) return told.ids;
+    const told = await ask("ids", { ...answer.asking, state: answer.state }, signal);
+    if (told.state === answer.state) return told;
     start();
-    throw new Refused("Nothing was given: others are shown meanwhile, look at them first.");
+    throw new Refused("Nothing was given: what was shown is kept no longer. Look at these first.");
   } }) : null;
 
   function offer() {
@@ -124,13 +124,14 @@ export async function show(main, { parameters, keep, signal }) {
     grid.setAttribute("aria-busy", "true");
     try {
       const first = Math.floor(selected / PAGE) * PAGE;
-      const told = await ask("page", { ...question, first, count: PAGE }, signal);
+      const asking = { ...question };
+      const told = await ask("page", { ...asking, first, count: PAGE }, signal);
       if (Object.keys(told.rows[0] ?? {}).some((name) => !columns.some((column) => column.name === name))) {
         columns = (await ask("about", {}, signal)).columns; // values under a new name have come
         offer();
       }
       if (mine !== asked) return;
-      answer = told;
+      answer = { ...told, asking };
       pages = new Map([[first / PAGE, told.rows]]);
       fill(total, `${count(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}`);
       grid.setAttribute("aria-rowcount", told.total + 1);
