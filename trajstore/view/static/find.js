@@ -1,28 +1,31 @@
 // A phrase in the messages of a rollout, also in those that are folded or not yet there.
 
 import { isPicture } from "./conversation.js";
-import { fill, make } from "./dom.js";
+import { fill, make, visible } from "./dom.js";
 import { count } from "./numbers.js";
 
 const MOST_MARKED = 1000; // places in one message that are marked
+const LONGEST = 1000; // characters of a phrase
 
-/** Returns all texts in a value of JSON, names of fields too. */
+/** Returns all texts in a value of JSON as they are shown, names of fields too. */
 function textsIn(value) {
-  if (typeof value === "string") return isPicture(value) ? [] : [value];
+  if (typeof value === "string") return isPicture(value) ? [] : [visible(value)];
+  if (JSON.isRawJSON?.(value)) return [value.rawJSON];
   if (value === null || typeof value !== "object") return [String(value)];
-  return Array.isArray(value) ? value.flatMap(textsIn) : Object.entries(value).flatMap(([name, one]) => [name, ...textsIn(one)]);
+  return Array.isArray(value) ? value.flatMap(textsIn) : Object.entries(value).flatMap(([name, one]) => [visible(name), ...textsIn(one)]);
 }
 
-/** Returns what finds a phrase as it was entered, small or capital letters alike. */
-const finderOf = (phrase) => new RegExp(phrase.replaceAll(/[.*+?^${}()|[\]\\/]/g, "\\$&"), "giu");
+/** Returns what finds a phrase as it was entered, small or capital letters alike, where it is shown. */
+const finderOf = (phrase) => new RegExp(visible(phrase).replaceAll(/[.*+?^${}()|[\]\\/]/g, "\\$&"), "giu");
 
 /** Returns ranges of an element's text nodes with the phrase, as far as they can be seen. */
 function placesIn(element, finder) {
   const places = [];
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
-  while (places.length < MOST_MARKED && walker.nextNode()) {
+  while (walker.nextNode()) {
     if (!walker.currentNode.parentElement.checkVisibility()) continue;
     for (const { index, 0: { length } } of walker.currentNode.data.matchAll(finder)) {
+      if (places.length === MOST_MARKED) return places;
       const range = new Range();
       range.setStart(walker.currentNode, index);
       range.setEnd(walker.currentNode, index + length);
@@ -43,7 +46,7 @@ export function showFinding(place, list, messages, { parameters, keep }) {
   const step = (title, by) => make("button", { type: "button", "aria-label": title, click: () => go(by) }, by < 0 ? "↑" : "↓");
   const form = make("form", { class: "question", role: "search", "aria-label": "Find in messages", submit: (event) => {
     event.preventDefault();
-    if (field.value === phrase) go(1);
+    if (field.value === phrase && phrase) go(1);
     else start();
   } }, field, step("Previous message", -1), step("Next message", 1), said);
   field.addEventListener("search", () => field.value === "" && start());
@@ -52,14 +55,15 @@ export function showFinding(place, list, messages, { parameters, keep }) {
   let at = -1;
 
   function start() {
-    phrase = field.value;
+    const isTooLong = field.value.length > LONGEST;
+    phrase = isTooLong ? "" : field.value;
     keep({ find: phrase });
     const finder = finderOf(phrase);
     found = phrase ? messages.flatMap((message, number) => (textsIn(message).some((text) => text.search(finder) >= 0) ? [number] : [])) : [];
     at = -1;
     globalThis.CSS.highlights?.delete("found");
     if (found.length) go(1);
-    else fill(said, phrase ? "in no message" : null);
+    else fill(said, phrase ? "in no message" : isTooLong ? `a phrase has at most ${count(LONGEST)} characters` : null);
   }
 
   function go(by) {
@@ -73,11 +77,9 @@ export function showFinding(place, list, messages, { parameters, keep }) {
       folded.dispatchEvent(new Event("toggle")); // fills it now, not with the next frame
     }
     const finder = finderOf(phrase);
-    let places = placesIn(message(), finder);
-    for (let more; !places.length && (more = message().querySelector(".more"));) {
-      more.click();
-      places = placesIn(message(), finder);
-    }
+    for (let more; message().textContent.search(finder) < 0 && (more = message().querySelector(".more"));) more.click();
+    message().normalize(); // a long text came in parts, and the phrase may begin in one and end in the next
+    const places = placesIn(message(), finder);
     globalThis.CSS.highlights?.set("found", new Highlight(...places));
     const top = (places[0] ?? message()).getBoundingClientRect().top;
     let pane = list.parentElement;
