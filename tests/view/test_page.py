@@ -15,7 +15,7 @@ from tests.stores import writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
-from trajstore import Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.store.sealed import INDEX_NAME
 from trajstore.testing.witness import witness
 
@@ -97,6 +97,20 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
 
 
+def test_values_by_row_that_came_late_are_colours(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0), rollout(1)])
+        annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
+    address = serve(tmp_path)
+    page.open(f"{address}/#/trajectory/1?token=4")
+    page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
+    assert page.run("return document.querySelector('#color').value") == "notes.advantages"
+    assert "notes.advantages -1" in page.run("return document.querySelector('#token').textContent")
+    page.open(f"{address}/#/trajectory/0")
+    page.until("document.querySelectorAll('.token').length === 24")
+    assert page.run("return document.querySelector('#color').value") == "metadata.advantages"
+
+
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
     long = "x" * 1_000_000
     calls = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
@@ -145,6 +159,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     call = {"function": {"name": "run", "arguments": {"command": "grep [a.b] (x"}}}
     messages: list[Any] = [{"role": "user", "content": f"line {number}"} for number in range(450)]
     messages[7] = {"role": "tool", "content": f"{'x ' * 30_000}The NEEDLE{' y' * 30_000}"}
+    messages[8] = {"role": "user", "content": HOSTILE}
     messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(0, messages=messages)])
@@ -170,6 +185,14 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     page.until(f"{said} === '1 of 2 messages'")
     page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
     page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
+    page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is shown in parts: this begins in one of them
+    page.until(f"{marked}.join() === '7 x The NEEDLE' && {inside}")
+    search = "const field = document.querySelector('#find'); field.value = arguments[0]; field.form.requestSubmit()"
+    for phrase, shown in (("<script>", "<script>"), ("\x1b[2J", "\\x1b[2J"), ("\\u{202E}", "\\u{202e}")):
+        page.run(search, phrase)  # as it is, or as it is shown
+        page.until(f"{said} === '1 of 1 message' && {marked}[0] === arguments[0]", f"8 {shown}")
+    page.run(search, "(" * 1_000_000)
+    page.until(f"{said} === 'a phrase has at most 1,000 characters' && !CSS.highlights.has('found')")
     page.keys("#find", "\ue009a\ue009", "nowhere\n")
     page.until(f"{said} === 'in no message' && !CSS.highlights.has('found')")
     page.open(page.run("return location.href").replace("nowhere", "line+449"))

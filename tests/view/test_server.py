@@ -21,7 +21,7 @@ from tests.test_golden import GOLDEN
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
 from tools.browser import PATIENCE, Command, NoServerError
-from trajstore import AgentTrajectory
+from trajstore import AgentTrajectory, Reward
 from trajstore.errors import ConfigurationError
 from trajstore.testing.witness import witness
 from trajstore.view.page import STATIC
@@ -218,6 +218,14 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         assert [row["trajectory_id"] for row in group["rollouts"]] == ["24", "25", "26", "27"]
         assert len(ask(address, "group", task="task-1", version=0)["rollouts"]) == 4
         assert ask(address, "group", task="' or 1 = 1")["rollouts"] == []
+
+
+def test_the_curve_of_success_rates_is_of_those_that_have_one(tmp_path: Path, serve: Serve) -> None:
+    rewards = [Reward(outcome=3.0, success_rate=rate) for rate in (0.25, 0.75, None)]
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(at, reward=reward) for at, reward in enumerate(rewards)])
+        writer.add_trajectories([rollout(8)])
+    assert ask(serve(tmp_path), "overview")["by_version"]["success_rate"] == [0.5, None]
 
 
 def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_path: Path, serve: Serve) -> None:

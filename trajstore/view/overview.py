@@ -67,20 +67,20 @@ def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
     """
     pl = polars()
     agents = _over(table.filter(pl.col("readable") & (pl.col("kind") == "agent") & (pl.col("response") > 0)), over)
-    points = agents.group_by("x").agg(first=pl.col("trajectory_id").min(), last=pl.col("trajectory_id").max()).sort("x")
-    wanted = {at * (len(points) - 1) // (SPANS - 1) for at in range(SPANS)}
-    chosen = points[sorted(wanted)] if len(points) else points
-    rollouts = (
-        agents.filter(pl.col("x").is_in(chosen["x"].implode()))
-        .select("x", "trajectory_id", "committed", order=pl.col("trajectory_id").hash(0))
-        .sort("order")
-        .group_by("x", maintain_order=True)
-        .head(SAMPLED)
-        .partition_by("x", as_dict=True)
+    found = (
+        agents.group_by("x")
+        .agg(
+            first=pl.col("trajectory_id").min(),
+            last=pl.col("trajectory_id").max(),
+            rollouts=pl.struct("trajectory_id", "committed").bottom_k_by(pl.col("trajectory_id").hash(0), SAMPLED),
+        )
+        .sort("x")
     )
-    told = {name: [plain(value) for value in chosen[name]] for name in chosen.columns}
-    samples = [rollouts[(x,)].select("trajectory_id", "committed").rows() for x in chosen["x"]]
-    return {**told, "of": len(points)}, samples
+    wanted = {at * (len(found) - 1) // (SPANS - 1) for at in range(SPANS)}
+    chosen = found[sorted(wanted)] if len(found) else found
+    told = {name: [plain(value) for value in chosen[name]] for name in ("x", "first", "last")}
+    samples = [sorted((one["trajectory_id"], one["committed"]) for one in some) for some in chosen["rollouts"]]
+    return {**told, "of": len(found)}, samples
 
 
 def pool_overview(pool: SeenPool) -> Answer:
@@ -127,6 +127,7 @@ def _curves(table: DataFrame) -> Answer:
         .agg(
             count=pl.len(),
             outcome=pl.col("outcome").mean(),
+            success_rate=pl.col("success_rate").mean(),
             response=pl.col("response").filter(pl.col("kind") == "agent").mean(),
             turns=pl.col("turns").mean(),
             samples=pl.col("samples").sum(),

@@ -7,6 +7,7 @@ import { count, short, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
+  { name: "success_rate", title: "Mean success rate" },
   { name: "response", title: "Mean response, tokens" },
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Trajectories" },
