@@ -279,7 +279,9 @@ class Living:
             if sample not in self._log_probs:
                 try:
                     self._log_probs[sample] = _log_probs_of(self.get(shown_id(number)))
-                except (TrajstoreError, OSError) as error:  # evicted, or damaged: the page says how many
+                except TrajectoryUnavailableError:  # evicted since: the next state has others
+                    continue
+                except (TrajstoreError, OSError) as error:  # the page says how many
                     logger.debug("%s", error)
                     unread += 1
                     continue
