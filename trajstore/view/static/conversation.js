@@ -89,7 +89,7 @@ export function messageOf(message, number) {
   const parts = partsOf(content);
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
   const said = parts.flatMap(({ kind, text, data }) => {
-    if (data) return [picture(data), folded(`${kind}, ${count(text.length)} characters`, text)];
+    if (data) return [picture(data), folded(`${kind}, ${count(text.length)} characters`, text, "painted")];
     if (kind !== "text") return folded(`${kind}, ${count(text.length)} characters`, text);
     const isLong = text.length > FOLDED && (known === "system" || known === "tool");
     return isLong ? folded(`${text.slice(0, 120).split("\n")[0]} … ${count(text.length)} characters`, text) : longText(text);

@@ -72,7 +72,7 @@ export function showFinding(place, list, messages, { parameters, keep }) {
     fill(said, `${count(at + 1)} of ${count(found.length)} ${found.length === 1 ? "message" : "messages"}`);
     const message = () => list.querySelector(`:scope > [data-number="${found[at]}"]`);
     while (!message()) list.querySelector(":scope > .more").click();
-    for (const folded of message().querySelectorAll("details")) {
+    for (const folded of message().querySelectorAll("details:not(.painted)")) {
       folded.open = true;
       folded.dispatchEvent(new Event("toggle")); // fills it now, not with the next frame
     }
