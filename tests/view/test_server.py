@@ -21,7 +21,7 @@ from tests.test_golden import GOLDEN
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
 from tools.browser import PATIENCE, Command, NoServerError
-from trajstore import AgentTrajectory, Reward
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.testing.witness import witness
 from trajstore.view.page import STATIC
@@ -180,6 +180,20 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
     rows = ask(address, "page")["rows"]
     assert len(rows) == ask(address, "about")["trajectories"] > 0
     assert trajectory(address, rows[0]["trajectory_id"])[0]["kind"] == "step"
+
+
+def test_a_store_at_a_url_is_shown_and_followed(memory_url: str, serve: Serve) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as writer:
+        writer.add_trajectories([rollout(number) for number in range(8)])
+        writer.flush()
+        address = serve(memory_url)
+        assert ask(address, "log_probs", over="version")["log_prob"] == [pytest.approx(-9.5 / 7)]
+        assert trajectory(address, "3")[0]["tokens"] == 24
+        writer.add_trajectories([rollout(8)])
+        writer.flush()
+        seen = ""
+        while ask(address, "page")["total"] < 9:
+            seen, _ = stream(address, seen)
 
 
 def test_a_damaged_rollout_hides_no_other(tmp_path: Path, serve: Serve) -> None:
