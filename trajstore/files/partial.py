@@ -10,8 +10,8 @@ import os
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +46,8 @@ class Range:
     stop: int
 
 
-Fetch = Callable[[Sequence[Range]], Sequence[Buffer]]
-"""Returns the bytes of ranges, several at once."""
+Fetch = Callable[[Sequence[Range]], Generator[tuple[int, Buffer], None, None]]
+"""Yields which range has come, and its bytes, while others are under way."""
 
 
 class PartialMap(FileMap):
@@ -137,7 +137,7 @@ class PartialMaps:
     """The partly fetched files of one directory, together bounded. Safe to call from several threads.
 
     Args:
-        fetch: returns the bytes of ranges.
+        fetch: yields the bytes of ranges.
         folder: returns where blocks lie.
         limit: bytes of all blocks together. Files that nobody reads at the moment are emptied, the least recently used
             first.
@@ -216,23 +216,27 @@ class PartialMaps:
             wanted += [(one, piece) for piece in one.lacking(starts[inside], lengths[inside])]
         if not wanted:
             return
-        pieces = self._fetch([piece for _, piece in wanted])
         with self._lock:
-            for (one, piece), data in zip(wanted, pieces, strict=True):
-                try:
-                    self._held += one.fill(piece, data)
-                except OSError as error:
-                    raise OSError(
-                        error.errno,
-                        f"{error.strerror}: no place for what was fetched of {piece.name}; free some, or choose "
-                        "another cache_dir or fewer cache_bytes",
-                        str(self._folder()),
-                    ) from error
-                self.fetched += len(data)
-            self.requests += len(wanted)
             self.batches += 1
             for one in ordered:
                 self._used[id(one)] = weakref.ref(one)
+        with closing(self._fetch([piece for _, piece in wanted])) as arriving:
+            for place, data in arriving:
+                self._take(*wanted[place], data)
+
+    def _take(self, one: PartialMap, piece: Range, data: Buffer) -> None:
+        with self._lock:
+            try:
+                self._held += one.fill(piece, data)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}: no place for what was fetched of {piece.name}; free some, or choose "
+                    "another cache_dir or fewer cache_bytes",
+                    str(self._folder()),
+                ) from error
+            self.fetched += len(data)
+            self.requests += 1
 
     def _shrink(self) -> None:
         """Empty files that nobody reads until the rest is below the limit."""
