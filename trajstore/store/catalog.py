@@ -164,6 +164,9 @@ class Catalog(Committed):
             if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
                 present, _ = self.directory.listing()
                 absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
+                if not absent:  # they have just been written for the first time
+                    self._load_snapshot()
+                    return
                 lost = (
                     f"without {' and '.join(absent)}, but there are shards{FROM_A_COPY}"
                     f"{OR_FROM_THE_LOG if INDEX_NAME in absent else OR_WHAT_IS_WHOLE}"
