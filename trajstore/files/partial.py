@@ -1,8 +1,11 @@
-"""Files of which only what is asked for has been fetched: mapped, with holes, and filled range by range."""
+"""Files of which only what is asked for has been fetched: mapped, with holes, and filled range by range.
+
+They lie one after another in large files without a name, so that few descriptors do for all of them. What is written
+through a descriptor costs less than through a map, and a full disk is an error there, not the end of the process.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -20,7 +23,8 @@ import numpy.typing as npt
 
 from trajstore import locks
 from trajstore.files.base import Buffer
-from trajstore.files.filemap import FileMap, madvise, make_writable, remap
+from trajstore.files.descriptors import Descriptor
+from trajstore.files.filemap import FileMap, give_back, madvise, remap
 from trajstore.files.read_cache import usable
 from trajstore.machine_code import kernels
 
@@ -32,6 +36,9 @@ BLOCK = 4096
 JOINED = 128 << 10
 """Ranges that lie no further apart than this many bytes are fetched as one: a request costs more. An answer takes some
 30 ms and thirty are under way, so a request takes the millisecond in which 1 Gbit/s carries this much."""
+
+_OF_ONE_FILE = (4 << 30) - BLOCK
+"""Bytes of a file in which others lie, unless it is one alone: any file system takes as many."""
 
 Addresses = npt.NDArray[np.int64]
 """Addresses or sizes."""
@@ -50,14 +57,22 @@ Fetch = Callable[[Sequence[Range]], Generator[tuple[int, Buffer], None, None]]
 """Yields which range has come, and its bytes, while others are under way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a partly fetched file lies: in which file without a name, and from which byte on."""
+
+    file: Descriptor
+    offset: int
+
+
 class PartialMap(FileMap):
-    """A file as large as one elsewhere, whose blocks are there or not. Its name is gone: it ends with its map.
+    """A file as large as one elsewhere, whose blocks are there or not. What was fetched ends with its map.
 
     Args:
         home: fetches.
         name: of the file elsewhere.
         nbytes: its size.
-        folder: in which the blocks lie.
+        place: where the blocks lie.
 
     Attributes:
         there: per block, whether it was fetched.
@@ -66,27 +81,26 @@ class PartialMap(FileMap):
         users: readings that go on.
     """
 
-    __slots__ = ("_pid", "home", "is_whole", "marks", "name", "there", "users")
+    __slots__ = ("_pid", "_place", "home", "is_whole", "marks", "name", "there", "users")
 
-    def __init__(self, home: PartialMaps, name: str, nbytes: int, folder: Path) -> None:
-        with usable(folder), tempfile.TemporaryFile(dir=folder) as file:
-            file.truncate(nbytes)
-            super().__init__(file.fileno(), nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE)
+    def __init__(self, home: PartialMaps, name: str, nbytes: int, place: Place) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE  # what is not writable cannot be emptied
+        super().__init__(place.file.number, nbytes, protection=protection, offset=place.offset)
         self.home = home
         self.name = name
         self.there: npt.NDArray[np.bool_] = np.zeros(-(-nbytes // BLOCK), np.bool_)
         self.marks: int = self.there.ctypes.data
         self.is_whole = not nbytes
         self.users = 0
+        self._place = place
         self._pid = os.getpid()
 
-    def own(self, folder: Callable[[], Path]) -> None:
-        """In a forked child, take an empty file of its own in place of its parent's, which the parent may empty."""
+    def own(self, place: Callable[[int], Place]) -> None:
+        """In a forked child, take an empty place of its own instead of its parent's, which the parent may empty."""
         if self._pid == os.getpid():
             return
-        with tempfile.TemporaryFile(dir=folder()) as file:
-            file.truncate(self.nbytes)
-            remap(self.address, file.fileno(), self.nbytes)
+        self._place = place(self.nbytes)
+        remap(self.address, self._place.file.number, self.nbytes, self._place.offset)
         self.there[:] = self.is_whole = False
         self.users = 0
         self._pid = os.getpid()
@@ -117,8 +131,10 @@ class PartialMap(FileMap):
         Raises:
             OSError: there is no space for it.
         """
-        make_writable(self.address + piece.start, len(data))
-        ctypes.memmove(self.address + piece.start, np.frombuffer(data, np.uint8).ctypes.data, len(data))
+        view, offset = memoryview(data), self._place.offset + piece.start
+        while view:
+            written = os.pwrite(self._place.file.number, view, offset)
+            view, offset = view[written:], offset + written
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         new = int(np.count_nonzero(~self.there[blocks]))
         self.there[blocks] = True
@@ -131,6 +147,11 @@ class PartialMap(FileMap):
         madvise(self.address, self.nbytes, mmap.MADV_REMOVE)
         self.there[:] = self.is_whole = False
         return held
+
+    def __del__(self, getpid: Callable[[], int] = os.getpid, give_back: Callable[[int, int], None] = give_back) -> None:
+        if getattr(self, "_pid", None) == getpid():  # else the blocks are the parent's
+            give_back(self.address, self.nbytes)
+        super().__del__()
 
 
 class PartialMaps:
@@ -158,7 +179,22 @@ class PartialMaps:
 
     def map(self, name: str, nbytes: int) -> PartialMap:
         """Return a file of which nothing is there yet."""
-        return PartialMap(self, name, nbytes, self._folder())
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            return PartialMap(self, name, nbytes, self._place(nbytes))
+
+    def _place(self, nbytes: int) -> Place:
+        """Return where so many bytes can lie."""
+        size = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        if self._file is None or self._end + size > _OF_ONE_FILE:
+            folder = self._folder()
+            with usable(folder), tempfile.TemporaryFile(dir=folder) as file:
+                self._file, self._end = Descriptor(os.dup(file.fileno())), 0
+        place = Place(self._file, self._end)
+        self._end += size
+        os.truncate(self._file.number, self._end)
+        return place
 
     @contextmanager
     def reading(self, maps: Sequence[PartialMap], pieces: Callable[[], tuple[Addresses, Addresses]]) -> Iterator[None]:
@@ -176,7 +212,7 @@ class PartialMaps:
             self._begin()
         with self._lock:
             for one in maps:
-                one.own(self._folder)
+                one.own(self._place)
                 one.users += 1
         try:
             lacking = [one for one in maps if not one.is_whole]
@@ -195,6 +231,8 @@ class PartialMaps:
         """Know of no files; in a forked child, one of the parent's threads may have held the lock."""
         self._lock = locks.lock("PartialMaps._lock")
         self._held = 0
+        self._file: Descriptor | None = None  # in which the next ones lie
+        self._end = 0
         self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
         self._pid = os.getpid()
 
