@@ -164,6 +164,9 @@ class PartialMaps:
             first.
     """
 
+    _file: Descriptor | None
+    _end: int
+
     def __init__(self, fetch: Fetch, folder: Callable[[], Path], limit: int) -> None:
         self._fetch = fetch
         self._folder = folder
@@ -187,13 +190,14 @@ class PartialMaps:
     def _place(self, nbytes: int) -> Place:
         """Return where so many bytes can lie."""
         size = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        if self._file is None or self._end + size > _OF_ONE_FILE:
-            folder = self._folder()
-            with usable(folder), tempfile.TemporaryFile(dir=folder) as file:
-                self._file, self._end = Descriptor(os.dup(file.fileno())), 0
-        place = Place(self._file, self._end)
+        folder = self._folder()
+        with usable(folder):
+            if self._file is None or self._end + size > _OF_ONE_FILE:
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    self._file, self._end = Descriptor(os.dup(file.fileno())), 0
+            place = Place(self._file, self._end)
+            os.truncate(self._file.number, self._end + size)
         self._end += size
-        os.truncate(self._file.number, self._end)
         return place
 
     @contextmanager
@@ -231,8 +235,7 @@ class PartialMaps:
         """Know of no files; in a forked child, one of the parent's threads may have held the lock."""
         self._lock = locks.lock("PartialMaps._lock")
         self._held = 0
-        self._file: Descriptor | None = None  # in which the next ones lie
-        self._end = 0
+        self._file, self._end = None, 0  # in which the next ones lie, and from where on
         self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
         self._pid = os.getpid()
 
@@ -243,9 +246,9 @@ class PartialMaps:
         marks = np.array([one.marks for one in ordered], np.int64)
         if kernels().are_there(addresses, sizes, bases, ends, marks, BLOCK):
             return  # as almost always: to list what lacks costs as much as to copy some rows
-        place = np.searchsorted(bases, addresses, side="right") - 1
-        order = np.argsort(place, kind="stable")
-        edges = np.searchsorted(place[order], np.arange(len(ordered) + 1))
+        owners = np.searchsorted(bases, addresses, side="right") - 1
+        order = np.argsort(owners, kind="stable")
+        edges = np.searchsorted(owners[order], np.arange(len(ordered) + 1))
         wanted: list[tuple[PartialMap, Range]] = []
         for number, one in enumerate(ordered):
             mine = order[edges[number] : edges[number + 1]]
