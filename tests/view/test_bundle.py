@@ -373,7 +373,9 @@ def test_episodes_and_siblings_stand_beside_each_other(tmp_path: Path, serve_fil
     shutil.rmtree(tmp_path / "store")
     page.open(f"{address}#/trajectory/0")
     page.until("document.querySelector('[data-curve=rewards] canvas')")
-    page.run("[...document.querySelectorAll('.bar a')].find((one) => one.textContent === 'Beside another').click()")
+    page.run(
+        "[...document.querySelectorAll('.bar a')].find((one) => one.textContent === 'Compare with another episode').click()"
+    )
     page.until("document.querySelectorAll('.episodes [data-curve=rewards] canvas').length === 2")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")
     says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"

@@ -443,7 +443,7 @@ def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve,
         )
         color = ",".join(str(value) for value in block.curr_obs["image"][step, batch - 1, 1, 2].tolist())
         page.until(f"{pixel} === arguments[0]", color)
-    assert f"step {steps - 1} of {steps}" in page.run("return document.querySelector('.total').textContent")
+    assert f"step {steps - 1} (0 to {steps - 1})" in page.run("return document.querySelector('.total').textContent")
     assert f"step={steps - 1}" in page.run("return location.hash") or steps == 1
 
 
@@ -457,20 +457,22 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
             writer.add_trajectories([rollout(0)] if number else [])
     address = serve(tmp_path)
     page.open(f"{address}/#/trajectory/0?environment=-3&step=x")  # which no page has written
-    page.until("document.querySelector('.total').textContent === 'step 0 of 9 · reward 0'")
+    page.until("document.querySelector('.total').textContent === 'step 0 (0 to 8) · reward 0'")
     page.open(f"{address}/#/trajectory/0?environment=1&step=2")
     page.until("document.querySelector('[data-curve=rewards] canvas')")
-    page.run("[...document.querySelectorAll('.bar a')].find((one) => one.textContent === 'Beside another').click()")
+    page.run(
+        "[...document.querySelectorAll('.bar a')].find((one) => one.textContent === 'Compare with another episode').click()"
+    )
     says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
-    page.until(f"{says} === 'step 2 of 9 · reward 7,step 2 of 9 · reward 8'")
+    page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 8) · reward 8'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")
-    page.until(f"{says} === 'step 2 of 9 · reward 7,step 2 of 5 · reward 108'")
+    page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 4) · reward 108'")
     page.keys("section:nth-child(1) input[type=range]", *["\ue014"] * 5)  # right
-    page.until(f"{says} === 'step 7 of 9 · reward 22,step 4 of 5 · reward 114'")
+    page.until(f"{says} === 'step 7 (0 to 8) · reward 22,step 4 (0 to 4) · reward 114'")
     page.open(page.run("return location.href"))  # the address has both
-    page.until(f"{says} === 'step 7 of 9 · reward 22,step 4 of 5 · reward 114'")
+    page.until(f"{says} === 'step 7 (0 to 8) · reward 22,step 4 (0 to 4) · reward 114'")
     page.keys("section:nth-child(2) input[type=range]", "\ue012")  # left
-    page.until(f"{says} === 'step 3 of 9 · reward 10,step 3 of 5 · reward 111'")
+    page.until(f"{says} === 'step 3 (0 to 8) · reward 10,step 3 (0 to 4) · reward 111'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "2\n")
     page.until("document.querySelector('main .trouble')?.textContent.includes('no episodes')")
 

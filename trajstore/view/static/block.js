@@ -1,7 +1,7 @@
 // A block of steps: pictures as a strip and a player, and curves in step with them, for one environment at a time.
 
 import { askBytes } from "./api.js";
-import { fill, make } from "./dom.js";
+import { fill, keyOf, make } from "./dom.js";
 import { short } from "./numbers.js";
 
 const FIRST = ["rewards", "prev_values", "prev_logprobs", "actions", "versions"];
@@ -56,15 +56,15 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   const says = make("span", { class: "total", role: "status" });
   const pictures = make("div", { class: "cameras" });
   const curves = make("div", { class: "curves" });
-  fill(place, make("div", { class: "bar" }, make("label", {}, "Environment ", choose), play, slider, says,
-    moved ? null : make("a", { class: "quiet", href: `#/beside/${id}`, click: besides }, "Beside another")), make("div", { class: "seen" }, pictures, curves),
+  fill(place, make("div", { class: "bar" }, make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`), play, slider, says,
+    moved ? null : make("a", { class: "button", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), make("div", { class: "seen" }, pictures, curves),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
   const views = cameras.map((column) => {
     const large = make("canvas", { class: "large", role: "img", "aria-label": `${column.name} at the chosen step` });
     const strip = make("div", { class: "strip" }, Array.from({ length: Math.min(THUMBS, steps) }, (_, at) => {
       const of = Math.round((at * (steps - 1)) / Math.max(1, Math.min(THUMBS, steps) - 1));
-      return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"));
+      return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"), make("span", {}, of));
     }));
     pictures.append(make("figure", { class: "camera", "aria-label": column.name }, make("figcaption", {}, column.name), large, strip));
     return { column, large, strip };
@@ -148,7 +148,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     const ends = endsAt().filter((end) => end.steps.includes(step)).map(({ name }) => name);
     const rewards = told.arrays.find(({ name }) => name === "rewards");
     const reward = rewards ? curvesOf(rewards, batch, environment).reduce((sum, curve) => sum + (curve[step] ?? NaN), 0) : null;
-    fill(says, `step ${step} of ${steps}`, reward === null ? "" : ` · reward ${short(reward)}`, ends.length ? ` · ${ends.join(", ")}` : "");
+    fill(says, `step ${step} (0 to ${steps - 1})`, reward === null ? "" : ` · reward ${short(reward)}`, ends.length ? ` · ${ends.join(", ")}` : "");
     for (const plot of plots) plot.redraw(false);
   }
 
@@ -162,12 +162,13 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name))));
     const ends = [...new Set(endsAt().flatMap((end) => end.steps))];
     const light = color("--dark") === "1" ? 66 : 48; // lines that go with the ground
+    const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
     plots = drawn.map((array) => {
       const figure = curves.querySelector(`[data-curve="${CSS.escape(array.name)}"]`);
       const lines = curvesOf(array, batch, environment);
       const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
-      const line = (plot, at, stroke, dash) => {
+      const line = (plot, at, stroke, dash, text = "") => {
         const left = plot.valToPos(at, "x", true);
         plot.ctx.save();
         plot.ctx.strokeStyle = stroke;
@@ -176,17 +177,24 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
         plot.ctx.moveTo(left, plot.bbox.top);
         plot.ctx.lineTo(left, plot.bbox.top + plot.bbox.height);
         plot.ctx.stroke();
+        const isLeft = left > plot.bbox.left + plot.bbox.width / 2; // text stays within the curve
+        plot.ctx.fillStyle = stroke;
+        plot.ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+        plot.ctx.textAlign = isLeft ? "right" : "left";
+        plot.ctx.textBaseline = "top";
+        plot.ctx.fillText(text, left + (isLeft ? -4 : 4) * devicePixelRatio, plot.bbox.top);
         plot.ctx.restore();
       };
       const plot = new uPlot({
         width: Math.max(200, figure.clientWidth - 24), height: 124, padding: [8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
         scales: { x: { time: false } }, axes: [axisOf({ size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
-        series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`, width: 1.5, points: { show: steps < 40, size: 4 } }))],
+        series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
         hooks: { draw: [(shown) => {
-          for (const at of ends) line(shown, at, color("--bad"), [4, 4]);
+          for (const at of ends) line(shown, at, color("--bad"), [4, 4], "end");
           line(shown, step, color("--ink"), []);
         }] },
       }, [x, ...lines], figure);
+      if (lines.length > 1) figure.append(keyOf(lines.map((_, channel) => [`${array.name.replace(/s$/, "")} ${channel}`, strokeOf(channel)])));
       plot.over.addEventListener("click", () => plot.cursor.idx !== null && go(plot.cursor.idx));
       return plot;
     });

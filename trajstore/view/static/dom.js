@@ -44,6 +44,13 @@ export function keepingFocus(place, remake) {
   if (held !== undefined) place.querySelector(`[data-focus="${CSS.escape(held)}"]`)?.focus({ preventScroll: true });
 }
 
+/** Returns what the colours of lines stand for: of pairs of a name and a colour. */
+export const keyOf = (pairs) => make("p", { class: "key" }, pairs.map(([name, color]) => {
+  const sample = make("span", { class: "sample" });
+  sample.style.background = color;
+  return make("span", {}, sample, name);
+}));
+
 const MOST_SHOWN = 20000;
 
 /** Returns text of any length as an element: the beginning, and a button for more of it. */
