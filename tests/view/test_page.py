@@ -460,9 +460,7 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
     page.until("document.querySelector('.total').textContent === 'step 0 (0 to 8) · reward 0'")
     page.open(f"{address}/#/trajectory/0?environment=1&step=2")
     page.until("document.querySelector('[data-curve=rewards] canvas')")
-    page.run(
-        "[...document.querySelectorAll('.bar a')].find((one) => one.textContent === 'Compare with another episode').click()"
-    )
+    page.click(".bar .button")
     says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
     page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 8) · reward 8'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")

@@ -200,7 +200,7 @@ class PoolFiles:
         StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool cannot be read.
     """
 
-    limits = ("Files of a pool do not say how often a history was drawn, and when it came.",)
+    limits = ("These are a pool's files: they do not record when a rollout was added or how often it was replayed.",)
 
     def __init__(self, path: Path) -> None:
         self._base = path

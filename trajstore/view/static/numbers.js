@@ -2,6 +2,9 @@
 
 export const count = (value) => Number(value).toLocaleString("en");
 
+/** Returns how many of a thing there are: "1 task", "2 tasks". */
+export const several = (value, thing) => `${count(value)} ${thing}${value === 1 ? "" : "s"}`;
+
 /** Returns a number with four significant digits; whole ones whole. */
 export function short(value) {
   if (typeof value !== "number") return value === null || value === undefined ? "" : String(value);

@@ -2,8 +2,8 @@
 
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
-import { fill, keepingFocus, make } from "./dom.js";
-import { count, short, time } from "./numbers.js";
+import { fill, keepingFocus, keyOf, make } from "./dom.js";
+import { count, several, short, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
@@ -95,15 +95,18 @@ export async function show(main, { parameters, keep, signal }) {
     readLogProbs(); // another one may be shown by now
   }
 
-  const isOver = () => over ?? (told.by_version.x.length > 1 ? "version" : "time");
+  const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // a pool's files have none
+  const isOver = () => (!hasTimes() ? "version" : over ?? (told.by_version.x.length > 1 ? "version" : "time"));
+  const isSaid = () => told.pool && told.outcomes[0] === 1 && told.outcomes[1] === 1; // in a sentence, not a curve
 
   const within = (condition) => (told.where ? `(${told.where}) and ${condition}` : condition);
 
   function lay() {
+    axis.hidden = !hasTimes();
     for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
     const pairs = [
       ["trajectories", count(told.trajectories)],
-      ["mean outcome", told.outcome === null ? null : short(told.outcome)],
+      ["mean outcome", told.outcome === null || isSaid() ? null : short(told.outcome)],
       ["tasks", told.tasks ? count(told.tasks) : null],
       ["policy versions", told.by_version.x.length ? `${short(told.by_version.x[0])} to ${short(told.by_version.x.at(-1))}` : null],
       ["samples", told.agents < told.trajectories ? count(told.samples) : null],
@@ -114,6 +117,9 @@ export async function show(main, { parameters, keep, signal }) {
     fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
     fill(lacking, ...[
+      told.pool && told.outcomes[0] !== null ? make("li", { class: "quiet" }, isSaid()
+        ? "A pool keeps rollouts that succeeded: the outcome of all of these is 1."
+        : `A pool keeps rollouts whose outcome is high enough: that of these is ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
       say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
       say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
       told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts; each block shows its own.") : null,
@@ -128,7 +134,7 @@ export async function show(main, { parameters, keep, signal }) {
     const bar = make("span", { class: "bar-of" });
     if (row.outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(row.outcome))));
     return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, `${count(row.count)} ${row.count === 1 ? "rollout" : "rollouts"}`));
+      bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
   };
 
   const known = (name, data) => data[name].some((value) => value !== null);
@@ -137,7 +143,7 @@ export async function show(main, { parameters, keep, signal }) {
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
     const data = isOver() === "version" ? told.by_version : told.by_time;
-    const kept = CURVES.filter(({ name }) => known(name, data));
+    const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
     const read = logProbsRead();
     const isLater = kept.length && told.agents && (!read || known(LOG_PROB.name, read));
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
@@ -193,21 +199,30 @@ export async function show(main, { parameters, keep, signal }) {
   /** Shows what a pool holds: how many tasks are how difficult, now and over the steps that its journal or files tell. */
   function drawPool({ histories, tasks: held, demonstrations, skipped, difficulties, steps, by_step: counts }) {
     const most = Math.max(1, ...difficulties.map(([, number]) => number));
-    const shades = difficulties.map((_, at) => `hsl(${(200 + at * 47) % 360} 45% ${styleOf("--dark") === "1" ? 66 : 48}%)`);
+    const [begin, end] = styleOf("--dark") === "1" ? [[0.56, 270], [0.93, 75]] : [[0.66, 75], [0.3, 270]]; // lightness, hue: 3:1 or more on the ground
+    const shades = difficulties.map((_, at) => {
+      const [lightness, hue] = begin.map((from, part) => from + ((end[part] - from) * at) / Math.max(1, difficulties.length - 1));
+      return `oklch(${lightness.toFixed(3)} 0.11 ${hue.toFixed(0)})`;
+    });
+    const named = (difficulty) => `${difficulty} ${difficulty === 1 ? "success" : "successes"}`;
     const rows = difficulties.map(([difficulty, number], at) => {
       const bar = make("span", { class: "bar-of" });
       bar.style.setProperty("--share", number / most);
       if (steps.length > 1) bar.style.setProperty("--accent", shades[at]);
-      return make("a", { class: "task", "data-focus": `difficulty ${difficulty}`, href: linkTo(`difficulty = ${difficulty}`) },
-        make("span", { class: "of" }, `${difficulty} ${difficulty === 1 ? "success" : "successes"}`), bar, make("span", { class: "number" }, count(number)), make("span", { class: "number quiet" }, number === 1 ? "task" : "tasks"));
+      return make("a", { class: "task of-pool", "data-focus": `difficulty ${difficulty}`, href: linkTo(`difficulty = ${difficulty}`) },
+        make("span", { class: "of" }, named(difficulty)), bar, make("span", { class: "number" }, several(number, "task")));
     });
-    const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Tasks by difficulty, steps ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Tasks by difficulty over steps"));
-    fill(pool, make("h2", {}, `The pool: ${count(histories)} histories of ${count(held)} tasks`, demonstrations ? `, ${count(demonstrations)} of them demonstrations` : "",
-      `; ${count(skipped)} solved tasks left out. Tasks by successes in their newest step:`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
-    if (steps.length > 1) plots.set("difficulty", new uPlot({
+    const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Number of tasks with N successes, by training step, ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Number of tasks with N successes, by training step"));
+    fill(pool, make("h2", {}, "Successes per task"), make("p", { class: "note" },
+      `${several(histories, "rollout")}${demonstrations ? ` (${several(demonstrations, "demonstration")} among them)` : ""} of ${several(held, "task")}; `,
+      `${count(skipped)} more ${skipped === 1 ? "task is" : "tasks are"} solved and no longer kept. Counted in each task's newest step.`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
+    if (steps.length < 2) return;
+    const lines = difficulties.map(([difficulty], at) => [named(difficulty), shades[at], counts[at]]).filter(([, , line]) => line.some(Boolean));
+    plots.set("difficulty", new uPlot({
       ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false } }, axes: axes({ size: 28, incrs: WHOLE }),
-      series: [{ label: "step" }, ...difficulties.map(([difficulty], at) => ({ label: String(difficulty), stroke: shades[at], width: 1.75, points: { show: steps.length < 80, size: 5 } }))],
-    }, [steps, ...counts], figure));
+      series: [{ label: "step" }, ...lines.map(([label, stroke]) => ({ label, stroke, width: 2, points: { show: steps.length < 80, size: 5, fill: styleOf("--card") } }))],
+    }, [steps, ...lines.map(([, , line]) => line)], figure));
+    figure.append(keyOf(lines));
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
