@@ -31,6 +31,26 @@ function axes(more) {
   return [{ ...all, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) }];
 }
 
+/**
+ * Returns the points of a curve with one more where policy versions are missing, at which it is `value`. `real` says
+ * which points there were. Versions are as far from each other as the nearest two.
+ */
+function withGaps(data, name, value) {
+  const points = { x: [], y: [], first: [], last: [], real: [] };
+  const add = (x, y, first = null, last = null) => [x, y, first, last].forEach((one, at) => points[["x", "y", "first", "last"][at]].push(one));
+  const apart = data.x.slice(1).map((x, at) => x - data.x[at]);
+  const step = Math.min(...apart);
+  data.x.forEach((x, at) => {
+    if (at && apart[at - 1] > step) {
+      add(data.x[at - 1] + step, value);
+      if (x - step > points.x.at(-1)) add(x - step, value);
+    }
+    points.real.push(points.x.length);
+    add(x, typeof data[name][at] === "number" ? data[name][at] : null, data.first[at], data.last[at]);
+  });
+  return points;
+}
+
 const linkTo = (where) => `#/table?${new URLSearchParams({ where })}`;
 
 export async function show(main, { parameters, keep, signal }) {
@@ -173,26 +193,31 @@ export async function show(main, { parameters, keep, signal }) {
     const figure = figureOf(curve, notes);
     plots.get(name)?.destroy();
     curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
+    const isWhole = isVersion && !(data.of > data.x.length); // else missing versions are only not shown
+    const points = isWhole ? withGaps(data, name, name === "count" ? 0 : null)
+      : { ...data, x: data.x.map(Number), y: data[name].map((value) => (typeof value === "number" ? value : null)), real: [...data.x.keys()] };
+    const last = points.x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
       scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
       axes: axes(isVersion ? { size: 28, incrs: WHOLE } : { size: 28 }),
-      hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: data.x.length - 1 })] }, // else it is empty
+      hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
       series: [
         { label: isVersion ? "version" : "time" },
         { label: name, stroke: styleOf("--accent"), width: 1.75, fill: name === "count" ? styleOf("--accent-back") : undefined, spanGaps: false,
           points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
       ],
-    }, [data.x.map(Number), data[name].map((value) => (typeof value === "number" ? value : null))], figure);
-    plot.setLegend({ idx: data.x.length - 1 });
+    }, [points.x, points.y], figure);
+    plot.setLegend({ idx: last });
     const open = (at) => {
-      const condition = isVersion ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
+      if (points.first[at] === null) return;
+      const condition = isVersion ? `version_high = ${points.x[at]}` : `trajectory_id between ${points.first[at]} and ${points.last[at]}`;
       location.hash = linkTo(within(condition));
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    atKeys(plot, name, title, isVersion, open);
+    atKeys(plot, points.real, name, title, isVersion, open);
     plots.set(name, plot);
   }
 
@@ -226,13 +251,14 @@ export async function show(main, { parameters, keep, signal }) {
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, name, title, isVersion, open) {
+  function atKeys(plot, real, name, title, isVersion, open) {
     const [x, y] = plot.data;
-    const last = x.length - 1;
+    const last = real.length - 1;
     const go = (at) => {
-      const here = Math.max(0, Math.min(at, last));
+      const number = Math.max(0, Math.min(at, last));
+      const here = real[number];
       plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
-      plot.over.setAttribute("aria-valuenow", here);
+      plot.over.setAttribute("aria-valuenow", number);
       plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : short(y[here])}`);
     };
     const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
@@ -244,7 +270,7 @@ export async function show(main, { parameters, keep, signal }) {
       const at = chosen[name] ?? last;
       const moves = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, Home: 0, End: last };
       if (event.key in moves) go((chosen[name] = Math.max(0, Math.min(moves[event.key], last))));
-      else if (event.key === "Enter") open(at);
+      else if (event.key === "Enter") open(real[at]);
       else return;
       event.preventDefault();
     });
