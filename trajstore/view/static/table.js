@@ -11,7 +11,7 @@ const ROW = 34; // height of a row, as in style.css
 const PAGE = 100; // rows asked for at a time
 const MOST_HIGH = 12_000_000; // pixels; browsers have a limit, beyond which the bar is scaled
 const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "difficulty", "pool_entropy", "uses", "demonstration", "turns", "steps", "batch", "response", "version_high", "committed"];
-const TITLES = { trajectory_id: "id", version_high: "version", version_low: "version, lowest" };
+const TITLES = { trajectory_id: "id", version_high: "version", version_low: "version, lowest", response: "response tokens" };
 const NEWEST = "trajectory_id desc";
 
 const titleOf = (name) => TITLES[name] ?? name.replaceAll("_", " ");
@@ -44,6 +44,7 @@ export async function show(main, { parameters, keep, signal }) {
   let { columns } = about;
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
   const title = (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : titleOf(name)); // of rollouts alone
+  const factOf = (name) => (title(name) === name ? null : make("code", {}, name)); // what conditions call it
   const question = { where: parameters.get("where") ?? "", order: parameters.get("order") ?? NEWEST };
   let visible = chosen(columns, parameters.get("columns"));
   let pages = new Map(); // number of a page: its rows, or null while it is on its way
@@ -86,14 +87,14 @@ export async function show(main, { parameters, keep, signal }) {
         visible = event.target.checked ? [...visible, name] : visible.filter((other) => other !== name);
         keep({ columns: visible.join(",") });
         lay();
-      } }), title(name))));
+      } }), title(name), factOf(name))));
   }
 
   function lay() {
     const widths = visible.map((name) => {
       const type = columns.find((column) => column.name === name).type;
       const [least, share] = name === "task" ? [9, 2] : type === "text" ? [7, 1] : type === "time" ? [11, 0] : [5.5, 0.6];
-      return [Math.max(least, 0.55 * title(name).length + 3), share];
+      return [Math.max(least, 0.55 * title(name).length + 3, 0.45 * name.length + 1.7), share];
     });
     grid.style.setProperty("--columns", widths.map(([least, share]) => (share ? `minmax(${least}rem, ${share}fr)` : `${least}rem`)).join(" "));
     grid.style.setProperty("--least", `${widths.reduce((sum, [least]) => sum + least, 0)}rem`);
@@ -109,7 +110,7 @@ export async function show(main, { parameters, keep, signal }) {
           selected = 0;
           start();
         },
-      }, title(name), make("span", { class: "way", "aria-hidden": "true" }, { none: "", ascending: " ↑", descending: " ↓" }[sorted])));
+      }, title(name), make("span", { class: "way", "aria-hidden": "true" }, { none: "", ascending: " ↑", descending: " ↓" }[sorted]), factOf(name)));
     })));
     draw();
   }
