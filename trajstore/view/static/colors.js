@@ -36,22 +36,35 @@ export function scaleOf(name, values) {
       const share = Math.min(1, Math.abs(value - center) / reach);
       if (share < 0.02) return "";
       const color = isBothWays ? (value < center ? WARM : COOL) : isWarm || value < center ? WARM : COOL;
-      return `rgba(${color}, ${(0.75 * share ** 0.8).toFixed(3)})`;
+      return `rgba(${color}, ${(0.14 + 0.61 * share ** 0.8).toFixed(3)})`; // the least one can be seen on a dark ground
     },
   };
 }
 
-/** Says what the colours of a scale stand for. */
-export function fillLegend(legend, scale, values) {
-  if (scale.kind === "none") fill(legend, "no finite value");
-  else if (scale.kind === "mask") fill(legend, make("span", { class: "ramp mask" }), "not 0");
+const FULL = "The colour has its full strength at the 98th percentile: at 98 of 100 values. Those beyond have the same colour.";
+
+/** Colour of strips where the model wrote nothing, in light and dark. */
+export const TOLD = "rgba(128, 132, 136, .32)";
+
+/** Says what the colours of a scale stand for, and the grey of strips where they have it. */
+export function fillLegend(legend, scale, values, hasTold) {
+  const grey = make("span", { class: "ramp told" });
+  grey.style.background = TOLD;
+  const told = hasTold ? make("span", { class: "quiet" }, grey, " grey: not written by the model") : null;
+  if (scale.kind === "none") fill(legend, "no finite value", told);
+  else if (scale.kind === "mask") fill(legend, make("span", { class: "ramp mask" }), "not 0", told);
   else {
     const bar = make("span", { class: "ramp" });
     const ends = scale.kind === "both" ? [scale.center - scale.reach, scale.center + scale.reach] : [scale.center, scale.least < scale.center ? scale.center - scale.reach : scale.center + scale.reach];
     const steps = Array.from({ length: 9 }, (_, at) => scale.background(ends[0] + ((ends[1] - ends[0]) * at) / 8) || "transparent");
     bar.style.background = `linear-gradient(to right, ${steps.join(", ")})`;
     const odd = values.length - values.filter(Number.isFinite).length;
-    fill(legend, make("span", {}, short(ends[0])), bar, make("span", {}, short(ends[1])),
-      make("span", { class: "quiet" }, ` values ${short(scale.least)} to ${short(scale.most)}${odd ? `, ${count(odd)} not finite` : ""}`));
+    const sayEnd = (end) => `${short(end)}${end > scale.center && scale.most > end ? " and above" : end < scale.center && scale.least < end ? " and below" : ""}`;
+    const beyond = [
+      scale.least < Math.min(...ends) ? `lowest ${short(scale.least)}` : null, scale.most > Math.max(...ends) ? `highest ${short(scale.most)}` : null,
+      odd ? `${count(odd)} not finite` : null,
+    ].filter(Boolean);
+    fill(legend, make("span", { title: FULL }, sayEnd(ends[0])), bar, make("span", { title: FULL }, sayEnd(ends[1])),
+      beyond.length ? make("span", { class: "quiet", title: FULL }, `· ${beyond.join(" · ")}`) : null, told);
   }
 }

@@ -6,7 +6,7 @@ import { messageOf, showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
 import { showGiving } from "./late.js";
 import { count, short } from "./numbers.js";
-import { PREFERRED, columnsOf, drawStrip } from "./tokens.js";
+import { PREFERRED, columnsOf, drawStrip, hasTold } from "./tokens.js";
 
 const AT_ONCE = 8; // rollouts read at a time
 const VERSIONS = 30; // policy versions with a link each, around the one that is shown
@@ -120,8 +120,8 @@ export async function show(main, { parameters, keep, signal }) {
     if (!shown.length) return;
     const values = shown.flatMap(({ column }) => Array.from(column.values));
     const scale = scaleOf(select.value, values);
-    fillLegend(legend, scale, values);
-    for (const { strip, column, rollout } of shown) drawStrip(strip, column, scale, rollout.tokens);
+    fillLegend(legend, scale, values, shown.some(({ rollout }) => hasTold(rollout)));
+    for (const { strip, column, rollout } of shown) drawStrip(strip, column, scale, rollout);
   }
 
   judge();

@@ -1,6 +1,6 @@
 // Tokens, coloured by a column. Rows are laid out once; only those in sight are elements, so that 200,000 tokens scroll.
 
-import { fillLegend, nameOf, scaleOf } from "./colors.js";
+import { TOLD, fillLegend, nameOf, scaleOf } from "./colors.js";
 import { fill, make, visible } from "./dom.js";
 import { count, exact } from "./numbers.js";
 
@@ -44,21 +44,41 @@ export function columnsOf(told) {
 
 const valueAt = (one, at) => (at >= one.first && at < one.first + one.length ? one.values[at - one.first] : undefined);
 
-/** Draws a whole rollout as a strip: each column of pixels has the colour of the farthest value of its tokens. */
-export function drawStrip(canvas, column, scale, tokens) {
+/** Returns the name of the part that has a token; parts are [name, first token, tokens], in their order. */
+function partAt(parts, at) {
+  let part = 0;
+  for (let low = 0, high = parts.length - 1; low <= high;) {
+    const middle = (low + high) >> 1;
+    if (parts[middle][1] <= at) [part, low] = [middle, middle + 1];
+    else high = middle - 1;
+  }
+  return parts[part]?.[0] ?? "tokens";
+}
+
+const isTold = (part) => part === "prompt" || part === "told";
+
+/** Whether a rollout has tokens that the model did not write. */
+export const hasTold = ({ parts }) => parts.some(([name]) => isTold(name));
+
+/**
+ * Draws a whole rollout as a strip: each column of pixels has the colour of the farthest value of its tokens, and is
+ * grey where the model wrote none of them.
+ */
+export function drawStrip(canvas, column, scale, { tokens, parts }) {
   const width = (canvas.width = Math.max(1, canvas.clientWidth));
   const pen = canvas.getContext("2d");
   const center = scale.center ?? 0;
   for (let x = 0; x < width; x += 1) {
     const from = Math.floor((x * tokens) / width);
     const to = Math.max(from + 1, Math.floor(((x + 1) * tokens) / width));
-    let most = 0, value = 0;
+    let most = 0, value = 0, isGrey = true;
     for (let at = from; at < to; at += Math.max(1, (to - from) >> 6)) {
+      isGrey = isGrey && isTold(partAt(parts, at));
       const here = valueAt(column, at);
       if (here === undefined || !Number.isFinite(here) || Math.abs(here - center) < most) continue;
       [most, value] = [Math.abs(here - center), here];
     }
-    pen.fillStyle = (most && scale.background(value)) || "transparent";
+    pen.fillStyle = (most && scale.background(value)) || (isGrey ? TOLD : "transparent");
     pen.fillRect(x, 0, 1, canvas.height);
   }
 }
@@ -97,17 +117,7 @@ export function showTokens(place, told, { parameters, keep }) {
   fill(place, make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend), map, panel, scroller);
 
   const exactAt = (one, at) => (one.exact ? one.exact(at - one.first) : exact(valueAt(one, at), one.type));
-  const partStarts = told.parts.map((part) => part[1]);
-
-  function partOf(at) {
-    let part = 0;
-    for (let low = 0, high = partStarts.length - 1; low <= high;) {
-      const middle = (low + high) >> 1;
-      if (partStarts[middle] <= at) [part, low] = [middle, middle + 1];
-      else high = middle - 1;
-    }
-    return told.parts[part]?.[0] ?? "tokens";
-  }
+  const partOf = (at) => partAt(told.parts, at);
 
   function shownText(at) {
     const text = visible(texts[at]).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
@@ -194,8 +204,8 @@ export function showTokens(place, told, { parameters, keep }) {
     if (!column) return;
     scale = scaleOf(column.name, column.values);
     for (const element of canvas.querySelectorAll(".token")) dye(element, Number(element.dataset.at));
-    fillLegend(legend, scale, column.values);
-    drawStrip(map, column, scale, told.tokens);
+    fillLegend(legend, scale, column.values, hasTold(told));
+    drawStrip(map, column, scale, told);
   }
 
   /** Says all that is known of a token. */
