@@ -389,7 +389,7 @@ def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page)
         writer.flush()
         page.until("document.querySelector('.figures dd').textContent === '82'")
         figure = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        assert page.run(f"return {figure}") == "Mean log-prob, of up to 8 rollouts"
+        assert page.run(f"return {figure}") == "Mean log-prob (at most 8 rollouts per point)"
         page.click_at("[data-curve=count] .u-over", 3, 20)
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
         assert "version_high" in page.run("return document.querySelector('#filter').value")
@@ -411,7 +411,7 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         writer.add_trajectories([rollout(at) for at in range(24, 32)])
         writer.flush()
         said = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        page.until(f"{said} === 'Mean log-prob, of up to 8 rollouts, 1 not finite'")
+        page.until(f"{said} === 'Mean log-prob (at most 8 rollouts per point), 1 not finite'")
         value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
         assert page.run(f"return {value}") == "version 3: -1.357"
         page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a point that is no number

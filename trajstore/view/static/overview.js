@@ -12,7 +12,7 @@ const CURVES = [
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Trajectories" },
 ];
-const LOG_PROB = { name: "log_prob", title: "Mean log-prob, of up to 8 rollouts" };
+const LOG_PROB = { name: "log_prob", title: "Mean log-prob (at most 8 rollouts per point)" };
 
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
 
@@ -23,12 +23,12 @@ const size = (bytes) => {
 
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-const shapeOf = (figure) => ({ width: Math.max(200, figure.clientWidth - 24), height: 158, padding: [8, 12, 0, 0] });
+const shapeOf = (figure) => ({ width: Math.max(200, figure.clientWidth - 24), height: 174, padding: [8, 12, 0, 0] });
 
-/** Returns the two axes of a curve; `more` is of the lower one. */
-function axes(more) {
+/** Returns the two axes of a curve; the lower one has a title, and `more`. */
+function axes(label, more = {}) {
   const all = { stroke: styleOf("--soft"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-  return [{ ...all, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) }];
+  return [{ ...all, label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) }];
 }
 
 /**
@@ -60,7 +60,7 @@ export async function show(main, { parameters, keep, signal }) {
   const logProbs = {}; // the last ones told, by what they are over
   let isReading = false;
   const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
-  const field = conditionField(parameters.get("where") ?? "", "task = 't1'", () => {
+  const field = conditionField(parameters.get("where") ?? "", (task) => `task = ${task}`, () => {
     keep({ where: field.condition() });
     start();
   });
@@ -77,9 +77,10 @@ export async function show(main, { parameters, keep, signal }) {
   const figures = make("dl", { class: "figures" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
+  const help = make("p", { class: "note", hidden: true }, "Point at a curve for its values; click a point to see its trajectories.");
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, pool, tasks);
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, help, pool, tasks);
 
   async function start() {
     fill(refused);
@@ -87,6 +88,7 @@ export async function show(main, { parameters, keep, signal }) {
     const where = field.condition();
     try {
       told = { ...(await ask("overview", { where }, signal)), where };
+      field.suggest(told.by_task[0]?.task);
       keepingFocus(main, lay);
       readLogProbs();
     } catch (error) {
@@ -147,7 +149,7 @@ export async function show(main, { parameters, keep, signal }) {
       say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
     draw();
     if (told.pool) drawPool(told.pool);
-    fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks, those with the lowest outcome first"), ...told.by_task.map(taskRow)] : []);
+    fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
   }
 
   const taskRow = (row) => {
@@ -168,6 +170,7 @@ export async function show(main, { parameters, keep, signal }) {
     const isLater = kept.length && told.agents && (!read || known(LOG_PROB.name, read));
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
       kept.map((curve) => figureOf(curve)), isLater ? figureOf(LOG_PROB, ["reading them …"]) : null);
+    help.hidden = !kept.length;
     for (const curve of kept) drawCurve(curve, data);
     if (isLater && read) drawLogProbs(read);
   }
@@ -201,7 +204,7 @@ export async function show(main, { parameters, keep, signal }) {
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
       scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
-      axes: axes(isVersion ? { size: 28, incrs: WHOLE } : { size: 28 }),
+      axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time"),
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
       series: [
         { label: isVersion ? "version" : "time" },
@@ -244,7 +247,7 @@ export async function show(main, { parameters, keep, signal }) {
     if (steps.length < 2) return;
     const lines = difficulties.map(([difficulty], at) => [named(difficulty), shades[at], counts[at]]).filter(([, , line]) => line.some(Boolean));
     plots.set("difficulty", new uPlot({
-      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false } }, axes: axes({ size: 28, incrs: WHOLE }),
+      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false } }, axes: axes("training step", { incrs: WHOLE }),
       series: [{ label: "step" }, ...lines.map(([label, stroke]) => ({ label, stroke, width: 2, points: { show: steps.length < 80, size: 5, fill: styleOf("--card") } }))],
     }, [steps, ...lines.map(([, , line]) => line)], figure));
     figure.append(keyOf(lines));

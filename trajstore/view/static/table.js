@@ -52,7 +52,7 @@ export async function show(main, { parameters, keep, signal }) {
   let selected = Number(parameters.get("row") ?? 0);
   let asked = 0; // counts questions: late answers to others are not shown
 
-  const field = conditionField(question.where, "outcome > 0 and task = 't1'", () => {
+  const field = conditionField(question.where, (task) => `outcome > 0 and task = ${task}`, () => {
     question.where = field.condition();
     keep({ where: question.where, row: null });
     selected = 0;
@@ -133,6 +133,7 @@ export async function show(main, { parameters, keep, signal }) {
       }
       if (mine !== asked) return;
       answer = { ...told, asking };
+      field.suggest(told.rows.find(({ task }) => task)?.task);
       pages = new Map([[first / PAGE, told.rows]]);
       fill(total, `${count(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}`);
       grid.setAttribute("aria-rowcount", told.total + 1);
