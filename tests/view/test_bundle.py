@@ -396,5 +396,5 @@ def test_episodes_and_siblings_stand_beside_each_other(tmp_path: Path, serve_fil
     page.until("document.querySelectorAll('.sibling').length === 1")
     page.click(".versions a")
     page.until("document.querySelectorAll('.sibling .message').length === 4")
-    assert "advantage -0.866" in page.run("return document.querySelector('.sibling').textContent")
+    assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
     assert page.run("return document.querySelector('.sibling canvas').width") > 0

@@ -181,7 +181,7 @@ def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
     assert "find=needle" in page.run("return location.hash")
     page.keys("#find", "\n")
     page.until(f"{said} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
-    page.click("[aria-label='Next message']")
+    page.click("[aria-label='Next match']")
     page.until(f"{said} === '1 of 2 messages'")
     page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
     page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
@@ -328,10 +328,10 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/group?task=task-1")
         page.until("document.querySelectorAll('.sibling .message').length === 4")
-        assert "The first 2 messages are the same" in page.run("return document.querySelector('.same').textContent")
+        assert "Messages 0 and 1 are the same in all 4 rollouts" in page.run("return document.querySelector('.same').textContent")
         outcomes = page.run("return [...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent)")
         assert outcomes == ["0", "1", "0", "1"]
-        assert "advantage -0.866" in page.run("return document.querySelector('.sibling').textContent")
+        assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
         assert page.run("return document.querySelector('.versions [aria-current]').textContent") == "3"
         writer.add_trajectories([rollout(24, policy_version=9)])
         writer.flush()

@@ -43,12 +43,12 @@ export function showFinding(place, list, messages, { parameters, keep }) {
   const field = make("input", { type: "search", id: "find", spellcheck: "false", autocomplete: "off", placeholder: "find in messages",
     "aria-label": "Find in messages", value: parameters.get("find") ?? "" });
   const said = make("span", { class: "quiet", role: "status" });
-  const step = (title, by) => make("button", { type: "button", "aria-label": title, click: () => go(by) }, by < 0 ? "↑" : "↓");
+  const step = (title, by) => make("button", { type: "button", "aria-label": title, title, click: () => go(by) }, by < 0 ? "↑" : "↓");
   const form = make("form", { class: "question", role: "search", "aria-label": "Find in messages", submit: (event) => {
     event.preventDefault();
     if (field.value === phrase && phrase) go(1);
     else start();
-  } }, field, step("Previous message", -1), step("Next message", 1), said);
+  } }, field, step("Previous match", -1), step("Next match", 1), said);
   field.addEventListener("search", () => field.value === "" && start());
   let phrase = "";
   let found = []; // numbers of the messages that have it

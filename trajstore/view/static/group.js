@@ -64,13 +64,13 @@ export async function show(main, { parameters, keep, signal }) {
     const { mean, deviation } = spread(told.rollouts.map((row) => row.outcome).filter((value) => typeof value === "number"));
     fill(summary, [`${count(told.rollouts.length)} ${told.rollouts.length === 1 ? "rollout" : "rollouts"}`,
       mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`, deviation === null ? null : `standard deviation ${short(deviation)}`,
-      told.version === null ? null : `policy version ${told.version}`].filter(Boolean).join(" · "));
+      told.version === null || all > 1 ? null : `policy version ${told.version}`].filter(Boolean).join(" · "));
     read.forEach(({ judged }, at) => {
       const { outcome } = told.rollouts[at];
       const advantage = typeof outcome === "number" && deviation ? (outcome - mean) / deviation : null;
       const mood = outcome > 0.5 ? "good" : outcome <= 0 ? "bad" : "middling";
       fill(judged, outcome === null ? make("span", { class: "quiet" }, "no outcome") : make("span", { class: `outcome ${mood}` }, short(outcome)),
-        fact("advantage", advantage === null ? null : make("span", { title: "(outcome − mean) ÷ standard deviation of these rollouts" }, short(advantage))));
+        fact("advantage in group", advantage === null ? null : make("span", { title: "(outcome − mean) ÷ standard deviation of these rollouts" }, short(advantage))));
     });
   }
 
@@ -89,7 +89,7 @@ export async function show(main, { parameters, keep, signal }) {
     const said = make("div", { class: "said-by" });
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
       make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id), judged),
-      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns),
+      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response tokens", row.response ? count(row.response) : null), fact("turns", row.turns),
         told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
         fact("drawn", row.uses ? `${count(row.uses)} ${row.uses === 1 ? "time" : "times"}` : null), row.demonstration ? fact("a demonstration", "") : null),
       rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);
@@ -99,13 +99,13 @@ export async function show(main, { parameters, keep, signal }) {
   function lay() {
     const conversations = read.filter(({ rollout }) => !rollout.error).map(({ rollout }) => rollout.messages);
     const shared = commonOf(conversations);
-    fill(same, shared ? make("details", {}, make("summary", {}, `The first ${count(shared)} messages are the same in all`),
+    const left = told.rollouts.length - read.length;
+    fill(same, shared ? make("details", {}, make("summary", {}, `${shared === 1 ? "Message 0 is" : `Messages 0 ${shared === 2 ? "and" : "to"} ${count(shared - 1)} are`} the same in ${left ? "the first" : "all"} ${count(conversations.length)} rollouts`),
       conversations[0].slice(0, shared).map(messageOf)) : null);
     for (const { rollout, said } of read) {
       fill(said);
       if (!rollout.error) showConversation(said, rollout.messages, shared);
     }
-    const left = told.rollouts.length - read.length;
     fill(siblings, read.map(({ element }) => element), left
       ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} left)`) : null);
     const names = [...new Set(read.flatMap(({ columns }) => columns.map(({ name }) => name)))].filter((name) => name !== "input_ids");

@@ -116,7 +116,7 @@ export function showTokens(place, told, { parameters, keep }) {
   } });
   fill(place, make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend), map, panel, scroller);
 
-  const exactAt = (one, at) => (one.exact ? one.exact(at - one.first) : exact(valueAt(one, at), one.type));
+  const exactAt = (one, at) => (one.name === "ratio" ? String(Number(valueAt(one, at).toPrecision(5))) : one.exact ? one.exact(at - one.first) : exact(valueAt(one, at), one.type));
   const partOf = (at) => partAt(told.parts, at);
 
   function shownText(at) {
