@@ -42,7 +42,7 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.until("document.querySelector('.total').textContent === '40 trajectories'")
         page.click(".heads > div:nth-child(1) button")
         page.until(f"{ROWS}[0] === '5'")
-        assert page.run("return document.querySelector('[aria-sort=ascending]').textContent").startswith("id")
+        assert page.run("return document.querySelector('[aria-sort=ascending]').textContent") == "id ↑trajectory_id"
         page.keys(".grid", "\ue010")  # End
         page.until(f"{ROWS}.at(-1) === '387'")
         page.keys(".grid", "\ue011", "\ue015", "\ue015")  # Home, down, down
@@ -328,7 +328,9 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/group?task=task-1")
         page.until("document.querySelectorAll('.sibling .message').length === 4")
-        assert "Messages 0 and 1 are the same in all 4 rollouts" in page.run("return document.querySelector('.same').textContent")
+        assert "Messages 0 and 1 are the same in all 4 rollouts" in page.run(
+            "return document.querySelector('.same').textContent"
+        )
         outcomes = page.run("return [...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent)")
         assert outcomes == ["0", "1", "0", "1"]
         assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")

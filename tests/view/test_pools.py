@@ -79,6 +79,8 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         assert said.startswith(
             f"{len(expected)} rollouts (1 demonstration among them) of 2 tasks; 1 more task is solved"
         )
+        assert "outcome of all of these is 1" in page.run("return document.querySelector('.lacking').textContent")
+        assert "mean outcome" not in page.run("return document.querySelector('main').textContent")
         train(manager, 3, {"a": 2, "d": 2})
         page.until(f"{BUCKETS}[2].includes('2 tasks')")
         page.run("document.querySelector('[data-focus=\"difficulty 3\"]').click()")

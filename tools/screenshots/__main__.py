@@ -43,10 +43,10 @@ class View:
     height: int = 800
 
 
-_CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length === 5"
+_CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
 
 VIEWS = (
-    View("overview", "terminal", "overview", _CURVES, 900),
+    View("overview", "terminal", "overview", f"{_CURVES} === 5", 900),
     View(
         "table",
         "terminal",
@@ -75,7 +75,7 @@ VIEWS = (
         "pool",
         "experience_pool",
         "overview",
-        f"{_CURVES} && document.querySelector('[data-curve=difficulty] canvas')",
+        f"{_CURVES} === 4 && document.querySelector('[data-curve=difficulty] canvas')",
         1380,
     ),
 )

@@ -89,7 +89,7 @@ export async function show(main, { parameters, keep, signal }) {
     const said = make("div", { class: "said-by" });
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
       make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id), judged),
-      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response tokens", row.response ? count(row.response) : null), fact("turns", row.turns),
+      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns),
         told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
         fact("drawn", row.uses ? `${count(row.uses)} ${row.uses === 1 ? "time" : "times"}` : null), row.demonstration ? fact("a demonstration", "") : null),
       rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);

@@ -149,14 +149,15 @@ export async function show(main, { parameters, keep, signal }) {
       say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
     draw();
     if (told.pool) drawPool(told.pool);
-    fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
+    fill(tasks, told.by_task.length ? [make("h2", {}, isSaid() ? "Tasks" : "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
   }
 
   const taskRow = (row) => {
-    const bar = make("span", { class: "bar-of" });
-    if (row.outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(row.outcome))));
+    const outcome = isSaid() ? null : row.outcome;
+    const bar = make("span", { class: outcome === null ? null : "bar-of" });
+    if (outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(outcome))));
     return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
+      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
   };
 
   const known = (name, data) => data[name].some((value) => value !== null);
@@ -242,8 +243,8 @@ export async function show(main, { parameters, keep, signal }) {
     });
     const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Number of tasks with N successes, by training step, ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Number of tasks with N successes, by training step"));
     fill(pool, make("h2", {}, "Successes per task"), make("p", { class: "note" },
-      `${several(histories, "rollout")}${demonstrations ? ` (${several(demonstrations, "demonstration")} among them)` : ""} of ${several(held, "task")}; `,
-      `${count(skipped)} more ${skipped === 1 ? "task is" : "tasks are"} solved and no longer kept. Counted in each task's newest step.`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
+      `${several(histories, "rollout")}${demonstrations ? ` (${several(demonstrations, "demonstration")} among them)` : ""} of ${several(held, "task")}`,
+      skipped ? `; ${count(skipped)} more ${skipped === 1 ? "task is" : "tasks are"} solved and no longer kept` : null, `. Counted in each task's newest step.`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
     if (steps.length < 2) return;
     const lines = difficulties.map(([difficulty], at) => [named(difficulty), shades[at], counts[at]]).filter(([, , line]) => line.some(Boolean));
     plots.set("difficulty", new uPlot({
