@@ -397,6 +397,20 @@ def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page)
         assert "version_high" in page.run("return document.querySelector('#filter').value")
 
 
+def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
+    page.open(f"{serve(tmp_path)}/#/overview")
+    page.until("document.querySelectorAll('.curves canvas').length === 5")
+    page.click_at("[data-curve=count] .u-over", 120, 20)
+    said = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
+    page.until(f"['3,0', '8,0'].includes({said})")
+    assert "overview" in page.run("return location.hash")  # there are no trajectories to be seen
+    page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: to a version that is there
+    told = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
+    assert page.run(f"return {told}") == "version 2: 1"
+
+
 def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
     tmp_path: Path, serve: Serve, page: Page
 ) -> None:

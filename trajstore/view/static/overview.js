@@ -31,22 +31,25 @@ function axes(label, more = {}) {
   return [{ ...all, label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) }];
 }
 
+const numberOf = (value) => (typeof value === "number" ? value : null);
+
 /**
  * Returns the points of a curve with one more where policy versions are missing, at which it is `value`. `real` says
  * which points there were. Versions are as far from each other as the nearest two.
  */
 function withGaps(data, name, value) {
-  const points = { x: [], y: [], first: [], last: [], real: [] };
-  const add = (x, y, first = null, last = null) => [x, y, first, last].forEach((one, at) => points[["x", "y", "first", "last"][at]].push(one));
-  const apart = data.x.slice(1).map((x, at) => x - data.x[at]);
-  const step = Math.min(...apart);
-  data.x.forEach((x, at) => {
+  const points = { x: [], y: [], real: [] };
+  const add = (x, y) => (points.x.push(x), points.y.push(y));
+  const all = data.x.map(Number);
+  const apart = all.slice(1).map((x, at) => x - all[at]);
+  const step = apart.reduce((least, one) => Math.min(least, one), Infinity);
+  all.forEach((x, at) => {
     if (at && apart[at - 1] > step) {
-      add(data.x[at - 1] + step, value);
+      add(all[at - 1] + step, value);
       if (x - step > points.x.at(-1)) add(x - step, value);
     }
     points.real.push(points.x.length);
-    add(x, typeof data[name][at] === "number" ? data[name][at] : null, data.first[at], data.last[at]);
+    add(x, numberOf(data[name][at]));
   });
   return points;
 }
@@ -199,7 +202,7 @@ export async function show(main, { parameters, keep, signal }) {
     curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
     const isWhole = isVersion && !(data.of > data.x.length); // else missing versions are only not shown
     const points = isWhole ? withGaps(data, name, name === "count" ? 0 : null)
-      : { ...data, x: data.x.map(Number), y: data[name].map((value) => (typeof value === "number" ? value : null)), real: [...data.x.keys()] };
+      : { x: data.x.map(Number), y: data[name].map(numberOf), real: [...data.x.keys()] };
     const last = points.x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
@@ -214,9 +217,10 @@ export async function show(main, { parameters, keep, signal }) {
       ],
     }, [points.x, points.y], figure);
     plot.setLegend({ idx: last });
-    const open = (at) => {
-      if (points.first[at] === null) return;
-      const condition = isVersion ? `version_high = ${points.x[at]}` : `trajectory_id between ${points.first[at]} and ${points.last[at]}`;
+    const open = (point) => {
+      const at = points.real.indexOf(point);
+      if (at < 0) return; // nothing is there
+      const condition = isVersion ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
       location.hash = linkTo(within(condition));
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
