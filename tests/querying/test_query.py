@@ -272,6 +272,67 @@ def test_a_condition_of_a_thousand_parts_is_answered() -> None:
     assert buffer.query().where(condition).ids().tolist() == [1, 2]
 
 
+@pytest.fixture
+def judged(tmp_path: Path) -> Any:
+    """Three rollouts with a judge's verdict as a text."""
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(f"t{at}", at / 4) for at in range(3)])
+        annotate(writer, [0, 1, 2], {"judge": ["9.4", "10.2", "none"]})
+        yield writer
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "judge < 9.5",
+        "9.5 > judge",
+        "judge = 9.4",
+        "judge in (9.4, 10.2)",
+        "judge between .5 and 9.5",
+        "not judge is distinct from 9.4",
+        "task > 0.5",
+        "judge < 9",
+        "judge > outcome",
+        "judge = steps",
+        "split_part(task, 't', 2) > 0.5",
+        "case when judge < 9.5 then true else false end",
+    ],
+)
+def test_texts_are_not_compared_with_numbers(judged: Any, condition: str) -> None:
+    for ask in (
+        lambda: judged.query().where(condition).ids(),
+        lambda: judged.query().select(f"{condition} as found").rows(),
+        lambda: judged.query().sql(f"select task from trajectories where {condition}"),
+        lambda: judged.query().sql(f"select sum(case when {condition} then 1 else 0 end) from trajectories"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"try_cast\(NAME as double\) makes a number of a text"):
+            ask()
+
+
+def test_numbers_with_a_point_are_floats(judged: Any) -> None:
+    assert judged.query().where("try_cast(judge as double) < 9.5 and outcome in (0.0, 0.25)").ids().tolist() == [0]
+    assert judged.query().where("task = '0.5' or judge = '9.4' -- 0.5\n").ids().tolist() == [0]
+    text = "select count(*) * 1.0 / 7, avg(outcome) * .1 as tenth, quantile_cont(outcome, 0.5) as mid, 1.5e-3 as small"
+    answer = judged.query().sql(f"{text}, '1.5' as \"2.5\" from trajectories")
+    assert answer.rows() == [(3 / 7, 0.25 * 0.1, 0.25, 0.0015, "1.5")]
+    assert answer.columns == ["count(*) * 1.0 / 7", "tenth", "mid", "small", "2.5"]
+    assert judged.query().select("count(*) / 4.0").rows() == [{"count(*) / 4.0": 0.75}]
+
+
+def test_a_pattern_that_escapes_is_refused() -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    said = ["100% done", "100\\% done", r"\boxed{4}", "1000 done"]
+    buffer.add_trajectories([AgentTrajectory(messages=[{"role": "assistant", "content": one}]) for one in said])
+    asked = buffer.query("messages")
+    for condition in (r"content like '%100\% done%'", r"content not ilike 'a\_b'", "content like '%100!%%' escape '!'"):
+        with pytest.raises(ConfigurationError, match="like cannot escape % and _; a regular expression finds them"):
+            asked.where(condition).ids()
+        with pytest.raises(ConfigurationError, match=r"sql: .*like cannot escape"):
+            buffer.query().sql(f"select content from messages where {condition}")
+    assert asked.where("content ~ '100% done'").ids().tolist() == [0]
+    assert asked.where(r"content like '%\boxed{4}%'").ids().tolist() == [2]
+
+
 def test_a_directory_of_rlinf_is_asked(shared_fixtures: Path) -> None:
     path = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / "metadata.json").is_file())
     with TrajectoryReplayBuffer.open(path) as reader:

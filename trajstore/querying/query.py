@@ -17,6 +17,7 @@ from trajstore.querying.engine import polars
 from trajstore.querying.naming import named, named_columns
 from trajstore.querying.relations import RELATIONS, TRAJECTORIES, shown_columns
 from trajstore.querying.stream import Stream
+from trajstore.querying.words import for_polars
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
@@ -150,8 +151,9 @@ class Query:
             frames |= {name: self.scan(name, shown) for name in RELATIONS}
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
+        statement = for_polars("sql", text)
         try:
-            answer = _answered("sql", (text,), names, lambda: _checked(context.execute(text, eager=False)))
+            answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
             return named_columns(answer, text)
         except ConfigurationError as error:
             if "relation" not in str(error):
@@ -234,9 +236,10 @@ def _text(where: str, text: Any) -> str:
     return text
 
 
-def _parsed(text: str) -> Expr:
+def _parsed(where: str, text: str) -> Expr:
     """Return an expression; of one that is not whole the error says what is lacking, which ``sql_expr`` does not."""
     pl = polars()
+    text = for_polars(where, text)
     try:
         parsed: Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:
@@ -258,7 +261,7 @@ def _expression(where: str, text: str, table: LazyFrame) -> Expr:
     if text in names:  # also one that is called as it was written, "avg(outcome)"
         column: Expr = polars().col(text)
         return column
-    expression: Expr = _answered(where, (text,), table, lambda: _parsed(text))
+    expression: Expr = _answered(where, (text,), table, lambda: _parsed(where, text))
     unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:
         raise _refusal(where, text, "", names, unknown[0])
@@ -284,6 +287,8 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
         reason = str(error).split("\n")[0].strip()
         if "atetime" in reason:
             reason += "; compare times like this: cast(committed as timestamp) > timestamp '2026-01-31 12:00:00'"
+        if "string with numeric type" in reason or "check for String values" in reason:
+            reason += "; try_cast(NAME as double) makes a number of a text, null where it is none"
         unknown = re.search(r'column "([^"]*)"', reason) if "valid columns" in reason else None
         raise _refusal(where, ", ".join(texts), reason, names, unknown[1] if unknown else None) from None
 
