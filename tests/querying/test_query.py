@@ -18,6 +18,9 @@ from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.formats import FORMATS
+from trajstore.inspection.export import export_rollouts
+from trajstore.inspection.mending import prune
+from trajstore.inspection.moving import split
 from trajstore.querying import FACTS, readable
 from trajstore.reading.contents import Contents
 from trajstore.sampling import GroupSampler
@@ -272,6 +275,43 @@ def test_a_condition_of_a_thousand_parts_is_answered() -> None:
     assert buffer.query().where(condition).ids().tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "count(*) > 3",
+        "count(task) > 3",
+        "avg(outcome) > 0 or turns > 1",
+        "outcome > avg(outcome)",
+        "quantile_cont(outcome, 0.5) > 0",
+        "corr(outcome, turns) > 0.5 and turns > 1",
+        "string_agg(task, ',') = 'a'",
+        "sum(outcome) over (partition by task) > 1",
+        "row_number() over (order by outcome) > 1",
+        "lag(turns) over (order by outcome) = 1",
+        "outcome > (select avg(outcome) from trajectories)",
+        "exists(select 1)",
+    ],
+)
+def test_a_condition_is_about_one_row(tmp_path: Path, condition: str) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout("Len"), rollout("select")])
+        question = writer.query()
+        assert question.where("task = 'Len' or task = 'avg(outcome)'").ids().tolist() == [0]
+        assert question.where("task in ('select') and turns > 0").ids().tolist() == [1]
+    for ask in (
+        lambda: question.where(condition).ids(),
+        lambda: question.group_by("task").where(condition).rows(),
+        lambda: writer.query("messages").where(condition).ids(),
+        lambda: prune(tmp_path / "store", condition, dry_run=False),
+        lambda: export_rollouts(tmp_path / "store", tmp_path / "out", "jsonl", where=condition),
+        lambda: split(tmp_path / "store", tmp_path / "out", where=condition),
+    ):
+        with pytest.raises(ConfigurationError, match=r"where: .*: a condition is about one row.* HAVING for groups"):
+            ask()
+    assert len(TrajectoryReplayBuffer.open(tmp_path / "store")) == 2
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture
 def judged(tmp_path: Path) -> Any:
     """Three rollouts with a judge's verdict as a text."""
@@ -382,13 +422,15 @@ def test_other_tools_read_the_table() -> None:
             "where: 'outcome > > 1': expected an expression, found: >$",
         ),
         (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
-        (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all rows"),
         (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),
         (lambda question: question.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
         (lambda question: question.where("committed > timestamp '2026-01-31'").ids(), "like this: cast"),
         (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
         (lambda question: question.where(" "), "must be an expression of SQL"),
         (lambda question: question.where("task = '\udcff'").ids(), "where: .*: is no Unicode"),
+        (lambda question: question.select("task, turns").rows(), "select: 'task, turns': these are several; give each"),
+        (lambda question: question.order_by("lower(task), turns desc").ids(), "order_by: .* as an argument of its own"),
+        (lambda question: question.select("(select 1)").rows(), "select: .*: sql has subqueries"),
         (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
         (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
         (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),

@@ -17,7 +17,7 @@ from trajstore.querying.engine import polars
 from trajstore.querying.naming import named, named_columns
 from trajstore.querying.relations import RELATIONS, TRAJECTORIES, shown_columns
 from trajstore.querying.stream import Stream
-from trajstore.querying.words import for_polars
+from trajstore.querying.words import for_polars, split, words
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ORDER = re.compile(r"(?P<what>.+?)(?:\s+(?P<way>asc|desc))?\s*", re.IGNORECASE | re.DOTALL)
+
+_OF_SEVERAL_ROWS = re.compile(
+    r'"(Agg|Over|Quantile|Correlation|Explode)":|(?<!"Column":)(?<!"String":)"Len"'  # as Polars writes expressions down
+)
 
 _SELECT = re.compile(r"(\s|--[^\n]*\n|/\*.*?\*/|\()*(select|with|from)\b", re.IGNORECASE | re.DOTALL)
 
@@ -215,15 +219,22 @@ def _mask(text: str, table: LazyFrame) -> Expr:
     """Return of which rows a condition holds."""
     pl = polars()
     condition = _expression("where", text, table)
+    if _OF_SEVERAL_ROWS.search(condition.meta.serialize(format="json")):
+        raise _not_of_a_row(text)
     none = pl.DataFrame(schema=table.collect_schema())
     as_it_is = pl.QueryOptFlags.none()  # optimizing takes the cube of the number of parts: 20 s of 1,000
     look = none.lazy().select(condition)
     found: Series = _answered("where", (text,), table, lambda: look.collect(optimizations=as_it_is).to_series())
     if found.dtype not in (pl.Boolean, pl.Null):
         raise ConfigurationError(f"where: {text!r} is {found.dtype}, not true or false for each row")
-    if len(found) and condition.meta.root_names():
-        raise ConfigurationError(f"where: {text!r} is one value for all rows; group_by has aggregates")
     return condition.cast(pl.Boolean) if found.dtype == pl.Null else condition
+
+
+def _not_of_a_row(text: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"where: {text!r}: a condition is about one row, without aggregates, windows and subqueries; sql has them, "
+        "with HAVING for groups: select task, count(*) as n from trajectories group by task having count(*) > 300"
+    )
 
 
 def _text(where: str, text: Any) -> str:
@@ -239,6 +250,10 @@ def _text(where: str, text: Any) -> str:
 def _parsed(where: str, text: str) -> Expr:
     """Return an expression; of one that is not whole the error says what is lacking, which ``sql_expr`` does not."""
     pl = polars()
+    if "select" in words(text):
+        raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
+    if where != "where" and len(split(text)) > 1:
+        raise ConfigurationError(f"{where}: {text!r}: these are several; give each as an argument of its own")
     text = for_polars(where, text)
     try:
         parsed: Expr = pl.sql_expr(text)
