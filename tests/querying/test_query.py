@@ -126,6 +126,28 @@ def test_columns_without_a_name_are_called_as_they_are_written(text: str, names:
 
 
 @pytest.mark.parametrize(
+    ("order", "tasks"),
+    [
+        ("count(*) desc", "cba"),
+        ("COUNT( * )", "abc"),
+        ("n desc", "cba"),
+        ("avg(outcome)", "cba"),
+        ("sum(outcome) * 2.0 desc", "acb"),
+        ("lower(task) desc", "cba"),
+        ("n * mean desc", "acb"),
+    ],
+)
+def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
+    grouped = buffer.query().group_by("lower(task) as task")
+    asked = grouped.select("count(*) as n", "avg(outcome) as mean", "sum(outcome) * 2.0")
+    assert "".join(row["task"] for row in asked.order_by(order).rows()) == tasks
+    assert asked.order_by(order).limit(1).rows() == asked.order_by(order).rows()[:1]
+    assert [row["count(*)"] for row in grouped.order_by("count(*) desc").rows()] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
     "order", [["task"], ["outcome desc", "turns"], ["outcome + turns desc"], ["task desc", "task"]]
 )
 def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:
@@ -251,8 +273,8 @@ def test_ranks_of_a_run_are_asked_together(tmp_path: Path) -> None:
             buffer.add_trajectories([rollout(f"of {rank}")])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         assert reader.query().group_by("rank", "task").rows() == [
-            {"rank": 0, "task": "of 0", "count": 1},
-            {"rank": 1, "task": "of 1", "count": 1},
+            {"rank": 0, "task": "of 0", "count(*)": 1},
+            {"rank": 1, "task": "of 1", "count(*)": 1},
         ]
         number = int(reader.query().where("rank = 1").ids()[0])
         assert reader.get(number).task_id == "of 1"
@@ -435,6 +457,29 @@ def test_other_tools_read_the_table() -> None:
         (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
         (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
         (lambda question: question.limit(-1), "limit"),
+        (lambda question: question.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
+        (
+            lambda question: question.where("source = 1").ids(),
+            "there is no column 'source'; .*metadata has is none until",
+        ),
+        (
+            lambda question: question.group_by("task").select("count(*) as n", "task").rows(),
+            "select: 'task': is in the answer already, as all columns of group_by are",
+        ),
+        (
+            lambda question: question.group_by("low").select("lower(task) as low").rows(),
+            r"group_by: 'low': select is too late to name it; group_by('lower(task) as low') does",
+        ),
+        (lambda question: question.order_by("count(*) desc").ids(), "order_by: 'count(.)' is one value for all rows"),
+        (lambda question: question.order_by("1").ids(), "order_by: '1' is one value for all rows"),
+        (
+            lambda question: question.group_by("task").select("count(*) as n").order_by("max(n)").rows(),
+            "order_by: 'max(n)' is one value for all rows; .*groups by what select has",
+        ),
+        (
+            lambda question: question.group_by("task").order_by("max(turns) / 2").rows(),
+            "order_by: .* no column 'turns'; .*; groups are sorted by what select has of them",
+        ),
         (lambda question: question.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
         (lambda question: question.sql("selec"), "sql: .selec.: it must be a SELECT"),
         (lambda question: question.sql("drop table trajectories"), "sql: .*must be a SELECT"),

@@ -172,10 +172,17 @@ class Query:
         """
         kept = self._kept()
         if self._groups:
-            groups = [named(_expression("group_by", one, kept), one) for one in self._groups]
-            columns = [named(_expression("select", one, kept), one) for one in self._columns or ("count(*) as count",)]
+            groups = [self._group(one, kept) for one in self._groups]
+            columns = [named(_expression("select", one, kept), one) for one in self._columns or ("count(*)",)]
+            twice = {_name_of(one) for one in groups}
+            for text, column in zip(self._columns, columns, strict=False):
+                if _name_of(column) in twice:
+                    raise ConfigurationError(
+                        f"select: {text!r}: is in the answer already, as all columns of group_by are"
+                    )
             grouped = kept.group_by(groups, maintain_order=True).agg(columns)
-            return self._limited(self._sorted(_answered("select", self._columns, kept, lambda: _checked(grouped))))
+            checked = _answered("select", self._columns, kept, lambda: _checked(grouped))
+            return self._limited(self._sorted(checked, (*groups, *columns)))
         ordered = self._sorted(kept)  # all of it: what is selected may be an aggregate
         if self._columns:
             chosen = ordered.select([named(_expression("select", one, kept), one) for one in self._columns])
@@ -183,6 +190,16 @@ class Query:
         if not every and self.relation != TRAJECTORIES:
             ordered = ordered.select(shown_columns(self.relation))
         return self._limited(ordered)
+
+    def _group(self, text: str, table: LazyFrame) -> Expr:
+        """Return what rows are grouped by; a name that only :meth:`select` gives is none yet."""
+        if text not in table.collect_schema():
+            for one in self._columns:
+                if _name_of(_expression("select", one, table)) == text:
+                    raise ConfigurationError(
+                        f"group_by: {text!r}: select is too late to name it; group_by({one!r}) does"
+                    )
+        return named(_expression("group_by", text, table), text)
 
     def _kept(self) -> LazyFrame:
         """Return the rows of which all conditions hold."""
@@ -192,11 +209,17 @@ class Query:
             table = table.filter(_mask(text, table))
         return table
 
-    def _sorted(self, table: LazyFrame) -> LazyFrame:
+    def _sorted(self, table: LazyFrame, made_of: Sequence[Expr] = ()) -> LazyFrame:
+        """Return the rows in their order.
+
+        Args:
+            table: of the rows.
+            made_of: what its columns are, of groups: an aggregate is sorted by where it is one of them.
+        """
         if not self._order:
             return table
         parts = [_ORDER.fullmatch(text) for text in self._order]
-        by = [_expression("order_by", part["what"], table) for part in parts if part]
+        by = [_key(part["what"], table, made_of) for part in parts if part]
         down = [(part["way"] or "asc").lower() == "desc" for part in parts if part]
         ordered = table.sort(by, descending=down, nulls_last=True, maintain_order=True)
         return _answered("order_by", self._order, table, lambda: _checked(ordered))
@@ -207,6 +230,31 @@ class Query:
     def _collected(self, plan: LazyFrame) -> DataFrame:
         texts = (*self._conditions, *self._groups, *self._columns, *self._order)
         return _answered("query", texts, plan, lambda: plan.collect(engine="streaming"))
+
+
+def _name_of(column: Expr) -> str | None:
+    return column.meta.output_name(raise_if_undetermined=False)
+
+
+def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
+    """Return what rows are sorted by."""
+    if made_of and text not in table.collect_schema():
+        asked = _answered("order_by", (text,), table, lambda: _parsed("order_by", text)).meta.undo_aliases()
+        for one in made_of:
+            if one.meta.undo_aliases().meta.eq(asked):
+                return polars().col(_name_of(one))
+    try:
+        key = _expression("order_by", text, table)
+    except ConfigurationError as error:
+        if not made_of:
+            raise
+        raise ConfigurationError(f"{error}; groups are sorted by what select has of them") from None
+    none = polars().DataFrame(schema=table.collect_schema()).lazy().select(key)
+    if len(_answered("order_by", (text,), table, none.collect)):
+        raise ConfigurationError(
+            f"order_by: {text!r} is one value for all rows; sort by columns, groups by what select has of them"
+        )
+    return key
 
 
 def _checked(table: LazyFrame) -> LazyFrame:
@@ -308,12 +356,23 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
         raise _refusal(where, ", ".join(texts), reason, names, unknown[1] if unknown else None) from None
 
 
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
 def _refusal(
     where: str, text: str, reason: str, names: Sequence[str] | LazyFrame, unknown: str | None
 ) -> ConfigurationError:
     if unknown is not None:
         names = names if isinstance(names, Sequence) else names.collect_schema().names()
         close = get_close_matches(unknown, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {listed(names, 40)}"
-        reason = f"there is no column {unknown!r}; {hint}"
+        reason = f"there is no column {unknown!r}; "
+        if close:
+            reason += f"did you mean {close[0]!r}?"
+        elif f'"{unknown}"' in text:
+            reason += f"a text takes single quotes: {_quoted(unknown)}"
+        else:
+            reason += f"there are {listed(names, 40)}"
+            if "trajectory_id" in names:
+                reason += "; what a rollout's metadata has is none until annotate gives it"
     return ConfigurationError(f"{where}: {text!r}: {reason}")
