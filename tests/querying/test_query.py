@@ -459,8 +459,8 @@ def test_other_tools_read_the_table() -> None:
         (lambda question: question.limit(-1), "limit"),
         (lambda question: question.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
         (
-            lambda question: question.where("source = 1").ids(),
-            "there is no column 'source'; .*metadata has is none until",
+            lambda question: question.where("data_source = 1").ids(),
+            "no column .data_source.; .*metadata has is none until",
         ),
         (
             lambda question: question.group_by("task").select("count(*) as n", "task").rows(),
