@@ -242,7 +242,8 @@ def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
         asked = _answered("order_by", (text,), table, lambda: _parsed("order_by", text)).meta.undo_aliases()
         for one in made_of:
             if one.meta.undo_aliases().meta.eq(asked):
-                return polars().col(_name_of(one))
+                column: Expr = polars().col(_name_of(one))
+                return column
     try:
         key = _expression("order_by", text, table)
     except ConfigurationError as error:
