@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import nothing_can_be_deleted, writer_to
+from tests.stores import another_writer, nothing_can_be_deleted, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
@@ -97,6 +97,57 @@ def test_processes_that_annotate_at_once_leave_nothing_in_the_inbox(path: Path) 
         found = sorted((note.who, note.value) for note in notes_of(path, number))
         assert found == [(who, float(value)) for who in "abc" for value in (number, number + 4)]
     assert os.listdir(path / "inbox") == []
+
+
+def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
+    """In the order in which it will be taken in, whatever the clocks of those who gave it say."""
+    with another_writer(path) as writer:
+        writer.send_signal(signal.SIGSTOP)
+        annotate(path, 0, {"race": 0.5})
+        (ahead,) = (path / "inbox").iterdir()
+        ahead.rename(ahead.with_name("09" + ahead.name[2:]))  # given by a clock that is ahead
+        with pytest.raises(ConfigurationError, match="race: a text, but the values of this name are numbers here"):
+            annotate(path, 0, {"race": "good"})
+        annotate(path, 1, {"late": "x", "n": 1})
+        annotate(path, 1, {"late": None})
+        annotate(path, 1, {"n": 2})
+        with pytest.raises(ConfigurationError, match="64 names"):
+            annotate(path, 1, {f"n{number}": 1 for number in range(62)})
+        assert verify(path).sound
+    writer_to(path).close()
+    assert values_of(path, 0) == [("race", 0.5, "")]
+    assert values_of(path, 1) == [("late", "x", ""), ("n", 1.0, ""), ("late", None, ""), ("n", 2.0, "")]
+    assert os.listdir(path / "inbox") == []
+
+
+def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with another_writer(path) as writer:
+        writer.send_signal(signal.SIGSTOP)
+        annotate(path, 0, {"race": 0.5})
+        (first,) = (path / "inbox").iterdir()
+        first.rename(path / "first")  # it is not there yet when the other looks
+        annotate(path, [0, 1], {"race": ["good", None], "other": 1}, who="anna")
+        (path / "first").rename(first)
+    writer_to(path).close()
+    assert caplog.text.count("the values race, other of trajectories 0 to 1, given by anna, are refused") == 1
+    caplog.clear()
+    (aside,) = (path / "inbox").iterdir()
+    assert aside.suffix == ".refused"
+    assert values_of(path, 0) == [("race", 0.5, "")]
+    found = verify(path)
+    assert found.sound
+    assert found.notes == [
+        f"inbox/{aside.name}: the values race, other of trajectories 0 to 1, given by anna, are refused and reach no "
+        "trajectory: race: a text, but the values of this name are numbers here; give them under another name, then "
+        "delete the file"
+    ]
+    annotate(path, 0, {"race": 1})
+    with writer_to(path) as again:
+        assert column(again, "race") == [1.0, None, None, None]
+    assert "refused" not in caplog.text, "only who sets them aside says so"
+    assert list((path / "inbox").iterdir()) == [aside]
 
 
 def _annotate_often(path: Path, who: str) -> None:

@@ -28,10 +28,10 @@ from trajstore.files.opening import check_options, open_directory
 from trajstore.querying.facts import FACTS
 from trajstore.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.notes import OVER_FACTS, Note, Said, Value, check_name, check_names
+from trajstore.store.notes import OVER_FACTS, Note, Said, Value, check_given, check_name, check_names
 from trajstore.store.row_notes import Rows
 from trajstore.store.run_ids import ids_from, own_id, rank_of_id, shown_id
-from trajstore.writing.inbox import Inbox, put, waiting
+from trajstore.writing.inbox import Inbox, kinds_to_come, put, waiting
 from trajstore.writing.unattended import held_log
 
 Array = np.ndarray[Any, Any] | torch.Tensor
@@ -94,7 +94,7 @@ def annotate(
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)
-        catalog.notes.check(part)
+        check_given(part, kinds_to_come(catalog, part.values.keys()))
         parts.append((stores[rank], catalog.store_id, part))
     for directory, store_id, part in parts if said.values else ():
         try:
