@@ -246,11 +246,28 @@ def _check_unicode(name: str, value: str) -> None:
 
 
 def check_given(said: Said, known: Mapping[str, str]) -> None:
-    """Refuse values that contradict those of a store.
+    """Refuse values that a store is not to be given.
 
     Args:
         said: the values.
         known: kinds of its names.
+
+    Raises:
+        ConfigurationError: they contradict its values, or a new name differs from another in the case of letters alone.
+    """
+    _check_kinds(said, known)
+    names = known.keys() | said.kinds.keys()
+    for name in said.kinds.keys() - known.keys():
+        for other in names - {name}:
+            if other.lower() == name.lower():
+                raise ConfigurationError(
+                    f"annotate: {name}: there are values {other}, which differ in the case of letters alone; write "
+                    f"{other}, or take another name"
+                )
+
+
+def _check_kinds(said: Said, known: Mapping[str, str]) -> None:
+    """Refuse values that contradict those of a store, where its log has them, too.
 
     Raises:
         ConfigurationError: a name stands for values of the other kind, or there would be too many names.
@@ -373,9 +390,9 @@ class Notes:
             shard: row, in the shard table, of those that are rows.
 
         Raises:
-            ConfigurationError: see :meth:`check`; nothing was taken in.
+            ConfigurationError: they contradict those that are here; nothing was taken in.
         """
-        self.check(said)
+        _check_kinds(said, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
         self._kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
         for name, values in said.values.items():
