@@ -201,6 +201,27 @@ def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
         annotate(tmp_path, ["2/0"], {"score": 1})
 
 
+def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in range(3):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(0)])
+            if rank == 1:
+                annotate(writer, 0, {"advantages": [torch.zeros(4)], "score": 1})
+    said = "advantages: a number, but the values of this name are rows of float32 in rank 1 of the run"
+    with pytest.raises(ConfigurationError, match=said):
+        annotate(tmp_path, ["0/0", "2/0"], {"advantages": 1, "score": 1})
+    with pytest.raises(ConfigurationError, match="score: a text, but the values of this name are numbers in rank 1"):
+        annotate(tmp_path, "2/0", {"score": "high"})
+    annotate(tmp_path / "rank_2", 0, {"advantages": 1})  # nobody is asked
+    annotate(tmp_path, "2/0", {"advantages": 2, "score": 2})
+    assert values_of(tmp_path, "2/0") == [("advantages", 1.0, ""), ("advantages", 2.0, ""), ("score", 2.0, "")]
+    (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
+    annotate(tmp_path, "0/0", {"fresh": "high"})
+    assert "rank 1 was not asked for its names of values" in caplog.text
+
+
 def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> None:
     with writer_to(path) as writer:
         annotate(writer, 0, {"score": 1})

@@ -266,21 +266,36 @@ def check_given(said: Said, known: Mapping[str, str]) -> None:
                 )
 
 
+def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
+    """Refuse values of another kind than those that a name has.
+
+    Args:
+        said: the values.
+        known: kinds of names.
+        where: of whom these are, in words.
+
+    Raises:
+        ConfigurationError: a name stands for values of another kind.
+    """
+    for name, kind in said.kinds.items():
+        before = known.get(name, kind)
+        if kind is not None and kind != before:
+            what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
+            raise ConfigurationError(
+                f"annotate: {name}: {what}, but the values of this name are {_in_words(str(before))} {where}"
+            )
+
+
 def _check_kinds(said: Said, known: Mapping[str, str]) -> None:
     """Refuse values that contradict those of a store, where its log has them, too.
 
     Raises:
         ConfigurationError: a name stands for values of the other kind, or there would be too many names.
     """
+    check_same_kinds(said, known, "here")
     given = said.kinds
     for name, kind in given.items():
-        before = known.get(name)
-        if kind is not None and before is not None and kind != before:
-            what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
-            raise ConfigurationError(
-                f"annotate: {name}: {what}, but the values of this name are {_in_words(before)} here"
-            )
-        if kind is None and before is None:
+        if kind is None and name not in known:
             raise ConfigurationError(f"annotate: {name}: there is no value of this name to be taken back")
     if len(known.keys() | given.keys()) > MOST_NAMES:
         raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
