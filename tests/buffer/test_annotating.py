@@ -277,7 +277,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (0, {"Outcome": 1}, "the fact outcome has this name but for the case of letters"),
     (0, {"Score": 1}, "there are values score, which differ in the case of letters alone; write score, or"),
     (0, {"new": 1, "NEW": 1}, "differ in the case of letters alone"),
-    (0, {"not a name": 1}, "digits and underscores"),
+    (0, {"not a name": 1}, "a-z, A-Z, 0-9 and _"),
     (0, {"new": "\ud800"}, "no Unicode"),
     (0, {"new": "x" * 5000}, "5,000 characters"),
     (0, {f"n{number}": 1 for number in range(64)}, "64 names"),

@@ -69,7 +69,7 @@ def annotate(
             is; one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
             ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
             Rows take the process that writes the store, which is given as its buffer.
-        who: gives them, for the history; None: nobody says.
+        who: gives them, for the history; None or an empty text: nobody says.
         storage_options: passed on to the fsspec file system.
 
     Raises:
@@ -80,7 +80,7 @@ def annotate(
         StoreError: the buffer has no store.
         StoreWriteError: it could not be written.
     """
-    said, rows = _said(ids, values, "" if who is None else text("who", who))
+    said, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):
         if said.ids and (said.values or rows):
             internals_of(store).backing.annotate(said, rows)

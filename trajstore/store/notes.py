@@ -188,7 +188,7 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
-            f"annotate: {name!r}, must be a name of up to 64 letters, digits and underscores that begins with no digit"
+            f"annotate: {name!r}, must be a name of up to 64 of a-z, A-Z, 0-9 and _, and begin with no digit"
         )
 
 
