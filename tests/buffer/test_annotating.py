@@ -140,8 +140,8 @@ def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
     assert found.sound
     assert found.notes == [
         f"inbox/{aside.name}: the values race, other of trajectories 0 to 1, given by anna, are refused and reach no "
-        "trajectory: race: a text, but the values of this name are numbers here; give them under another name, then "
-        "delete the file"
+        "trajectory: race: a text, but the values of this name are numbers here; take another name; the file has them, "
+        "and may be deleted"
     ]
     annotate(path, 0, {"race": 1})
     with writer_to(path) as again:
@@ -260,6 +260,20 @@ def test_values_stay_with_pins_and_go_into_checkpoints(path: Path, tmp_path: Pat
         assert column(reader, "tag") == ["live", None, None]
     annotate(tmp_path / "checkpoint", 1, {"tag": "again"})
     assert values_of(tmp_path / "checkpoint", 1) == [("tag", "live", ""), ("tag", "again", "")]
+
+
+def test_a_name_keeps_its_kind_but_in_stores_that_are_made_of_its_store(path: Path, tmp_path: Path) -> None:
+    with writer_to(path) as writer:
+        annotate(writer, 0, {"tag": "x"})
+        writer.points.save(1)
+        annotate(writer, 0, {"tag": None})
+        with pytest.raises(ConfigurationError, match="tag: a number, but the values of this name are texts here; take"):
+            annotate(writer, 0, {"tag": 1})
+        writer.save_checkpoint(tmp_path / "checkpoint")
+        writer.points.rollback(1)
+        assert column(writer, "tag") == ["x", None, None, None]
+    annotate(tmp_path / "checkpoint", 0, {"tag": 1})
+    assert values_of(tmp_path / "checkpoint", 0) == [("tag", 1.0, "")]
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [

@@ -40,7 +40,7 @@ class WaitingValues:
 
     def notes(self) -> list[tuple[str, str]]:
         """Return the files whose values are refused, each with a sentence."""
-        remedy = "give them under another name, then delete the file"
+        remedy = "the file has them, and may be deleted"
         return [(name, f"{text}; {remedy}") for name, text in self.refused]
 
     def problems(self) -> list[tuple[str, str]]:

@@ -282,7 +282,8 @@ def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
         if kind is not None and kind != before:
             what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
             raise ConfigurationError(
-                f"annotate: {name}: {what}, but the values of this name are {_in_words(str(before))} {where}"
+                f"annotate: {name}: {what}, but the values of this name are {_in_words(str(before))} {where}; "
+                "take another name"
             )
 
 
