@@ -156,7 +156,7 @@ class Said:
             name: next((_kind(name, value) for value in values if value is not None), None)
             for name, values in self.values.items()
         }
-        return found if self.rows is None else found | self.rows.kinds
+        return found if self.rows is None else {**found, **self.rows.kinds}
 
     def check(self) -> None:
         """Refuse what no trajectory can be given.
