@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,3 +51,20 @@ def nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(LocalDirectory, "remove", fail)
         yield
+
+
+@contextmanager
+def another_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Write a store in a process of its own, which can be stopped."""
+    script = (
+        "import sys; from trajstore import TrajectoryReplayBuffer\n"
+        "with TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1]): print('open', flush=True); input()"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.send_signal(signal.SIGCONT)
+        process.communicate("\n")

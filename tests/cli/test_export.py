@@ -114,8 +114,8 @@ def test_values_that_came_late_are_columns(tmp_path: Path) -> None:
     assert lines[1]["notes"] == {"advantages": [0.5, None, -2.0, None], "phase": [[1.0, 2.0]] * 6}
 
 
-def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers and texts are texts in Parquet; a number beside rows has no column in common, and is refused."""
+def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers and texts are texts in Parquet; a number beside rows has no column in common, and is left out."""
     run, target = tmp_path / "run", tmp_path / "out"
     for rank, given in enumerate((0.5, "good")):
         with writer_to(run / f"rank_{rank}") as writer:
@@ -126,9 +126,14 @@ def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, capsys: pyte
         annotate(first, 0, {"style": 1.0})
         annotate(second, 0, {"style": [torch.zeros(6)]})
     for form in ("jsonl", "parquet"):
-        assert main(["export", str(run), str(tmp_path / "none"), "--to", form]) == 2
-        assert "values style are by row in one rank" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
+        caplog.clear()
+        assert main(["export", str(run), str(tmp_path / form), "--to", form]) == 0
+        assert "values style are by row in one rank and one for each trajectory in another, and are left" in caplog.text
+    lines = [json.loads(line) for line in (tmp_path / "jsonl").read_text().splitlines()]
+    assert sorted(str(line["notes"]) for line in lines) == ["{'judge': '0.5'}", "{'judge': 'good'}"]
+    table = pl.read_parquet(tmp_path / "parquet")
+    assert sorted(table["notes.judge"]) == ["0.5", "good"]
+    assert "notes.style" not in table.columns
 
 
 def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

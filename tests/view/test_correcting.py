@@ -8,16 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.stores import writer_to
+from tests.stores import another_writer, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tests.view.test_server import ask, get
@@ -64,23 +63,6 @@ def path(tmp_path: Path) -> Path:
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(number) for number in range(4)])
     return tmp_path / "store"
-
-
-@contextmanager
-def another_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Write a store in a process of its own, which can be stopped."""
-    script = (
-        "import sys; from trajstore import TrajectoryReplayBuffer\n"
-        "with TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1]): print('open', flush=True); input()"
-    )
-    command = [sys.executable, "-c", script, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == "open\n"
-        yield process
-        process.send_signal(signal.SIGCONT)
-        process.communicate("\n")
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------
@@ -203,12 +185,16 @@ def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Ser
     with another_writer(path) as writer:
         writer.send_signal(signal.SIGSTOP)
         assert post(address, wish("0.5"))[0] == 200  # the writer is not waited for
-        assert post(address, wish("x", "text"))[0] == 200  # contradicts what waits, which is known later
+        assert post(address, wish("x", "text"))[0] == 400  # contradicts what waits
+        (first,) = (path / "inbox").iterdir()
+        first.rename(path / "first")  # as if the next one came at the same moment
+        assert post(address, wish("x", "text"))[0] == 200
+        (path / "first").rename(first)
         for viewer in (address, other):
-            assert told(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "inbox")]
+            assert told(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "refused")]
             assert told(viewer, "1") == []
         writer.send_signal(signal.SIGCONT)
-        while len(os.listdir(path / "inbox")) > 1 or told(other)[0][2] == "inbox":
+        while first.exists() or told(other)[0][2] == "inbox":
             pass
         for viewer in (address, other):
             assert told(viewer) == [("judge", 0.5, "store"), ("judge", "x", "refused")]
