@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
+import itertools
+import multiprocessing
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.guidance.rollouts import rollout
+from tools.crash.forked import forking
 from trajstore.errors import StoreWriteError
 from trajstore.experience import BufferStore, MemoryStore
 from trajstore.guidance import (
@@ -123,50 +124,35 @@ def test_a_closed_maker_says_so() -> None:
         assert caught.value.kind == "closed"
 
 
-CHILD = """
-import itertools
-import sys
-from tests.guidance.rollouts import rollout
-from trajstore.experience import BufferStore
-from trajstore.guidance import LocalMaker
-
-maker = LocalMaker(BufferStore.open(sys.argv[1]))
-print("ready", flush=True)
-for number in itertools.count(int(sys.argv[2])):
-    assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
-    print(number, flush=True)
-"""
+def summarize_until_killed(path: Path, start: int, told: Connection) -> None:
+    maker = LocalMaker(BufferStore.open(path))
+    for number in itertools.count(start):
+        assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
+        told.send(number)
 
 
-def killed_run(project_root: Path, path: Path, start: int, acknowledged: int) -> list[int]:
+def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:
     """Summarize in a child until it has acknowledged some, and kill it; return what it acknowledged."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path), str(start)],
-        cwd=project_root,
-        env={**os.environ, "PYTHONPATH": str(project_root)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline() == "ready\n"
-        told = [int(child.stdout.readline()) for _ in range(acknowledged)]
-    finally:
-        child.send_signal(signal.SIGKILL)
-        rest = child.stdout.read()
-        child.wait()
-    return told + [int(line) for line in rest.splitlines(keepends=True) if line.endswith("\n")]
+    heard, told = multiprocessing.Pipe(duplex=False)
+    child = forking().Process(target=summarize_until_killed, args=(path, start, told))
+    child.start()
+    told.close()
+    numbers = [heard.recv() for _ in range(acknowledged)]
+    child.kill()
+    child.join()
+    with suppress(EOFError, OSError):  # what it said last may be cut off
+        while True:
+            numbers.append(heard.recv())
+    return numbers
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
-def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothing(
-    project_root: Path, tmp_path: Path, kills: int
-) -> None:
+def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothing(tmp_path: Path, kills: int) -> None:
     path = tmp_path / "experience"
     acknowledged: list[int] = []
     for kill in range(kills):
-        acknowledged += killed_run(project_root, path, 10_000 * kill, 3 + 2 * kill)
+        acknowledged += killed_run(path, 10_000 * kill, 3 + 2 * kill)
     store = BufferStore.open(path)
     maker = LocalMaker(store)
     for number in acknowledged:
