@@ -138,6 +138,13 @@ def test_links_lead_somewhere(project_root: Path) -> None:
     assert broken == []
 
 
+def test_the_first_page_leads_to_every_page_of_the_site(project_root: Path) -> None:
+    pages = re.findall(r": (\S+\.md)$", (project_root / ".ci" / "mkdocs.yml").read_text(), re.MULTILINE)
+    linked = {"index.md", *_LINK.findall((project_root / "docs" / "index.md").read_text())}
+    assert len(pages) > 40
+    assert [page for page in pages if page not in linked] == []
+
+
 def test_the_glossary_is_a_page_with_one_meaning_for_each_word(project_root: Path) -> None:
     words = re.findall(r"^\| (?!word |---)(.+?) \|", (project_root / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert len(words) <= 60
