@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -40,9 +39,6 @@ def test_every_option_of_every_command_is_documented(
         section = text.split(f"## trajstore {command.name}\n")[1].split("\n## ")[0]
         assert options, command.name
         assert [option for option in sorted(options) if option not in section] == []
-
-
-needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl")
 
 
 PAGES = [
@@ -96,14 +92,9 @@ def test_code_runs(name: str, failures: dict[str, str]) -> None:
     assert failures.get(name) is None, failures[name]
 
 
-@needs_verl
-def test_code_that_needs_verl_runs(project_root: Path, tmp_path: Path) -> None:
-    assert run_pages(["docs/howto/dataproto.md"], project_root, tmp_path) == {}
-
-
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
     elsewhere = {
-        "docs/howto/dataproto.md",  # above
+        "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto_loop.py
         "docs/howto/demonstrations.md",  # tests/experience/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
         "docs/howto/object-store.md",  # tests/files/test_object_store_page.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tests.view.test_server import ask, get
 from tools.browser import PATIENCE, Page
+from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import main
 from trajstore.errors import StoreNotFoundError
@@ -65,21 +68,24 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+def write_until_told(path: Path, told: Connection) -> None:
+    with writer_to(path):
+        told.send("open")
+        told.recv()
+
+
 @contextmanager
-def another_writer(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Write a store in a process of its own, which can be stopped."""
-    script = (
-        "import sys; from trajstore import TrajectoryReplayBuffer\n"
-        "with TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1]): print('open', flush=True); input()"
-    )
-    command = [sys.executable, "-c", script, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == "open\n"
-        yield process
-        process.send_signal(signal.SIGCONT)
-        process.communicate("\n")
+def another_writer(path: Path) -> Iterator[int]:
+    """Write a store in a process of its own, whose number is yielded, so that it can be stopped."""
+    mine, theirs = multiprocessing.Pipe()
+    process = forking().Process(target=write_until_told, args=(path, theirs))
+    process.start()
+    assert process.pid is not None
+    assert mine.recv() == "open"
+    yield process.pid
+    os.kill(process.pid, signal.SIGCONT)
+    mine.send("end")
+    process.join()
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------
@@ -199,13 +205,13 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
 def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Serve) -> None:
     address, other = serve(path, who="anna"), serve(path)
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         assert post(address, wish("0.5"))[0] == 200  # the writer is not waited for
         assert post(address, wish("x", "text"))[0] == 200  # contradicts what waits, which is known later
         for viewer in (address, other):
             assert told(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "inbox")]
             assert told(viewer, "1") == []
-        writer.send_signal(signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         while len(os.listdir(path / "inbox")) > 1 or told(other)[0][2] == "inbox":
             pass
         for viewer in (address, other):
@@ -228,7 +234,7 @@ def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
 def test_damage_in_the_inbox_and_in_clocks_hides_nothing(path: Path, serve: Serve) -> None:
     address = serve(path, who="anna")
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         assert post(address, wish("1"))[0] == 200
         (whole,) = (path / "inbox").iterdir()
         for number, data in enumerate((b"", b"\xff", b"{}", whole.read_bytes()[:-9])):
@@ -371,11 +377,11 @@ def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path,
     page.open(f"{serve(path, who='anna')}/#/trajectory/0")
     page.until(FORM)
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         enter(page, "judge", "0.5")
         page.until(f'{STATUS}.startsWith("One value waits in the store\'s inbox")')
         page.until("document.querySelector('.given tr.inbox').textContent.includes('waits for the writer')")
         assert not page.run("return document.querySelector('.given button')")
-        writer.send_signal(signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         page.until(f"{STATUS} === 'It is in the store.' && document.querySelector('.given tr.latest.store')")
     assert given(path) == [("judge", 0.5, "anna")]
