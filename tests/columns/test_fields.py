@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.columns.conversion import flatten
 from trajstore.columns.fields import Axis, axis_of, join_name, nest, skip_extra_rows, split_name, walk
 from trajstore.columns.portions import portions
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.trajectory import get_model_weights_id
 
 KEYS = st.lists(st.text(max_size=4), min_size=1, max_size=4)
 
@@ -97,52 +92,6 @@ def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: 
     assert first[skip_extra_rows(Axis.FIRST_EXTRA, sample, batch, steps_each * batch)] == sample
     assert last[skip_extra_rows(Axis.LAST_EXTRA, sample, batch, steps_each * batch)] == sample
     assert skip_extra_rows(Axis.SAMPLES, sample, batch, 0) == sample
-
-
-# -- From a trajectory to its columns: what is taken for a tensor, and what is told of the versions --
-
-
-def test_numpy_arrays_are_taken_as_tensors() -> None:
-    versions = np.array([[[3.0]], [[5.0]]], np.float32)
-    rollout = Trajectory(rewards=np.ones((2, 1, 1), np.float32), versions=versions)  # type: ignore[arg-type]
-    buffer = TrajectoryReplayBuffer()
-    (number,) = buffer.add_trajectories([rollout])
-    found = buffer.get(number)
-    assert isinstance(found, Trajectory)
-    assert found.versions is not None
-    assert found.versions.tolist() == versions.tolist()
-    assert found.model_weights_id == get_model_weights_id(torch.from_numpy(versions))
-
-
-@pytest.mark.parametrize("view", ["transposed", "grad", "conjugated", "negated", "parameter"])
-def test_tensors_that_are_not_plain_memory(view: str) -> None:
-    plain = torch.arange(6.0).reshape(2, 3, 1)
-    made = {
-        "transposed": lambda: plain.transpose(0, 1).contiguous().transpose(0, 1),
-        "grad": lambda: plain.clone().requires_grad_(),
-        "conjugated": lambda: torch.complex(plain, plain).conj(),
-        "negated": lambda: torch.complex(plain, -plain).conj().imag,
-        "parameter": lambda: torch.nn.Parameter(plain.clone()),
-    }[view]()
-    (stored,) = flatten(Trajectory(rewards=made)).tensors
-    assert stored.is_contiguous()
-    assert not stored.requires_grad
-    assert not stored.is_conj()
-    assert not stored.is_neg()
-    assert torch.equal(stored, made.detach())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8])
-def test_versions_of_any_real_dtype(dtype: torch.dtype) -> None:
-    rollout = Trajectory(rewards=torch.ones(3, 1, 1), versions=torch.tensor([4, 2, 3]).reshape(3, 1, 1).to(dtype))
-    assert flatten(rollout).versions == (2, 4)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1j])
-def test_versions_that_are_no_finite_number(value: complex) -> None:
-    rollout = Trajectory(rewards=torch.ones(1, 1, 1), versions=torch.full((1, 1, 1), value))
-    with pytest.raises(errors.InvalidTrajectoryError, match="field versions"):
-        TrajectoryReplayBuffer().add_trajectories([rollout])
 
 
 # -- Items in portions --

@@ -17,7 +17,6 @@ from trajstore.reading.addresses import Addresses
 from trajstore.reading.column_numbers import ColumnNumbers, axes_of
 from trajstore.reading.map_limit import MapLimit
 from trajstore.reading.residency import HeldRows, MappedShard, Residency
-from trajstore.reading.slots import SlotTable
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
 TOLD = Extent(1, 1, 1, 1)
@@ -249,45 +248,3 @@ def test_what_is_mapped_once_more_counts_once_and_is_the_newest() -> None:
     assert maps.too_old(keep=()) == [2]
     maps.remove(5)
     assert len(maps) == 3
-
-
-# -- Numbers of slots: what each is a table of, and when a number is given out again --
-
-
-def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
-    slots = SlotTable()
-    several = slots.add_shards(2, np.array([5, 7]), np.array([1, 1]))
-    one, memory = slots.add_shard(3, 9, 1), slots.add_memory()
-    assert [*several.tolist(), one, memory] == [0, 1, 2, 3]
-    assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
-    assert [slots.is_memory(slot) for slot in range(4)] == [False, False, False, True]
-    assert len(slots) == 4
-
-
-def test_a_shard_is_empty_when_its_last_entry_has_left() -> None:
-    slots = SlotTable()
-    one, other = slots.add_shards(0, np.array([0, 1]), np.array([3, 1])).tolist()
-    assert slots.leave(np.array([one, one])) == []
-    assert slots.leave(np.array([other])) == [other]
-    assert slots.leave(np.array([one])) == [one]
-    assert slots.leave(np.array([], np.intp)) == []
-
-
-def test_a_number_is_given_out_again_when_it_was_freed_and_is_what_it_was_given_for_last() -> None:
-    slots = SlotTable()
-    memory = slots.add_memory()
-    slots.add_memory()
-    slots.free([memory])
-    assert slots.add_shard(1, 4, 2) == memory
-    assert slots.shard_of(memory) == (1, 4)
-    assert slots.leave(np.array([memory, memory])) == [memory]
-    assert slots.add_memory() == 2
-    assert len(slots) == 3
-
-
-def test_it_grows_and_keeps_what_it_has() -> None:
-    slots = SlotTable()
-    for row in range(200):
-        assert slots.add_shard(0, row, 1) == row
-    assert slots.add_shards(1, np.arange(1000), np.ones(1000, np.intp)).tolist() == list(range(200, 1200))
-    assert [slots.shard_of(slot) for slot in (0, 199, 200, 1199)] == [(0, 0), (0, 199), (1, 0), (1, 999)]
