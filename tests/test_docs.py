@@ -129,6 +129,12 @@ def test_links_lead_somewhere(project_root: Path) -> None:
     assert broken == []
 
 
+def test_no_heading_begins_with_a_digit(project_root: Path) -> None:
+    """The theme's script asks for headings by their anchors, and stops at one that is no selector."""
+    pages = (project_root / "docs").rglob("*.md")
+    assert [page for page in pages if re.search(r"^##+ \d", page.read_text(), re.MULTILINE)] == []
+
+
 def test_the_first_page_leads_to_every_page_of_the_site(project_root: Path) -> None:
     pages = re.findall(r": (\S+\.md)$", (project_root / ".ci" / "mkdocs.yml").read_text(), re.MULTILINE)
     linked = {"index.md", *_LINK.findall((project_root / "docs" / "index.md").read_text())}
