@@ -30,15 +30,6 @@ def test_a_path_without_store_is_told_in_one_line(command: str, run: Run, tmp_pa
         assert err.startswith("trajstore: ")
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_file_is_no_store(command: str, run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("no store")
-    code, _, err = run(command, path)
-    assert code == FAILED
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["demo", "--updates", "0"], ["demo", "--task", "x"]])
 def test_a_wrong_call_is_refused_by_the_parser(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
