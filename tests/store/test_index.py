@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import zlib
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,12 @@ from trajstore.columns.conversion import flatten
 from trajstore.columns.limits import UNKNOWN_TIME
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.store.entry_checks import in_blocks, shape_faults
 from trajstore.store.home import Home
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.index_file import index_from_json, index_to_json
 from trajstore.store.new_entries import columns_of, starts_of
-from trajstore.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore.store.packing import StringTable, pack, unpack
 from trajstore.testing.witness import witness
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -154,7 +153,7 @@ def test_where_the_rows_of_an_entry_are_is_changed_at_once() -> None:
 def test_an_index_of_slots_has_the_same_entries_and_changes_by_itself() -> None:
     index = index_of([3, 5, 8])
     index.drop_oldest(1)
-    shown = index.in_slots(np.array([7], np.int32))
+    shown = index.in_slots(np.array([7, -1], np.int32))
     assert shown["slot"].tolist() == [7, 7]
     assert shown["trajectory_id"].tolist() == [5, 8]
     assert shown.total_samples == index.total_samples
@@ -178,127 +177,40 @@ def test_other_ids_are_found() -> None:
     assert index.entry(index.position_of(1)).num_samples == flatten(witness(8)).num_samples
 
 
-# -- Packed arrays and string tables, byte by byte. Random ones, and hostile ones, are in the tests of the index --
+def test_indexes_that_share_their_arrays_change_homes_for_themselves() -> None:
+    index = index_of([3, 5, 8])
+    part = index.slice(1, 3)
+    shown = part.in_slots(np.array([7, -1], np.int32))
+    before = [index.home(at) for at in range(3)]
+    shown.point(np.array([0]), [Home(9, 1, 2, 3)])
+    shown.note_extent(1, Extent(1, 1, 77, 88))
+    assert [index.home(at) for at in range(3)] == before == [before[0], *(part.home(at) for at in range(2))]
+    assert (shown.home(0), shown.entry(1).extent.extra) == (Home(9, 1, 2, 3), 77)
+    index.point(np.array([2]), [Home(4, 5, 6, 7)])
+    again = index.in_slots(np.array([7, 7, 7, 7, 7, -1], np.int32))
+    index.point(np.array([2]), [Home(0)])
+    index.note_extent(2, Extent(1, 1, 66, 66))
+    assert (shown.home(1)[1:], again.home(2)) == (before[2][1:], Home(7, 5, 6, 7))
+    assert [one.entry(one.end - 1).extent.extra for one in (index, shown)] == [66, 77]
+    assert again.entry(2).extent == part.entry(1).extent
 
 
-def test_integers_are_differences_deflated_in_base64() -> None:
-    value = pack(np.array([5, 7, 4], np.int32))
-    assert (value["dtype"], value["shape"]) == ("<i4", [3])
-    inflated = zlib.decompress(base64.b64decode(value["data"]))
-    assert np.frombuffer(inflated, "<i8").tolist() == [5, 2, -3]
-    assert unpack(value, np.int32).tolist() == [5, 7, 4]
-
-
-def test_differences_run_along_the_first_axis() -> None:
-    value = pack(np.array([[1, 10], [3, 10]], np.int64))
-    inflated = zlib.decompress(base64.b64decode(value["data"]))
-    assert np.frombuffer(inflated, "<i8").tolist() == [1, 10, 2, 0]
-
-
-def test_raw_bytes_stay_as_they_are() -> None:
-    value = pack(np.frombuffer(b"abcd", "V2"))
-    assert zlib.decompress(base64.b64decode(value["data"])) == b"abcd"
-    assert unpack(value, "V2").tobytes() == b"abcd"
-
-
-def test_the_bounds_of_64_bits_come_back() -> None:
-    low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-    assert unpack(pack(np.array([high, low, high])), np.int64).tolist() == [high, low, high]
-
-
-def test_nothing_comes_back_as_nothing() -> None:
-    assert unpack(pack(np.zeros((0, 3), np.int64)), np.int64, 2).shape == (0, 3)
-
-
-@pytest.mark.parametrize(("dtype", "dimensions"), [(np.int32, 1), (np.int64, 2), ("V8", 1)])
-def test_another_dtype_or_number_of_dimensions_is_refused(dtype: Any, dimensions: int) -> None:
-    with pytest.raises(CorruptStoreError, match="packed array"):
-        unpack(pack(np.arange(4)), dtype, dimensions)
-
-
-def test_a_claim_beyond_what_deflate_can_do_is_refused_before_memory_is_taken() -> None:
-    with pytest.raises(CorruptStoreError, match="claims"):
-        unpack(pack(np.arange(4)) | {"shape": [1 << 50]}, np.int64)
-
-
-def test_bytes_too_many_or_too_few_are_refused() -> None:
-    for shape in ([3], [5]):
-        value = pack(np.arange(4)) | {"shape": shape}
-        if shape == [5]:
-            with pytest.raises(CorruptStoreError, match="holds 32 bytes, not 40"):
-                unpack(value, np.int64)
-        else:
-            assert unpack(value, np.int64).tolist() == [0, 1, 2]  # what lies behind is not looked at
-
-
-def test_declared_rows() -> None:
-    assert declared_rows(pack(np.zeros((2, 3)))) == 2
-    for shape in ([], [-1], ["2"], None):
-        with pytest.raises((IndexError, TypeError, ValueError)):
-            declared_rows({"shape": shape})
-
-
-# -- string tables ------------------------------------------------------------------------------------
-
-
-def test_strings_have_numbers_in_the_order_in_which_they_came() -> None:
-    table = StringTable()
-    assert [table.add(text) for text in ("a", "", "\N{TEACUP WITHOUT HANDLE}", "a")] == [0, 1, 2, 0]
-    assert [table[number] for number in range(len(table))] == ["a", "", "\N{TEACUP WITHOUT HANDLE}"]
-
-
-def test_a_copy_grows_on_its_own() -> None:
-    table = StringTable()
-    table.add("a")
-    other = table.copy()
-    assert (table.add("b"), other.add("c")) == (1, 1)
-    assert (table[1], other[1]) == ("b", "c")
-
-
-def test_numbers_of_another_table_become_its_own() -> None:
-    ours, theirs = StringTable(), StringTable()
-    ours.add("x")
-    for text in ("a", "x", "b"):
-        theirs.add(text)
-    assert ours.extend(theirs, [2, 1, 2]).tolist() == [1, 0, 1]
-    assert (len(ours), ours[1]) == (2, "b")
-
-
-def test_many_strings_keep_their_numbers() -> None:
-    table = StringTable()
-    numbers = [table.add(f"text {at}") for at in range(3000)]
-    again = StringTable.from_json(table.to_json())
-    assert numbers == list(range(3000))
-    assert [again[at] for at in (0, 1024, 2999)] == ["text 0", "text 1024", "text 2999"]
-
-
-def test_a_table_that_is_continued_knows_what_it_holds() -> None:
-    table = StringTable()
-    for text in ("", "step 1"):
-        table.add(text)
-    for _ in range(50):
-        table = StringTable.from_json(table.to_json()).copy()
-        assert (table.add(""), table.add("step 1")) == (0, 1)
-    assert len(table) == 2
-
-
-def test_a_table_with_one_string_many_times_is_read() -> None:
-    """Earlier versions wrote such: the empty string once more each time that a store was opened."""
-    for text, times in ((b"", 5000), (b"a name of weights that is as long as a name may be", 5000)):
-        blob = np.frombuffer(text * times, "V1")
-        again = StringTable.from_json({"bytes": pack(blob), "ends": pack(np.arange(1, times + 1) * len(text))})
-        assert len(again) == times
-        assert again[times - 1] == text.decode()
-
-
-@pytest.mark.parametrize("ends", [[1, 0, 3], [1, 2], [1, 2, 4], [-1, 2, 3]])
-def test_ends_that_do_not_fit_the_text_are_refused(ends: list[int]) -> None:
-    value = {"bytes": pack(np.frombuffer(b"abc", "V1")), "ends": pack(np.array(ends))}
-    with pytest.raises(CorruptStoreError, match="string table"):
-        StringTable.from_json(value)
-
-
-@pytest.mark.parametrize(("text", "ends"), [(b"\xff", [1]), ("\N{EURO SIGN}".encode(), [1, 3])])
-def test_what_is_no_text_is_refused(text: bytes, ends: list[int]) -> None:
-    with pytest.raises(CorruptStoreError, match="string table"):
-        StringTable.from_json({"bytes": pack(np.frombuffer(text, "V1")), "ends": pack(np.array(ends))})
+def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look() -> None:
+    index, count = TrajectoryIndex(), 300_000
+    few = index_of([1, 2, 3])
+    columns = {name: np.tile(column, count // 3) for name, column in few.take(slice(0, 3)).items()}
+    columns |= {"trajectory_id": np.arange(count), "version_high": np.arange(count) + (1 << 40)}
+    index.append({**columns, "uuid": np.random.default_rng(0).integers(0, 1 << 62, 2 * count).view("V16")})
+    index.texts = few.texts
+    again = index_from_json(index_to_json(index), 1)
+    for name in COLUMNS:
+        assert np.array_equal(again[name], index[name])
+    wrong = again.take(slice(0, count))
+    wrong["num_samples"][[5, 70_000, 299_999]] += 1
+    wrong["steps"][200_000] = 0
+    by_block, at_once = (
+        {what: np.flatnonzero(bad).tolist() for what, bad in faults}
+        for faults in (in_blocks(wrong, lambda block: shape_faults(block, True)), shape_faults(wrong, True))
+    )
+    assert by_block == at_once
+    assert list(by_block.values()) == [[5, 70_000, 200_000, 299_999]]

@@ -32,6 +32,7 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         and value.is_cpu
         and not value.requires_grad
         and value.layout is torch.strided
+        and not value.is_nested
         and value.is_contiguous()
         and not value.is_neg()
     ):
