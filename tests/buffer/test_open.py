@@ -12,6 +12,9 @@ from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.internals import internals_of
 from trajstore.columns.conversion import flatten
 from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
+from trajstore.files.local import LocalDirectory
+from trajstore.files.opening import open_directory
+from trajstore.store.catalog import Catalog
 
 
 def one(value: float) -> Trajectory:
@@ -96,6 +99,22 @@ def test_it_follows_a_live_writer(tmp_path: Path) -> None:
             writer.flush()
             assert reader.refresh()
             assert len(reader) == 1
+
+
+def test_a_store_whose_first_files_come_while_it_is_opened(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LocalDirectory.names
+    for name in ("metadata.json", "trajectory_index.json"):
+        (store / name).rename(store / f"{name}.tmp")
+
+        def come(self: LocalDirectory, below: str = "", name: str = name) -> list[str]:
+            found = real(self, below)
+            if below == "shards" and not (store / name).exists():  # right after they were found absent
+                (store / f"{name}.tmp").rename(store / name)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalDirectory, "names", come)
+            assert len(Catalog.open(open_directory(store)).index) == 151
 
 
 def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:

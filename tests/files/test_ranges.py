@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import random
 import uuid
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.files import filemap
+from trajstore.files import partial
 from trajstore.files.object_store import ObjectStore
 from trajstore.files.partial import BLOCK, JOINED, PartialMap, PartialMaps, Range, fetched
 from trajstore.files.remote import RemoteDirectory
-from trajstore.testing.directory import open_files
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 40 * BLOCK + 17, np.uint8).tobytes()
@@ -31,9 +32,10 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[Range] = []
 
-    def __call__(self, pieces: Any) -> list[bytes]:
+    def __call__(self, pieces: Sequence[Range]) -> Generator[tuple[int, bytes], None, None]:
         self.asked += pieces
-        return [CONTENT[piece.start : piece.stop] for piece in pieces]
+        for place in reversed(range(len(pieces))):
+            yield place, CONTENT[pieces[place].start : pieces[place].stop]
 
 
 @pytest.fixture
@@ -47,6 +49,16 @@ def read(one: PartialMap, *pieces: tuple[int, int]) -> list[bytes]:
     stops = np.array([stop for _, stop in pieces], np.int64)
     with fetched([one], lambda: (starts + one.address, stops - starts)):
         return [bytes(one.view[start:stop]) for start, stop in pieces]
+
+
+def open_files(folder: Path) -> list[int]:
+    """Return this process's descriptors of files in a folder."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            if os.readlink(f"/proc/self/fd/{number}").startswith(f"{folder}/"):
+                found.append(number)
+    return found
 
 
 def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
@@ -65,8 +77,27 @@ def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
     assert len(one.there) == 41
     assert maps.fetched == sum(piece.stop - piece.start for piece in covered)
     assert set(np.flatnonzero(one.there).tolist()) == set(blocks)
+
+
+def test_many_files_lie_in_one_and_give_back_what_they_had(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
+    files = [maps.map(str(number), len(CONTENT)) for number in range(30)]
+    for one in files:
+        assert read(one, (0, len(CONTENT))) == [CONTENT]
     assert list(tmp_path.iterdir()) == []
-    assert open_files(str(tmp_path)) == 0
+    (held,) = open_files(tmp_path)
+    full = os.fstat(held).st_blocks
+    del one, files[1:]
+    assert os.fstat(held).st_blocks < full / 20
+    assert read(files[0], (0, len(CONTENT))) == [CONTENT]
+    monkeypatch.setattr(partial, "_OF_ONE_FILE", 100 * BLOCK)
+    files += [maps.map(str(number), len(CONTENT)) for number in range(4)]
+    assert [read(one, (0, len(CONTENT))) for one in files] == 5 * [[CONTENT]]
+    assert len(open_files(tmp_path)) == 3
+    del files[0]
+    assert len(open_files(tmp_path)) == 2
 
 
 def test_what_lies_outside_of_the_files_is_passed_over(server: Server, tmp_path: Path) -> None:
@@ -138,11 +169,11 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
 ) -> None:
     one = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
 
-    def full(address: int, nbytes: int, advice: int) -> None:
-        raise OSError(errno.EFAULT, "writing there would end the process")
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(filemap, "madvise", full)
+        patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as told:
             read(one, (0, 10))
     assert told.value.errno == errno.ENOSPC

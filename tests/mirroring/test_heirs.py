@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from tests.mirroring.stores import add, is_sound, keys_at, level, make
-from trajstore import Mirror, saved_points
+from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
+from trajstore.errors import StoreNotFoundError
 from trajstore.files.opening import open_directory
 from trajstore.inspection.verify import verify
-from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.mirroring.replica import Replica
 from trajstore.mirroring.restoring import restore
 from trajstore.store.log_records import segment_name
 from trajstore.store.saved_points import pin_file
+from trajstore.store.sealed import LEDGER_NAME
 from trajstore.testing.waiting import wait_until
 
 
@@ -58,6 +59,15 @@ def test_a_place_where_nothing_was_published_becomes_the_next_stores(
     with make(tmp_path / "lost", Mirror(mirror, close_timeout=0.0)) as buffer:
         wait_until(lambda: "is another store" in str(buffer.mirror.state))
     assert keys_at(mirror) == {0: 7, 1: 8}
+
+
+def test_a_first_copy_that_has_not_ended_is_no_store_yet(
+    tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost_before_it_published(tmp_path / "lost", mirror, monkeypatch)
+    for look in (TrajectoryReplayBuffer.open, lambda url: restore(url, tmp_path / "restored")):
+        with pytest.raises(StoreNotFoundError, match="no store here yet: a mirror whose first copy goes on"):
+            look(mirror)
 
 
 def test_what_else_lies_there_is_not_taken_over(tmp_path: Path, mirror: str, monkeypatch: pytest.MonkeyPatch) -> None:

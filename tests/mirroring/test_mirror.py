@@ -22,8 +22,8 @@ from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.mirroring import mirror as mirror_module
-from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.mirroring.restoring import IDS_LEFT_OUT, restore
+from trajstore.store.sealed import LEDGER_NAME
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import witness
 

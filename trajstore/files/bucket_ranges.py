@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from pathlib import Path
@@ -54,7 +54,7 @@ class BucketRanges:
     options, in the environment and in ``~/.aws``.
 
     Attributes:
-        has_worked: whether everything has come that was asked for once; whoever asks says so.
+        has_worked: whether a range has come; whoever asks says so.
 
     Args:
         filesystem: of s3fs.
@@ -91,11 +91,11 @@ class BucketRanges:
             credential_provider=None if filesystem.anon else lambda: _credentials(filesystem),
         )
 
-    def fetch(self, pieces: Sequence[tuple[str, int, int]]) -> list[Buffer | OSError]:
-        """Return the bytes ``[start, stop)`` of objects, ``(path, start, stop)`` each, or why there are none.
+    def fetch(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer | OSError], None, None]:
+        """Yield the bytes ``[start, stop)`` of objects, ``(path, start, stop)`` each, or why there are none.
 
-        What fails is tried again five times, after pauses that grow. With a range that does not come, others of its
-        object may be missing too.
+        Each with its place in ``pieces``, as they come. What fails is tried again five times, after pauses that grow.
+        With a range that does not come, others of its object may be missing too.
         """
         order = sorted(range(len(pieces)), key=lambda at: pieces[at])
         most = max(_IN_ONE_CALL, -(-len(pieces) // _THREADS))
@@ -104,12 +104,14 @@ class BucketRanges:
             for same in (list(group) for _, group in groupby(order, key=lambda at: pieces[at][0]))
             for first in range(0, len(same), most)
         ]
-        with ThreadPoolExecutor(_THREADS, "trajstore-ranges") as pool:
-            answers = pool.map(lambda call: self._ask([pieces[at] for at in call]), calls)
-            found = {
-                at: one for call, some in zip(calls, answers, strict=True) for at, one in zip(call, some, strict=True)
-            }
-        return [found[at] for at in range(len(pieces))]
+        pool = ThreadPoolExecutor(_THREADS, "trajstore-ranges")
+        try:
+            asked = {pool.submit(self._ask, [pieces[at] for at in call]): call for call in calls}
+            for answer in as_completed(asked):
+                yield from zip(asked.pop(answer), answer.result(), strict=True)
+                del answer  # and its bytes, before more come
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _ask(self, pieces: Sequence[tuple[str, int, int]]) -> Sequence[Buffer | OSError]:
         """Return the bytes of ranges of one object, or for each why they did not come."""

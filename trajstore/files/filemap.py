@@ -7,7 +7,6 @@ process could map no more files than it may open. The system itself needs none: 
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import sys
@@ -23,7 +22,6 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _MAP_FIXED = 0x10
-_MADV_POPULATE_WRITE = 23
 
 _FAILED = 2 * sys.maxsize + 1  # MAP_FAILED, (void *) -1
 
@@ -39,33 +37,24 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def make_writable(address: int, nbytes: int) -> None:
-    """Give mapped pages their place on the disk, so that writing to them cannot fail: that would end the process.
+def give_back(address: int, nbytes: int, advise: Any = _madvise, advice: int = mmap.MADV_REMOVE) -> None:
+    """Give the disk back what pages hold that are mapped for writing, where the file system can do that.
 
-    Older systems than Linux 5.14 cannot do that.
-
-    Raises:
-        OSError: there is no space for them.
+    Also while the interpreter ends, when modules are gone.
     """
-    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    try:
-        madvise(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno == errno.EFAULT:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-        if error.errno != errno.EINVAL:
-            raise
+    advise(address, nbytes, advice)
 
 
-def remap(address: int, descriptor: int, nbytes: int) -> None:
-    """Put another file in place of one that is mapped for writing.
+def remap(address: int, descriptor: int, nbytes: int, offset: int) -> None:
+    """Put another file, from an offset on, in place of one that is mapped for writing.
 
     Raises:
         OSError: it cannot be mapped.
     """
     if not nbytes:
         return
-    found = _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    found = _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
     if found in (None, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -80,6 +69,7 @@ class FileMap:
         sequential: the file will be read from beginning to end. Otherwise rows are drawn at random, and reading ahead
             would read what nobody wants.
         protection: of the pages, as the system's ``mmap`` takes it.
+        offset: in the file, of the first byte; a whole number of pages.
 
     Attributes:
         address: of the first byte; 0 if the file is empty.
@@ -92,13 +82,19 @@ class FileMap:
     __slots__ = ("__weakref__", "address", "nbytes")
 
     def __init__(
-        self, descriptor: int, nbytes: int, *, sequential: bool = False, protection: int = mmap.PROT_READ
+        self,
+        descriptor: int,
+        nbytes: int,
+        *,
+        sequential: bool = False,
+        protection: int = mmap.PROT_READ,
+        offset: int = 0,
     ) -> None:
         self.address = 0
         self.nbytes = nbytes
         if not nbytes:
             return  # an empty map is an error to the system
-        address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+        address = _mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, offset)
         if address in (None, _FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,10 @@ class ObjectStore:
         with self._naming(name):
             return bytes(fs.cat_file(root + name, start=start) if start else fs.cat_file(root + name))
 
-    def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> list[Buffer]:
-        """Return the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, fetched several at once.
+    def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer], None, None]:
+        """Yield the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, with their places in ``pieces``.
+
+        They come in any order, each while others are under way; whoever keeps none needs memory for some at a time.
 
         Of S3 they come through obstore. A server with which it does not get along (some answer a range with status 200)
         is asked by s3fs from then on, with a warning that says why.
@@ -82,18 +84,26 @@ class ObjectStore:
         fs, root = self._filesystem()
         full = [(root + name, start, stop) for name, start, stop in pieces]
         direct = self._bucket_ranges(fs, root)
-        found = _by_filesystem(fs, full) if direct is None else direct.fetch(full)
-        if direct is not None and not direct.has_worked:
-            refusal = next((one for one in found if isinstance(one, OSError)), None)
-            if refusal is None:
-                direct.has_worked = True
-            elif not isinstance(refusal, FileNotFoundError):
-                theirs = _by_filesystem(fs, full)
-                if not any(isinstance(one, BaseException) for one in theirs):
-                    found = theirs
-                    self._ranges = os.getpid(), None
-                    logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, refusal)
-        return [self._judged(piece, one) for piece, one in zip(pieces, found, strict=True)]
+        came = _by_filesystem(fs, full) if direct is None else self._by_obstore(direct, fs, full)
+        with closing(came):
+            for place, found in came:
+                yield place, self._judged(pieces[place], found)
+
+    def _by_obstore(
+        self, direct: BucketRanges, fs: Any, pieces: Sequence[tuple[str, int, int]]
+    ) -> Generator[tuple[int, Buffer | BaseException], None, None]:
+        with closing(direct.fetch(pieces)) as came:
+            for place, found in came:
+                if not isinstance(found, OSError):
+                    direct.has_worked = True
+                elif not direct.has_worked and not isinstance(found, FileNotFoundError):
+                    theirs = list(_by_filesystem(fs, pieces))
+                    if not any(isinstance(one, BaseException) for _, one in theirs):
+                        self._ranges = os.getpid(), None
+                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, found)
+                        yield from theirs
+                        return
+                yield place, found
 
     def _bucket_ranges(self, fs: Any, root: str) -> BucketRanges | None:
         """Return what fetches ranges in this process; None if the file system does it itself."""
@@ -352,14 +362,17 @@ class ObjectStore:
 OWN_OPTIONS = "trajstore's own are cache_dir, cache_bytes, range_reads, lock_ttl, lease_ttl, others the backend's"
 
 
-def _by_filesystem(fs: Any, pieces: Sequence[tuple[str, int, int]]) -> list[Buffer | BaseException]:
-    """Return the bytes of ranges, ``(path, start, stop)`` each, or why there are none."""
+def _by_filesystem(
+    fs: Any, pieces: Sequence[tuple[str, int, int]]
+) -> Generator[tuple[int, Buffer | BaseException], None, None]:
+    """Yield the bytes of ranges, ``(path, start, stop)`` each, or why there are none."""
     more = {"batch_size": _AT_ONCE} if hasattr(fs, "loop") else {}
     paths, starts, stops = (list(one) for one in zip(*pieces, strict=True))
     try:
-        return list(fs.cat_ranges(paths, starts, stops, on_error="return", **more))
+        found = list(fs.cat_ranges(paths, starts, stops, on_error="return", **more))
     except Exception as error:  # what backends raise is of no common class; the caller names the object
-        return [error] * len(pieces)
+        found = [error] * len(pieces)
+    yield from enumerate(found)
 
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:

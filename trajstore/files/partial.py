@@ -1,8 +1,11 @@
-"""Files of which only what is asked for has been fetched: mapped, with holes, and filled range by range."""
+"""Files of which only what is asked for has been fetched: mapped, with holes, and filled range by range.
+
+They lie one after another in large files without a name, so that few descriptors do for all of them. What is written
+through a descriptor costs less than through a map, and a full disk is an error there, not the end of the process.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -10,8 +13,8 @@ import os
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,8 @@ import numpy.typing as npt
 
 from trajstore import locks
 from trajstore.files.base import Buffer
-from trajstore.files.filemap import FileMap, madvise, make_writable, remap
+from trajstore.files.descriptors import Descriptor
+from trajstore.files.filemap import FileMap, give_back, madvise, remap
 from trajstore.files.read_cache import usable
 from trajstore.machine_code import kernels
 
@@ -32,6 +36,9 @@ BLOCK = 4096
 JOINED = 128 << 10
 """Ranges that lie no further apart than this many bytes are fetched as one: a request costs more. An answer takes some
 30 ms and thirty are under way, so a request takes the millisecond in which 1 Gbit/s carries this much."""
+
+_OF_ONE_FILE = (4 << 30) - BLOCK
+"""Bytes of a file in which others lie, unless it is one alone: any file system takes as many."""
 
 Addresses = npt.NDArray[np.int64]
 """Addresses or sizes."""
@@ -46,18 +53,26 @@ class Range:
     stop: int
 
 
-Fetch = Callable[[Sequence[Range]], Sequence[Buffer]]
-"""Returns the bytes of ranges, several at once."""
+Fetch = Callable[[Sequence[Range]], Generator[tuple[int, Buffer], None, None]]
+"""Yields which range has come, and its bytes, while others are under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a partly fetched file lies: in which file without a name, and from which byte on."""
+
+    file: Descriptor
+    offset: int
 
 
 class PartialMap(FileMap):
-    """A file as large as one elsewhere, whose blocks are there or not. Its name is gone: it ends with its map.
+    """A file as large as one elsewhere, whose blocks are there or not. What was fetched ends with its map.
 
     Args:
         home: fetches.
         name: of the file elsewhere.
         nbytes: its size.
-        folder: in which the blocks lie.
+        place: where the blocks lie.
 
     Attributes:
         there: per block, whether it was fetched.
@@ -66,27 +81,26 @@ class PartialMap(FileMap):
         users: readings that go on.
     """
 
-    __slots__ = ("_pid", "home", "is_whole", "marks", "name", "there", "users")
+    __slots__ = ("_pid", "_place", "home", "is_whole", "marks", "name", "there", "users")
 
-    def __init__(self, home: PartialMaps, name: str, nbytes: int, folder: Path) -> None:
-        with usable(folder), tempfile.TemporaryFile(dir=folder) as file:
-            file.truncate(nbytes)
-            super().__init__(file.fileno(), nbytes, protection=mmap.PROT_READ | mmap.PROT_WRITE)
+    def __init__(self, home: PartialMaps, name: str, nbytes: int, place: Place) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE  # what is not writable cannot be emptied
+        super().__init__(place.file.number, nbytes, protection=protection, offset=place.offset)
         self.home = home
         self.name = name
         self.there: npt.NDArray[np.bool_] = np.zeros(-(-nbytes // BLOCK), np.bool_)
         self.marks: int = self.there.ctypes.data
         self.is_whole = not nbytes
         self.users = 0
+        self._place = place
         self._pid = os.getpid()
 
-    def own(self, folder: Callable[[], Path]) -> None:
-        """In a forked child, take an empty file of its own in place of its parent's, which the parent may empty."""
+    def own(self, place: Callable[[int], Place]) -> None:
+        """In a forked child, take an empty place of its own instead of its parent's, which the parent may empty."""
         if self._pid == os.getpid():
             return
-        with tempfile.TemporaryFile(dir=folder()) as file:
-            file.truncate(self.nbytes)
-            remap(self.address, file.fileno(), self.nbytes)
+        self._place = place(self.nbytes)
+        remap(self.address, self._place.file.number, self.nbytes, self._place.offset)
         self.there[:] = self.is_whole = False
         self.users = 0
         self._pid = os.getpid()
@@ -117,8 +131,10 @@ class PartialMap(FileMap):
         Raises:
             OSError: there is no space for it.
         """
-        make_writable(self.address + piece.start, len(data))
-        ctypes.memmove(self.address + piece.start, np.frombuffer(data, np.uint8).ctypes.data, len(data))
+        view, offset = memoryview(data), self._place.offset + piece.start
+        while view:
+            written = os.pwrite(self._place.file.number, view, offset)
+            view, offset = view[written:], offset + written
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
         new = int(np.count_nonzero(~self.there[blocks]))
         self.there[blocks] = True
@@ -132,16 +148,24 @@ class PartialMap(FileMap):
         self.there[:] = self.is_whole = False
         return held
 
+    def __del__(self, getpid: Callable[[], int] = os.getpid, give_back: Callable[[int, int], None] = give_back) -> None:
+        if getattr(self, "_pid", None) == getpid():  # else the blocks are the parent's
+            give_back(self.address, self.nbytes)
+        super().__del__()
+
 
 class PartialMaps:
     """The partly fetched files of one directory, together bounded. Safe to call from several threads.
 
     Args:
-        fetch: returns the bytes of ranges.
+        fetch: yields the bytes of ranges.
         folder: returns where blocks lie.
         limit: bytes of all blocks together. Files that nobody reads at the moment are emptied, the least recently used
             first.
     """
+
+    _file: Descriptor | None
+    _end: int
 
     def __init__(self, fetch: Fetch, folder: Callable[[], Path], limit: int) -> None:
         self._fetch = fetch
@@ -158,7 +182,23 @@ class PartialMaps:
 
     def map(self, name: str, nbytes: int) -> PartialMap:
         """Return a file of which nothing is there yet."""
-        return PartialMap(self, name, nbytes, self._folder())
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            return PartialMap(self, name, nbytes, self._place(nbytes))
+
+    def _place(self, nbytes: int) -> Place:
+        """Return where so many bytes can lie."""
+        size = -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        folder = self._folder()
+        with usable(folder):
+            if self._file is None or self._end + size > _OF_ONE_FILE:
+                with tempfile.TemporaryFile(dir=folder) as file:
+                    self._file, self._end = Descriptor(os.dup(file.fileno())), 0
+            place = Place(self._file, self._end)
+            os.truncate(self._file.number, self._end + size)
+        self._end += size
+        return place
 
     @contextmanager
     def reading(self, maps: Sequence[PartialMap], pieces: Callable[[], tuple[Addresses, Addresses]]) -> Iterator[None]:
@@ -176,7 +216,7 @@ class PartialMaps:
             self._begin()
         with self._lock:
             for one in maps:
-                one.own(self._folder)
+                one.own(self._place)
                 one.users += 1
         try:
             lacking = [one for one in maps if not one.is_whole]
@@ -195,6 +235,7 @@ class PartialMaps:
         """Know of no files; in a forked child, one of the parent's threads may have held the lock."""
         self._lock = locks.lock("PartialMaps._lock")
         self._held = 0
+        self._file, self._end = None, 0  # in which the next ones lie, and from where on
         self._used: OrderedDict[int, weakref.ref[PartialMap]] = OrderedDict()
         self._pid = os.getpid()
 
@@ -205,9 +246,9 @@ class PartialMaps:
         marks = np.array([one.marks for one in ordered], np.int64)
         if kernels().are_there(addresses, sizes, bases, ends, marks, BLOCK):
             return  # as almost always: to list what lacks costs as much as to copy some rows
-        place = np.searchsorted(bases, addresses, side="right") - 1
-        order = np.argsort(place, kind="stable")
-        edges = np.searchsorted(place[order], np.arange(len(ordered) + 1))
+        owners = np.searchsorted(bases, addresses, side="right") - 1
+        order = np.argsort(owners, kind="stable")
+        edges = np.searchsorted(owners[order], np.arange(len(ordered) + 1))
         wanted: list[tuple[PartialMap, Range]] = []
         for number, one in enumerate(ordered):
             mine = order[edges[number] : edges[number + 1]]
@@ -216,23 +257,27 @@ class PartialMaps:
             wanted += [(one, piece) for piece in one.lacking(starts[inside], lengths[inside])]
         if not wanted:
             return
-        pieces = self._fetch([piece for _, piece in wanted])
         with self._lock:
-            for (one, piece), data in zip(wanted, pieces, strict=True):
-                try:
-                    self._held += one.fill(piece, data)
-                except OSError as error:
-                    raise OSError(
-                        error.errno,
-                        f"{error.strerror}: no place for what was fetched of {piece.name}; free some, or choose "
-                        "another cache_dir or fewer cache_bytes",
-                        str(self._folder()),
-                    ) from error
-                self.fetched += len(data)
-            self.requests += len(wanted)
             self.batches += 1
             for one in ordered:
                 self._used[id(one)] = weakref.ref(one)
+        with closing(self._fetch([piece for _, piece in wanted])) as arriving:
+            for place, data in arriving:
+                self._take(*wanted[place], data)
+
+    def _take(self, one: PartialMap, piece: Range, data: Buffer) -> None:
+        with self._lock:
+            try:
+                self._held += one.fill(piece, data)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror}: no place for what was fetched of {piece.name}; free some, or choose "
+                    "another cache_dir or fewer cache_bytes",
+                    str(self._folder()),
+                ) from error
+            self.fetched += len(data)
+            self.requests += 1
 
     def _shrink(self) -> None:
         """Empty files that nobody reads until the rest is below the limit."""

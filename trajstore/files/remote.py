@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -107,15 +107,15 @@ class RemoteDirectory(Directory):
             return None
         return PartialMaps(self._fetch, self._cache.open_folder, self._cache_bytes)
 
-    def _fetch(self, ranges: Sequence[Range]) -> Sequence[Buffer]:
-        """Return the bytes of ranges.
+    def _fetch(self, ranges: Sequence[Range]) -> Generator[tuple[int, Buffer], None, None]:
+        """Yield which range has come, and its bytes.
 
         Raises:
             CorruptStoreError: a file is absent.
             OSError: a range could not be fetched; names the file.
         """
         try:
-            return self._objects.ranges([(one.name, one.start, one.stop) for one in ranges])
+            yield from self._objects.ranges([(one.name, one.start, one.stop) for one in ranges])
         except FileNotFoundError as error:
             raise self._gone(error.filename) from error
 

@@ -15,8 +15,8 @@ from trajstore.errors import CorruptStoreError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.holder import holder_document
 from trajstore.formats.base import ShardManifest
-from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.store.log_records import manifest_to_json
+from trajstore.store.sealed import LEDGER_NAME
 
 logger = logging.getLogger(__name__)
 

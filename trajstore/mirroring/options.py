@@ -14,9 +14,6 @@ from trajstore.settings import Settings
 MIRRORED_NAME = "mirrored.json"
 """In a store's directory: what its mirror has, for tools. Renewed by the writer, not part of the store."""
 
-LEDGER_NAME = "mirror.json"
-"""In a mirror: whose it is, and what was copied to it and is not named by its index yet."""
-
 _MAPPING = partial(check_instance, kind=Mapping, wanted="a dict")
 
 

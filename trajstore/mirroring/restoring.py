@@ -23,12 +23,11 @@ from trajstore.files.base import Buffer, Directory, EncodedFile
 from trajstore.files.opening import nested, open_directory
 from trajstore.formats.base import SHARDS_FOLDER, ShardManifest
 from trajstore.formats.checksums import check_file
-from trajstore.mirroring.options import LEDGER_NAME
 from trajstore.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
 from trajstore.store.catalog import Catalog, oldest_generation
 from trajstore.store.log_records import LOG_FOLDER
 from trajstore.store.saved_points import PINS_FOLDER, PinHead, pin_name
-from trajstore.store.sealed import METADATA_NAME
+from trajstore.store.sealed import LEDGER_NAME, METADATA_NAME
 from trajstore.writing.fencing import SHARDS_OF_A_WRITER
 
 logger = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from trajstore.store.sealed import (
     FROM_A_COPY,
     INDEX_NAME,
     LAYOUT,
+    LEDGER_NAME,
     METADATA_NAME,
     OR_FROM_THE_LOG,
     OR_WHAT_IS_WHOLE,
@@ -163,10 +164,19 @@ class Catalog(Committed):
             if self.directory.exists() and self.directory.names(SHARDS_FOLDER):
                 present, _ = self.directory.listing()
                 absent = [name for name in (METADATA_NAME, INDEX_NAME) if name not in present]
-                raise CorruptStoreError(
-                    f"{self.directory.url}: without {' and '.join(absent)}, but there are shards{FROM_A_COPY}"
+                if not absent:  # they have just been written for the first time
+                    self._load_snapshot()
+                    return
+                lost = (
+                    f"without {' and '.join(absent)}, but there are shards{FROM_A_COPY}"
                     f"{OR_FROM_THE_LOG if INDEX_NAME in absent else OR_WHAT_IS_WHOLE}"
-                ) from error
+                )
+                if METADATA_NAME in absent and LEDGER_NAME in present:
+                    raise StoreNotFoundError(
+                        f"{self.directory.url}: no store here yet: a mirror whose first copy goes on, or was broken "
+                        f"off; open it again when that has ended. If it had: {lost}"
+                    ) from error
+                raise CorruptStoreError(f"{self.directory.url}: {lost}") from error
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
         except NotADirectoryError as error:
             raise StoreNotFoundError(f"{self.directory.url}: not a directory") from error

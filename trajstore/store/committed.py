@@ -467,11 +467,8 @@ class Committed:
 
     def _rows_needed(self) -> npt.NDArray[np.bool_]:
         """Return of which values that came late the rows must be kept, see :meth:`Notes.rows_needed`."""
-        heads = self.pins.heads.values()
-        # What a rollback set aside is the state before it: that has the values which the rollback took back.
-        since = [head.generation - (head.back_to is not None) for head in heads]
         there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
-        return self.notes.rows_needed(there, since)
+        return self.notes.rows_needed(there, self.pins.generations())
 
     def _check_given_rows(self, source: str) -> None:
         """Refuse values by row that lie outside their shard: they would be read out of bounds.

@@ -14,6 +14,10 @@ from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 METADATA_NAME = "metadata.json"
 INDEX_NAME = "trajectory_index.json"
 
+LEDGER_NAME = "mirror.json"
+"""In a mirror: whose it is, and what was copied to it and is not named by its index yet."""
+
+
 FROM_A_COPY = "; restore it from a copy"
 """How sentences on damaged files end."""
 

@@ -198,10 +198,11 @@ class DirectoryConformance:
 
     def test_maps_outlive_their_files_and_keep_no_descriptor(self, directory: Directory) -> None:
         publish(directory, shards__s=b"0123456789", shards__t=b"abc", shards__none=b"")
+        before = open_files("shards/"), open_files("trajstore-cache-")
         mapped = directory.map("shards/s", 10)
         other = directory.map("shards/t", sequential=True)
         empty = directory.map("shards/none", 0)
-        assert open_files("shards/") == open_files("trajstore-cache-") == 0
+        assert (open_files("shards/"), open_files("trajstore-cache-")) == before
         assert (len(mapped), len(other), len(empty)) == (10, 3, 0)
         directory.remove(["shards/s"])
         view = mapped.view

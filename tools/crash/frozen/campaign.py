@@ -8,6 +8,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ import orjson
 
 from tools.campaigns import PATIENCE, Result, at_work, s3_server, wait_for
 from tools.crash.frozen.sleeper import Freeze, give, open_store, sleep_and_go_on
+from tools.crash.range_reader import RangeReader, read_all
 from trajstore import TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.files.holder import LOCK_NAME
+from trajstore.files.leases import READERS_FOLDER
 from trajstore.files.opening import open_directory
 from trajstore.inspection.verify import verify
 from trajstore.store.catalog import Catalog
-from trajstore.testing.witness import WitnessError, check_trajectory, witness
+from trajstore.testing.witness import WitnessError, witness
 
 _LAST_REQUEST = 120
 
@@ -43,9 +46,16 @@ def run_campaign(folder: Path, freezes: int, seed: int, progress: Callable[[Resu
         progress: told after each.
     """
     result, number = Result(), 0
-    with s3_server() as options, mock.patch.dict(os.environ, _environment(options)):
+    with (
+        s3_server() as options,
+        mock.patch.dict(os.environ, _environment(options)),
+        closing(RangeReader(options, result)) as ranges,
+    ):
         while result.counts["writers frozen"] < freezes:
-            _Round(folder, options, f"{seed}/{number}", result).run()
+            one = _Round(folder, options, f"{seed}/{number}", result, ranges)
+            if number % 2 == 0:  # else nobody reads meanwhile, for whom evicted shards would stay
+                ranges.follow(one.url)
+            one.run()
             number += 1
             if progress is not None:
                 progress(result)
@@ -61,11 +71,11 @@ def _environment(options: Mapping[str, str]) -> dict[str, str]:
 class _Round:
     """One store, the writer that is frozen, and those that take over."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], seed: str, result: Result) -> None:
+    def __init__(self, folder: Path, options: dict[str, Any], seed: str, result: Result, ranges: RangeReader) -> None:
         import s3fs
 
         self.chance = random.Random(seed)
-        self.seed, self.options, self.result = seed, options, result
+        self.seed, self.options, self.result, self.ranges = seed, options, result, ranges
         self.journal = folder / f"journal_{seed.replace('/', '_')}"
         self.filesystem = s3fs.S3FileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
         self.bucket = f"bucket-{uuid.uuid4()}"
@@ -195,10 +205,11 @@ class _Round:
         return {point.step for point in saved_points(self.url, **self.options)}
 
     def picture(self, living: bool) -> dict[str, str]:
-        """Return the version of every object, without those that a living writer renews."""
+        """Return the version of every object, without those that a living writer renews, and those of readers."""
         found = self.filesystem.find(f"{self.bucket}/run", detail=True)
         names = {path.partition("/run/")[2]: item["ETag"] for path, item in found.items()}
-        return {name: version for name, version in names.items() if not (living and name in _RENEWED)}
+        of_others = (*_RENEWED * living, READERS_FOLDER)
+        return {name: version for name, version in names.items() if name.partition("/")[0] not in of_others}
 
     def compare(self, before: dict[str, str], after: dict[str, str], heir: TrajectoryReplayBuffer | None) -> None:
         for name, version in before.items():
@@ -235,12 +246,19 @@ class _Round:
                 self.problem(f"verify: {problem}")
             with TrajectoryReplayBuffer(sample_window_size=0, storage_options=self.options) as reader:
                 reader.load_checkpoint(self.url)
-                present = {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
-                rows = {number: reader.get(number).notes for number in present}
+                seen = read_all(reader)
+            by_ranges, troubles = self.ranges.look(self.url)
             catalog = Catalog.open(open_directory(self.url, **self.options))
         except (TrajstoreError, WitnessError, OSError) as error:
             self.problem(f"{type(error).__name__}: {error}")
             return
+        for trouble in troubles:
+            self.problem(trouble)
+        if differing := [number for number in seen if by_ranges.get(number) != seen[number]]:
+            self.problem(f"the trajectories {differing} are others by ranges, or absent")
+        if len(by_ranges) > len(seen):
+            self.problem(f"by ranges there are {len(by_ranges)} trajectories, else {len(seen)}")
+        present = {number: one.key for number, one in seen.items()}
         for number, key in promised.items():
             if number in present and present[number] != key:
                 self.problem(f"trajectory {number} is another one")
@@ -255,8 +273,8 @@ class _Round:
             if len(set(values)) < len(values) or not acknowledged <= set(values):
                 self.problem(f"trajectory {number} was given {acknowledged}, and {values} are told")
             latest = [note.value for note in history if note.in_force][-1:]
-            found = [set(told.reshape(-1).tolist()) for told in rows[number].values()]
-            if found != [{value} for value in latest]:
+            found = list(seen[number].late.values())
+            if found != [[value] for value in latest]:
                 self.problem(f"trajectory {number} has the rows {found}, but {latest} came with them")
         self.result.counts["calls that gave values"] += len(given)
 

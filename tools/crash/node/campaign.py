@@ -10,19 +10,20 @@ import signal
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools.campaigns import Result, s3_server, start, wait_for
 from tools.crash.node.child import work
+from tools.crash.range_reader import RangeReader, Seen, read_all
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
 from trajstore.inspection.verify import verify
 from trajstore.mirroring.restoring import MARKER_NAME, restore
 from trajstore.store.sealed import METADATA_NAME
-from trajstore.testing.witness import WitnessError, check_trajectory
+from trajstore.testing.witness import WitnessError
 
 _KEYS = 1 << 20  # of one round
 _LOCK_TTL = 1.0  # of the mirror: a node that is frozen for longer is taken for lost
@@ -90,7 +91,24 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         rounds: how often.
         seed: of what is done when.
     """
-    rng, result, known = random.Random(seed), Result(), _Known()
+    result = Result()
+    with closing(RangeReader(storage_options, result)) if storage_options else nullcontext() as ranges:
+        _lose(folder, mirrors, storage_options, rounds, seed, result, ranges)
+    if rounds and not result.counts["trajectories below the watermark"]:
+        result.problems.append("no trajectory was on a mirror: nothing was tested")
+    return result
+
+
+def _lose(
+    folder: Path,
+    mirrors: str,
+    storage_options: dict[str, Any],
+    rounds: int,
+    seed: int,
+    result: Result,
+    ranges: RangeReader | None,
+) -> None:
+    rng, known = random.Random(seed), _Known()
     disks, mirror, before = folder / "disks", f"{mirrors}/store", set[int]()
     options = {**storage_options, "lock_ttl": _LOCK_TTL} if storage_options else {}
     frozen: Any = None
@@ -100,6 +118,8 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
         store = disks / str(number)
         given = (str(store), mirror, options, str(journal), seed * 1000 + number, number * _KEYS)
         child = start(work, *given)
+        if ranges is not None and number % 2 == 0:  # else nobody reads meanwhile, for whom evicted shards would stay
+            ranges.follow(mirror)
         wait_for(child, lambda journal=journal: journal.stat().st_size > 0)
         if frozen is not None:  # the one that was believed lost wakes up, while this one has the mirror
             child.join(rng.random())
@@ -134,16 +154,19 @@ def run(folder: Path, mirrors: str, storage_options: dict[str, Any], rounds: int
             result.counts["restores killed and taken up"] += _killed_restore(mirror, storage_options, store, rng)
         try:
             restore(mirror, store, storage_options=storage_options)
-            before = _look(store, known, before, result, number)
+            there = _look(store, known, before, result, number)
+            if ranges is not None:
+                seen, troubles = ranges.look(mirror)
+                result.problems += [f"round {number}: {trouble}" for trouble in troubles]
+                if differing := [one for one in there.keys() | seen.keys() if there.get(one) != seen.get(one)]:
+                    result.problems.append(f"round {number}: ids {sorted(differing)} are others by ranges, or absent")
+            before = set(there)
         except (TrajstoreError, WitnessError) as error:
             result.problems.append(f"round {number}: {type(error).__name__}: {error}")
             break
     if frozen is not None:
         frozen.kill()
         frozen.join()
-    if rounds and not result.counts["trajectories below the watermark"]:
-        result.problems.append("no trajectory was on a mirror: nothing was tested")
-    return result
 
 
 def _watermark(journal: Path) -> int:
@@ -173,13 +196,14 @@ def _restore(mirror: str, store: str, options: dict[str, Any]) -> None:
     restore(mirror, store, storage_options=options)
 
 
-def _look(store: Path, known: _Known, before: set[int], result: Result, number: int) -> set[int]:
-    """Compare a restored store with what is known; return its ids."""
+def _look(store: Path, known: _Known, before: set[int], result: Result, number: int) -> dict[int, Seen]:
+    """Compare a restored store with what is known; return its trajectories."""
     found = verify(store)
     result.problems += [f"round {number}: verify: {problem.file}: {problem.message}" for problem in found.problems]
     result.problems += [f"round {number}: verify: {note}" for note in found.notes]
     with TrajectoryReplayBuffer.open(store) as reader:
-        there = {one: check_trajectory(reader.get(one)) for one in reader.trajectory_ids.tolist()}
+        seen = read_all(reader)
+    there = {one: trajectory.key for one, trajectory in seen.items()}
     for one, key in there.items():
         if known.keys.get(one, key) != key or key not in known.offered:
             result.problems.append(f"round {number}: id {one} has key {key}, not {known.keys.get(one)}")
@@ -196,4 +220,4 @@ def _look(store: Path, known: _Known, before: set[int], result: Result, number: 
     result.counts["lost above the watermark"] += len([one for one in lost if one > known.watermark])
     for one in lost:
         del known.keys[one]
-    return set(there)
+    return seen
