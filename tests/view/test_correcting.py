@@ -447,10 +447,10 @@ def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: 
     enter(page, "outcome", "good", "a text")
     page.until(f"{REFUSED}.includes('takes the place of a number')")
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         enter(page, "outcome", "0.75", "a number")
         page.until(f'{STATUS} === "Given to 4: outcome. It waits in the store\'s inbox until its writer takes it in."')
-        writer.send_signal(signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
     page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
