@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.stores import another_writer, nothing_can_be_deleted, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import witness
 
@@ -72,27 +73,42 @@ def test_the_latest_counts_and_the_history_stays(path: Path) -> None:
     assert values_of(path, 1) == history
 
 
+def beside(target: Callable[..., None], *arguments: object) -> int | None:
+    """Do something in a process of its own; return how it ended."""
+    process = forking().Process(target=target, args=arguments)
+    process.start()
+    process.join(300)
+    return process.exitcode
+
+
+def _annotate_once(path: Path, who: str) -> None:
+    annotate(path, [0, 3], {"score": [1, 2]}, who=who)
+
+
 def test_another_process_annotates_while_the_writer_writes_and_after(path: Path) -> None:
-    script = "import sys, trajstore; trajstore.annotate(sys.argv[1], [0, 3], {'score': [1, 2]}, who=sys.argv[2])"
     with writer_to(path) as writer:
-        subprocess.run([sys.executable, "-c", script, str(path), "beside"], check=True)
+        assert beside(_annotate_once, path, "beside") == 0
         deadline = time.monotonic() + 120
         while not values_of(writer, 3) and time.monotonic() < deadline:
             time.sleep(0.05)  # the writer looks by itself
         assert column(writer, "score") == [1.0, None, None, 2.0]
-    subprocess.run([sys.executable, "-c", script, str(path), "after"], check=True)
+    assert beside(_annotate_once, path, "after") == 0
     assert values_of(path, 0) == [("score", 1.0, "beside"), ("score", 1.0, "after")]
     assert os.listdir(path / "inbox") == []
 
 
+def _annotate_all(path: Path, who: str) -> None:
+    for at in range(8):
+        annotate(path, at % 4, {"score": at}, who=who)
+
+
 def test_processes_that_annotate_at_once_leave_nothing_in_the_inbox(path: Path) -> None:
-    script = (
-        "import sys, trajstore\n"
-        "for at in range(8): trajstore.annotate(sys.argv[1], at % 4, {'score': at}, who=sys.argv[2])"
-    )
-    words = [sys.executable, "-c", script, str(path)]
-    processes = [subprocess.Popen([*words, name]) for name in ("a", "b", "c")]
-    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    processes = [forking().Process(target=_annotate_all, args=(path, name)) for name in ("a", "b", "c")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     for number in range(4):
         found = sorted((note.who, note.value) for note in notes_of(path, number))
         assert found == [(who, float(value)) for who in "abc" for value in (number, number + 4)]
@@ -102,7 +118,7 @@ def test_processes_that_annotate_at_once_leave_nothing_in_the_inbox(path: Path) 
 def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
     """In the order in which it will be taken in, whatever the clocks of those who gave it say."""
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         annotate(path, 0, {"race": 0.5})
         (ahead,) = (path / "inbox").iterdir()
         ahead.rename(ahead.with_name("09" + ahead.name[2:]))  # given by a clock that is ahead
@@ -124,7 +140,7 @@ def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         annotate(path, 0, {"race": 0.5})
         (first,) = (path / "inbox").iterdir()
         first.rename(path / "first")  # it is not there yet when the other looks
@@ -372,26 +388,27 @@ def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
         assert list((path / "inbox").iterdir()) == []
 
 
+def _annotate_until_killed(path: Path, left: int) -> None:
+    """Annotate, and be killed before the change of the directory that has this number."""
+    changes = itertools.count(1)
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            if next(changes) == left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments, **named)
+
+        return counting
+
+    for name in ("publish", "append", "remove", "create", "cut"):
+        setattr(LocalDirectory, name, counted(getattr(LocalDirectory, name)))
+    annotate(path, [0, 1], {"score": [1, 2]})
+
+
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_kill_between_two_calls_of_the_directory_loses_and_doubles_nothing(path: Path, at: int) -> None:
     """Whoever annotates is killed before its ``at``-th change of the directory; then the store is opened."""
-    script = (
-        "import os, signal, sys\n"
-        "from trajstore import annotate\n"
-        "from trajstore.files.local import LocalDirectory\n"
-        "left = int(sys.argv[2])\n"
-        "def counted(call):\n"
-        "    def counting(*args, **kwargs):\n"
-        "        global left\n"
-        "        left -= 1\n"
-        "        if not left: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        return call(*args, **kwargs)\n"
-        "    return counting\n"
-        "for name in ('publish', 'append', 'remove', 'create', 'cut'):\n"
-        "    setattr(LocalDirectory, name, counted(getattr(LocalDirectory, name)))\n"
-        "annotate(sys.argv[1], [0, 1], {'score': [1, 2]})\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(path), str(at)], check=False).returncode
+    killed = beside(_annotate_until_killed, path, at)
     assert killed in (0, -signal.SIGKILL)
     with writer_to(path) as writer:
         found = [note.value for note in notes_of(writer, 0)]

@@ -6,16 +6,16 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.stores import writer_to
+from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
+from trajstore.inspection import export
 from trajstore.testing.witness import witness
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -162,17 +162,18 @@ def test_a_target_that_is_there_stays(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "there.jsonl"]
 
 
+def export_until_killed(store: Path, target: Path) -> None:
+    export._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    export.export_rollouts(store, target, "parquet")
+
+
 def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_completes(store: Path, tmp_path: Path) -> None:
     """A process that stops within the export is killed there."""
-    script = (
-        "import os, signal, sys\n"
-        "from trajstore.inspection import export\n"
-        "export._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "export.export_rollouts(sys.argv[1], sys.argv[2], 'parquet')\n"
-    )
     target = tmp_path / "out"
-    killed = subprocess.run([sys.executable, "-c", script, str(store), str(target)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    killed = forking().Process(target=export_until_killed, args=(store, target))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     (left,) = tmp_path.glob(".out.exporting.*")
     assert not target.exists()
     descriptor = os.open(left, os.O_RDONLY)  # one that is still at it keeps its folder

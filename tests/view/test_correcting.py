@@ -183,7 +183,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
 def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Serve) -> None:
     address, other = serve(path, who="anna"), serve(path)
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         assert post(address, wish("0.5"))[0] == 200  # the writer is not waited for
         assert post(address, wish("x", "text"))[0] == 400  # contradicts what waits
         (first,) = (path / "inbox").iterdir()
@@ -193,7 +193,7 @@ def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Ser
         for viewer in (address, other):
             assert told(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "refused")]
             assert told(viewer, "1") == []
-        writer.send_signal(signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         while first.exists() or told(other)[0][2] == "inbox":
             pass
         for viewer in (address, other):
@@ -216,7 +216,7 @@ def test_many_viewers_give_values_at_once(path: Path, serve: Serve) -> None:
 def test_damage_in_the_inbox_and_in_clocks_hides_nothing(path: Path, serve: Serve) -> None:
     address = serve(path, who="anna")
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         assert post(address, wish("1"))[0] == 200
         (whole,) = (path / "inbox").iterdir()
         for number, data in enumerate((b"", b"\xff", b"{}", whole.read_bytes()[:-9])):
@@ -359,12 +359,12 @@ def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path,
     page.open(f"{serve(path, who='anna')}/#/trajectory/0")
     page.until(FORM)
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         enter(page, "judge", "0.5")
         page.until(f'{STATUS}.startsWith("One value waits in the store\'s inbox")')
         page.until("document.querySelector('.given tr.inbox').textContent.includes('waits for the writer')")
         assert not page.run("return document.querySelector('.given button')")
-        writer.send_signal(signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         page.until(f"{STATUS} === 'It is in the store.' && document.querySelector('.given tr.latest.store')")
     assert given(path) == [("judge", 0.5, "anna")]
 
@@ -427,10 +427,10 @@ def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: 
     enter(page, "outcome", "good", "a text")
     page.until(f"{REFUSED}.includes('takes the place of a number')")
     with another_writer(path) as writer:
-        writer.send_signal(signal.SIGSTOP)
+        os.kill(writer, signal.SIGSTOP)
         enter(page, "outcome", "0.75", "a number")
         page.until(f'{STATUS} === "Given to 4: outcome. It waits in the store\'s inbox until its writer takes it in."')
-        writer.send_signal(signal.SIGCONT)
+        os.kill(writer, signal.SIGCONT)
         page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
     page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
