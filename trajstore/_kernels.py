@@ -15,6 +15,7 @@ _statx: Any = types.ExternalFunction(
     "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
 )
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+_memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.intp))
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2
 
@@ -93,8 +94,22 @@ def _reader() -> Any:
     return read
 
 
+def _pointer_to(element: types.Type) -> Any:
+    """Return an intrinsic that makes a pointer to elements of an address."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(element)(types.intp), generate
+
+    return pointer
+
+
 _prefetch = _prefetcher()
 _byte_at = _reader()
+_int64_at, _float32_at = _pointer_to(types.int64), _pointer_to(types.float32)
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
@@ -228,6 +243,43 @@ def copy_blocks(targets: Array, sources: Array, sizes: Array) -> None:
     """Copy blocks of bytes from addresses to addresses."""
     for i in range(len(sizes)):
         _memcpy(targets[i], sources[i], sizes[i])
+
+
+@compiled(_TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64", "float32", "boolean[::1]", nogil=False)
+def find_sound(
+    addresses: Array,
+    places: Array,
+    tokens: Array,
+    response: Array,
+    starts: Array,
+    width: int,
+    most: float,
+    sound: Array,
+) -> None:
+    """Say of rollouts of one schema which of them are certainly sound, see :func:`trajstore.columns.doubts.sound`.
+
+    Rollout i has its columns at ``addresses[i]``; ``places`` are those of ids (64 bits), of the masks of all tokens and
+    of the response (``width`` bytes each) and of two kinds of log-probs (32 bits), -1 where there is none.
+    """
+    for i in range(len(addresses)):
+        fine = True
+        if places[0] >= 0:
+            ids = numba.carray(_int64_at(addresses[i, places[0]]), tokens[i])
+            signs = np.int64(0)
+            for k in range(tokens[i]):
+                signs |= ids[k]
+            fine = signs >= 0
+        if fine and places[1] >= 0 and places[2] >= 0 and starts[i] >= 0:
+            written = addresses[i, places[1]] + starts[i] * width
+            fine = _memcmp(written, addresses[i, places[2]], response[i] * width) == 0
+        for place in places[3:]:
+            if fine and place >= 0:
+                log_probs = numba.carray(_float32_at(addresses[i, place]), response[i])
+                wrong = 0
+                for k in range(response[i]):
+                    wrong += not (-np.inf < log_probs[k] <= most)
+                fine = wrong == 0
+        sound[i] = fine
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")

@@ -33,7 +33,7 @@ def flatten_all(trajectories: Iterable[AnyTrajectory], watch: ContentWatch) -> l
 
     Args:
         trajectories: what is to be added.
-        watch: looks at each of them, once all have been checked.
+        watch: looks at them, once all have been checked.
 
     Raises:
         InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
@@ -52,8 +52,7 @@ def flatten_all(trajectories: Iterable[AnyTrajectory], watch: ContentWatch) -> l
             stored.append(trajectory)
         except NothingToStoreError:
             empty.append(place)
-    for trajectory, flat in zip(stored, flats, strict=True):
-        watch.look(trajectory, flat)
+    watch.look(stored, flats)
     if empty:
         logger.warning(
             "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
