@@ -17,7 +17,7 @@ _statx: Any = types.ExternalFunction(
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
 _memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.intp))
 
-SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2
+SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT = range(5)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -228,6 +228,31 @@ def set_homes(slots: Array, samples: Array, extra: Array, document: Array, posit
         slots[at], samples[at], extra[at], document[at] = homes[i, 0], homes[i, 1], homes[i, 2], homes[i, 3]
 
 
+@compiled(_TABLE, _NUMBERS, _NUMBERS, _TABLE, _TABLE, "int64", nogil=False)
+def lay_out(extents: Array, axes: Array, widths: Array, sizes: Array, offsets: Array, alignment: int) -> int:
+    """Lay trajectories out column by column; return the bytes that they take.
+
+    ``extents[i]`` are steps, batch, extra rows and bytes of the document of trajectory i, ``axes`` and ``widths`` those
+    of the columns' rows. ``sizes[i, c]`` become the bytes of its column c, ``offsets[i, c]`` where they begin.
+    """
+    end = 0
+    for c in range(len(axes)):
+        end += -end % alignment
+        for i in range(len(extents)):
+            steps, batch, extra, document = extents[i]
+            rows = (steps + extra) * batch
+            if axes[c] == SAMPLES:
+                rows = steps * batch
+            elif axes[c] == RESPONSE:
+                rows = extra
+            elif axes[c] == DOCUMENT:
+                rows = document
+            sizes[i, c] = rows * widths[c]
+            offsets[i, c] = end
+            end += sizes[i, c]
+    return end
+
+
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, nogil=False)
 def copy_few_blocks(targets: Array, sources: Array, sizes: Array) -> None:
     """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
@@ -256,7 +281,7 @@ def find_sound(
     most: float,
     sound: Array,
 ) -> None:
-    """Say of rollouts of one schema which of them are certainly sound, see :func:`trajstore.columns.doubts.sound`.
+    """Say of rollouts of one schema which of them are certainly sound, see ``trajstore.columns.doubts.sound``.
 
     Rollout i has its columns at ``addresses[i]``; ``places`` are those of ids (64 bits), of the masks of all tokens and
     of the response (``width`` bytes each) and of two kinds of log-probs (32 bits), -1 where there is none.

@@ -8,6 +8,8 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.columns.fields import Axis
@@ -97,6 +99,11 @@ class Schema:
         for column, width in zip(self.columns, self.row_nbytes, strict=True):
             total[column.axis] += width
         return tuple(total)
+
+    @cached_property
+    def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Axis, and bytes of one row, of each column."""
+        return np.array([column.axis for column in self.columns], np.int64), np.array(self.row_nbytes, np.int64)
 
     @cached_property
     def _used_axes(self) -> tuple[tuple[Axis, int], ...]:
