@@ -102,13 +102,15 @@ def _pointer_to(element: types.Type) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-        return types.CPointer(element)(types.intp), generate
+        pointer_type: Any = types.CPointer
+        return pointer_type(element)(types.intp), generate
 
     return pointer
 
 
 _prefetch = _prefetcher()
 _byte_at = _reader()
+_array_at: Any = numba.__dict__["carray"]  # which numba's stubs leave out
 _int64_at, _float32_at = _pointer_to(types.int64), _pointer_to(types.float32)
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
@@ -287,9 +289,9 @@ def find_sound(
     of the response (``width`` bytes each) and of two kinds of log-probs (32 bits), -1 where there is none.
     """
     for i in range(len(addresses)):
-        fine = True
+        fine: Any = True
         if places[0] >= 0:
-            ids = numba.carray(_int64_at(addresses[i, places[0]]), tokens[i])
+            ids = _array_at(_int64_at(addresses[i, places[0]]), tokens[i])
             signs = np.int64(0)
             for k in range(tokens[i]):
                 signs |= ids[k]
@@ -299,7 +301,7 @@ def find_sound(
             fine = _memcmp(written, addresses[i, places[2]], response[i] * width) == 0
         for place in places[3:]:
             if fine and place >= 0:
-                log_probs = numba.carray(_float32_at(addresses[i, place]), response[i])
+                log_probs = _array_at(_float32_at(addresses[i, place]), response[i])
                 wrong = 0
                 for k in range(response[i]):
                     wrong += not (-np.inf < log_probs[k] <= most)

@@ -41,7 +41,7 @@ class Block:
         return self.lease.data[start : start + nbytes]
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class BlockTensors(Sequence[torch.Tensor]):
     """Columns of one trajectory in a block of memory, made into tensors only where somebody asks for one.
 
@@ -76,9 +76,9 @@ class BlockTensors(Sequence[torch.Tensor]):
         return torch.frombuffer(data, dtype=torch.uint8).view(spec.torch_dtype).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class FlatTrajectory:
-    """One trajectory as columns.
+    """One trajectory as columns. Nobody changes it; that Python would see to that makes it five times as dear.
 
     ``tensors[i]`` is contiguous, on the CPU, and holds ``extent.rows(axis) x row_shape`` values of
     ``schema.columns[i]``; its own shape may still be ``[T, B, ...]``.

@@ -20,7 +20,7 @@ _BLOCK_BYTES = 1 << 20
 """Most bytes of a block of several trajectories: it stays as long as one of them is needed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class OwnedTrajectory(FlatTrajectory):
     """A flat trajectory whose columns lie in memory of their own, those of several one after the other."""
 
@@ -38,10 +38,10 @@ def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[OwnedTrajector
 
 def _in_one_block(flats: Sequence[FlatTrajectory], arena: Arena) -> Iterator[OwnedTrajectory]:
     schema = flats[0].schema
-    extents = [(flat.extent.steps, flat.extent.batch, flat.extent.extra, flat.extent.document) for flat in flats]
+    extents = np.array([flat.extent for flat in flats], np.int64)
     sources = np.array([flat.addresses for flat in flats], np.int64)
     sizes, targets = np.empty_like(sources), np.empty_like(sources)
-    nbytes = kernels().lay_out(np.array(extents, np.int64), *schema.layout, sizes, targets, ALIGNMENT)
+    nbytes = kernels().lay_out(extents, *schema.layout, sizes, targets, ALIGNMENT)
     lease, offset = arena.take(nbytes)
     targets += lease.address + offset
     copy = kernels().copy_few_blocks if nbytes <= _FEW_BYTES else kernels().copy_blocks
