@@ -6,6 +6,7 @@ Takes no lock: of two threads that add at once, both may tell the same.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from trajstore.columns.doubts import doubts, sound
@@ -26,7 +27,7 @@ class ContentWatch:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._newest: dict[int, None] = {}
+        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict looks for its first one past all that went
 
     def look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
         """Look at trajectories that are about to be added, as they came and as columns."""
@@ -56,5 +57,5 @@ class ContentWatch:
             return True
         self._newest[key] = None
         if len(self._newest) > _REMEMBERED:
-            self._newest.pop(next(iter(self._newest)))
+            self._newest.popitem(last=False)
         return False
