@@ -61,7 +61,7 @@ def _waiting(_: Path) -> tuple[object, int]:
 
 def _decoded(_: Path) -> tuple[object, int]:
     residency = Residency(1)
-    (slot,) = residency.add_memory([MappedShard(Schema("step", ()), [], [torch.ones(64)])])
+    slot = residency.add_memory(MappedShard(Schema("step", ()), [], [torch.ones(64)]))
     address = residency._rows[slot].addresses[0]
     residency.release(slot)
     return None, address

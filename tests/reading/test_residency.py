@@ -92,13 +92,13 @@ def test_a_slot_is_given_out_again_when_its_last_entry_has_left_and_no_copy_runs
 def test_memory_is_resident_when_it_is_first_asked_for() -> None:
     residency, _, _ = shown([])
     rows = MappedShard(SCHEMA, [77], keep=object())
-    (slot,) = residency.add_memory([rows])
+    slot = residency.add_memory(rows)
     assert residency.table.signature[slot] == -1
     residency.ensure(np.array([slot]), nothing)
     assert HeldRows(residency, np.array([slot])).addresses_of(slot) == [77]
     residency.release(slot)
     assert residency.table.signature[slot] == -1
-    assert residency.add_memory([rows]) == [slot]
+    assert residency.add_memory(rows) == slot
 
 
 @pytest.mark.locks_unchecked

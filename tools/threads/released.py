@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -95,14 +95,11 @@ def released_is_unreadable() -> Iterator[None]:
     def take(_: Arena, nbytes: int) -> tuple[Lease, int]:
         return Lease(_pages(nbytes)), 0
 
-    def moved(rows: Rows) -> Rows:
-        if not isinstance(rows, MappedShard):
-            return rows
-        tensors = [_moved(tensor) for tensor in rows.keep]
-        return replace(rows, addresses=[tensor.data_ptr() for tensor in tensors], keep=tensors)
-
-    def add_moved(self: Residency, rows: Sequence[Rows]) -> list[int]:
-        return add_memory(self, [moved(one) for one in rows])
+    def add_moved(self: Residency, rows: Rows) -> int:
+        if isinstance(rows, MappedShard):
+            tensors = [_moved(tensor) for tensor in rows.keep]
+            rows = replace(rows, addresses=[tensor.data_ptr() for tensor in tensors], keep=tensors)
+        return add_memory(self, rows)
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(FileMap, "__del__", unmap))

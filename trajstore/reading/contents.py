@@ -203,12 +203,12 @@ class Contents:
         with self.lock:
             columns = columns_of(owned, ids, uuids, self.index.texts, time.time_ns() // 1000)
             columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
-            slots = self.residency.add_memory(owned)
-            for number, slot, item, nbytes in zip(ids, slots, owned, columns["nbytes"].tolist(), strict=True):
-                self._held[number] = Held(slot, nbytes, None, pending, item)
+            for at, item in enumerate(owned):
+                slot = self.residency.add_memory(item)
+                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item)
                 if self.cache is not None:
-                    self.cache.put(number, nbytes)
-            columns["slot"] = np.array(slots, np.int32)
+                    self.cache.put(ids[at], item.nbytes)
+            columns["slot"] = np.array([self._held[number].slot for number in ids], np.int32)
             self._append(columns)
             self.added += len(ids)
             self._trim()
@@ -386,8 +386,7 @@ class Contents:
         order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
             schema, tensors = self._rows_of(position)
-            rows = MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors)
-            (slot,) = self.residency.add_memory([rows])
+            slot = self.residency.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors))
             number = int(self.index.at("trajectory_id", position))
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self._held[number] = Held(slot, nbytes, self.index.home(position), False, None)

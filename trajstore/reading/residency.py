@@ -148,12 +148,12 @@ class Residency:
         for slot in self._slots.leave(slots):
             self.copies.let_go(self._unmap(slot), slot)
 
-    def add_memory(self, rows: Sequence[Rows]) -> list[int]:
-        """Return a slot for each trajectory in memory."""
-        slots = self._slots.add_memory(len(rows))
+    def add_memory(self, rows: Rows) -> int:
+        """Return a slot for a trajectory in memory."""
+        slot = self._slots.add_memory()
         self._reserve()
-        self._rows.update(zip(slots, rows, strict=True))
-        return slots
+        self._rows[slot] = rows
+        return slot
 
     def release(self, slot: int) -> None:
         """Let go of a slot in memory; its number is given out again."""

@@ -47,11 +47,11 @@ class SlotTable:
         self._source[slot], self._row[slot], self._entries[slot] = source, row, entries
         return slot
 
-    def add_memory(self, count: int = 1) -> list[int]:
-        """Return slots for trajectories in memory."""
-        slots = [self._new() for _ in range(count)]
-        self._source[slots] = _MEMORY
-        return slots
+    def add_memory(self) -> int:
+        """Return a slot for a trajectory in memory."""
+        slot = self._new()
+        self._source[slot] = _MEMORY
+        return slot
 
     def is_memory(self, slot: int) -> bool:
         """Return whether a slot is a trajectory in memory."""
