@@ -332,3 +332,22 @@ def test_an_object_store_has_an_inbox_too(s3_url: str, s3_options: dict[str, Any
     with TrajectoryReplayBuffer.open(s3_url, storage_options=s3_options) as reader:
         assert column(reader, "score") == [3.0, 3.0]
     assert [note.value for note in notes_of(s3_url, 0, storage_options=s3_options)] == [1.0, 3.0]
+
+
+def test_a_clock_before_1970_damages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: -5_000_000_000)
+    store, saved = tmp_path / "store", tmp_path / "saved"
+    with writer_to(store) as buffer:
+        buffer.add_trajectories([rollout(0)])
+        buffer.flush()
+        annotate(buffer, [0], {"judge": 0.5})
+        assert verify(store).sound  # as the log has it
+        with TrajectoryReplayBuffer.open(store) as reader:
+            assert len(reader) == 1
+    annotate(store, [0], {"judge": 0.75})
+    assert [(note.value, note.time) for note in notes_of(store, 0)] == [(0.5, 0.0), (0.75, 0.0)]
+    with TrajectoryReplayBuffer() as memory:
+        memory.add_trajectories([rollout(0)])
+        memory.save_checkpoint(saved)
+    assert verify(store).sound
+    assert verify(saved).sound

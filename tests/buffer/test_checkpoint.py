@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.internals import internals_of
+from trajstore.files import folders
+from trajstore.files.held import HeldFolder
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.copying import copy_store, repair_store
 from trajstore.inspection.verify import verify
@@ -174,6 +177,30 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Pa
     other = TrajectoryReplayBuffer(sample_window_size=0)
     other.load_checkpoint(tmp_path / "checkpoint")
     assert len(other) == 3
+
+
+def test_a_checkpoint_that_an_overlay_cannot_replace_is_kept_and_the_way_out_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As overlayfs answers for a folder of its lower layer: it can be neither exchanged nor renamed."""
+    genuine = HeldFolder.rename
+
+    def rename(folder: HeldFolder, old: str, new: str) -> None:
+        if old == "checkpoint":
+            raise OSError(errno.EXDEV, "Invalid cross-device link", old)
+        genuine(folder, old, new)
+
+    with filled("memory", "pt", tmp_path, 3) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        with monkeypatch.context() as patch:
+            patch.setattr(folders, "exchange", lambda *_: False)
+            patch.setattr(HeldFolder, "rename", rename)
+            with pytest.raises(errors.StoreWriteError, match=r"lower layer cannot be replaced.*; choose another path"):
+                buffer.save_checkpoint(tmp_path / "checkpoint")
+            buffer.save_checkpoint(tmp_path / "another")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["another", "checkpoint"]
+    with TrajectoryReplayBuffer.open(tmp_path / "checkpoint") as other:
+        assert len(other) == 3
 
 
 def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,6 +162,43 @@ def test_all_damaged_ranks_are_named(run: Path) -> None:
     (run / "rank_1" / "metadata.json").unlink()
     with pytest.raises(errors.CorruptStoreError, match=r"(?s)rank_1.*rank_3"):
         load(run)
+
+
+def as_nobody(call: Callable[[], None]) -> None:
+    """Call as a user who may read what everybody may, in a process of its own; root may read everything."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            call()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("name", ["rank_1", "rank_1/metadata.json"])
+def test_a_rank_that_may_not_be_read_is_named_and_left_out(run: Path, name: str) -> None:
+    def look() -> None:
+        with pytest.raises(errors.IncompleteCheckpointError, match=r"rank_1 may not be read: .*Permission denied"):
+            load(path)
+        buffer, _ = load(path, strict=False)
+        assert keys_of(buffer) == [0, 1, 2, *range(6, 12)]
+        assert "rank_1 may not be read" in "".join(problem.message for problem in verify(path).problems)
+
+    with tempfile.TemporaryDirectory() as reachable:
+        Path(reachable).chmod(0o755)
+        path = Path(reachable) / "run"
+        shutil.copytree(run, path)
+        (path / name).chmod(0)
+        try:
+            as_nobody(look)
+        finally:
+            (path / name).chmod(0o755)
 
 
 @pytest.mark.parametrize("absent", ["metadata.json", "trajectory_index.json"])

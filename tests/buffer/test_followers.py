@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.stores import opened
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
 from trajstore.files.local import LocalDirectory
 from trajstore.store.catalog import Catalog
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 READERS = 4
@@ -287,6 +289,32 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
             stop.set()
             adder.join()
         buffer.flush()
+
+
+def read_in_child(reader: TrajectoryReplayBuffer, gone: Any, results: Any) -> None:
+    assert gone.wait(120)
+    try:
+        results.put(check_trajectory(reader.get(0)))
+    except errors.CorruptStoreError as error:
+        results.put(str(error))
+
+
+def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    gone, results = context.Event(), context.Queue()
+    with opened(tmp_path) as writer:
+        for key in range(2):
+            writer.add_trajectories([witness(key)])
+            writer.flush()
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            child = context.Process(target=read_in_child, args=(reader, gone, results), daemon=True)
+            child.start()
+            writer.evict([0])
+            reader.refresh()
+            wait_until(lambda: (writer.flush(), len(list((tmp_path / "shards").iterdir())))[1] == 1)
+            gone.set()
+            assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=120)
+            child.join(60)
 
 
 def test_a_forked_child_does_not_keep_the_directory(tmp_path: Path) -> None:

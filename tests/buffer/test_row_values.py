@@ -24,6 +24,7 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
 )
 from trajstore.feeding import ReplayLoader, TokenLoader
+from trajstore.files.local import LocalDirectory
 from trajstore.formats import FORMATS
 from trajstore.inspection.copying import repair_store
 from trajstore.inspection.moving import convert, merge
@@ -196,6 +197,30 @@ def test_a_rollback_takes_rows_back_and_take_back_returns_them(trajectory_format
         assert torch.equal(writer.get(1).notes["advantages"], rows_of(5))
         assert torch.equal(writer.get(0).notes["advantages"], rows_of(4))
     assert verify(path).sound
+
+
+@formats
+def test_rows_that_others_replace_while_a_point_is_saved_stay_with_the_point(
+    trajectory_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file with the state is written while others may commit: the point is not there yet, and it is of before."""
+    genuine = LocalDirectory.publish
+
+    def publish(directory: LocalDirectory, files: Any) -> None:
+        genuine(directory, files)
+        if files[0].name.endswith(".state"):
+            annotate(writer, [0], {"advantages": [rows_of(5)]})
+
+    with writer_to(tmp_path, trajectory_format) as writer:
+        writer.add_trajectories([block(0)])
+        annotate(writer, [0], {"advantages": [rows_of(3)]})
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalDirectory, "publish", publish)
+            writer.points.save(1, {"step": 1})
+        assert torch.equal(writer.get(0).notes["advantages"], rows_of(5))
+        writer.points.rollback(1)
+        assert torch.equal(writer.get(0).notes["advantages"], rows_of(3))
+    assert verify(tmp_path).sound
 
 
 def shards_in(path: Path) -> int:

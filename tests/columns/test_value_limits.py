@@ -189,6 +189,13 @@ def test_metadata_nested_too_deeply(refused: Refuse) -> None:
     refused(AgentTrajectory(metadata=circle), r"^field metadata\.again\.again.*nested")
 
 
+def test_observations_nested_too_deeply(refused: Refuse) -> None:
+    seen: dict[str, Any] = {"last": Z}
+    for _ in range(2000):
+        seen = {"again": seen}
+    refused(step(curr_obs=seen), r"^field curr_obs\.again\.again\.\.\.: nested in more than 200 dicts")
+
+
 class Text(str):
     pass
 

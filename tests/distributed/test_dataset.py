@@ -73,6 +73,8 @@ def test_a_row_has_the_whole_trajectory(trajectory: Any) -> None:
 def test_rows_that_are_no_trajectory_are_refused() -> None:
     with pytest.raises(InvalidTrajectoryError, match=r"column score: .*drop_columns"):
         trajectory_of({"rewards": np.ones((2, 1, 1)), "score": 3.0})
+    with pytest.raises(InvalidTrajectoryError, match=r"column sample: .*read them with unit='trajectory'"):
+        trajectory_of({"rewards": np.ones(1), "sample": 0})  # without its number it would be no trajectory either
     with pytest.raises(InvalidTrajectoryError, match="column rewards"):
         trajectory_of({"rewards": np.array([None, "x"])})
 

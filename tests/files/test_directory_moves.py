@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.errors import StoreNotFoundError
 from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -63,6 +64,18 @@ def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch:
     assert keys_at(tmp_path / "rel") == keys_at("checkpoint") == [0, 1, 2]
     assert os.listdir(tmp_path / "elsewhere") == ["checkpoint"]
     assert verify(tmp_path / "rel").sound
+
+
+def test_a_relative_path_in_a_working_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for opening in (writer_to, TrajectoryReplayBuffer.open, verify):
+        with pytest.raises(StoreNotFoundError, match="run: is relative, and the working directory was removed"):
+            opening("run")
 
 
 def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> None:

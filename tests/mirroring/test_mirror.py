@@ -382,3 +382,13 @@ def test_a_mirror_that_cannot_be_opened_is_not_said_to_have_nothing(
         assert not buffer.mirror.wait(timeout=0.1)
     assert "what is there is not known" in caplog.text
     assert "up to id -1" not in caplog.text
+
+
+def test_paths_that_are_no_text_do_not_end_the_mirror(tmp_path: Path) -> None:
+    path, place = tmp_path / "surr\udcff", tmp_path / "mirror\udcff"
+    with make(path, place) as buffer:
+        ids = add(buffer, [0, 1])
+        assert buffer.mirror.wait(ids, timeout=60)
+        level(buffer)
+    assert keys_at(place) == {0: 0, 1: 1}
+    assert inspect(path)["mirror"]["newest_id"] == 1

@@ -96,6 +96,33 @@ def test_questions_agree_with_a_plain_filter(added: list[Told], data: st.DataObj
 
 
 @pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("select task, avg(outcome), count(*) from trajectories group by task", ["task", "avg(outcome)", "count(*)"]),
+        ("select max(outcome) as most, avg(outcome) mean from trajectories", ["most", "mean"]),
+        ("select max(\n  outcome) -- , and no more\nfrom trajectories", ["max( outcome)"]),
+        (
+            "with t as (select task as a from trajectories) select distinct a || ', from', a from t",
+            ["a || ', from'", "a"],
+        ),
+        ("select sum(outcome) over (partition by task) from trajectories", ["sum(outcome) over (partition by task)"]),
+        ("select t.task from trajectories join trajectories as t on t.task = trajectories.task", ["task"]),
+        ("select avg(outcome) from trajectories union all select 1.5 from trajectories", ["avg(outcome)"]),
+    ],
+)
+def test_columns_without_a_name_are_called_as_they_are_written(text: str, names: list[str]) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([rollout("ab"[at % 2], float(at), None, None, 1) for at in range(4)])
+    assert buffer.query().sql(text).columns == names
+    question = buffer.query().group_by("lower(task)").select("avg(outcome)", "max(outcome)", "count(*)")
+    assert question.order_by("avg(outcome) desc").rows() == [
+        {"lower(task)": "b", "avg(outcome)": 2.0, "max(outcome)": 3.0, "count(*)": 2},
+        {"lower(task)": "a", "avg(outcome)": 1.0, "max(outcome)": 2.0, "count(*)": 2},
+    ]
+    assert buffer.query().select("task", "outcome + 1", "turns as t").table().columns == ["task", "outcome + 1", "t"]
+
+
+@pytest.mark.parametrize(
     "order", [["task"], ["outcome desc", "turns"], ["outcome + turns desc"], ["task desc", "task"]]
 )
 def test_the_first_rows_are_those_of_the_whole_order(order: list[str]) -> None:

@@ -134,6 +134,16 @@ def test_n_step_transitions_are_those_of_a_loop(sizes: list[tuple[int, int]], se
         assert batch["bootstrap"][row].item() == (0 if run[-1] in world.terminal else GAMMA ** len(run))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.uint8, torch.float64])
+def test_n_step_rewards_of_any_real_dtype(dtype: torch.dtype) -> None:
+    buffer = TrajectoryReplayBuffer(seed=0)
+    ends = torch.zeros(3, 1, 1, dtype=torch.bool)
+    buffer.add_trajectories([Trajectory(rewards=torch.ones(3, 1, 1).to(dtype), dones=ends, terminations=ends)])
+    batch = sample_n_step(buffer, 20, 2, 0.5)
+    assert batch["rewards"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert set(batch["rewards"].flatten().tolist()) == {1.0, 1.5}
+
+
 @pytest.mark.parametrize("strategy", ["future", "final"])
 def test_hindsight_goals_are_achieved_later_in_the_same_episode(strategy: str) -> None:
     world = World([(9, 2), (5, 1)], seed=1)

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from tests.sampling.told import told
 from tests.sampling.twins import SamplerTwin
 from trajstore.errors import EmptyBufferError
-from trajstore.sampling import Drawn, EpochSampler, GroupSampler
+from trajstore.sampling import Drawn, EpochSampler, FreshestSampler, GroupSampler, LeastUsedSampler
 
 
 class EpochTwin(SamplerTwin):
@@ -124,3 +124,21 @@ def test_fewer_groups_than_asked_for_are_told_once(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         assert len(sampler.draw(16, generator).ids) == 5
     assert caplog.messages == ["groups: 16 tasks asked for, 2 of 4 have 2 rollouts to draw, so that many are drawn"]
+
+
+@pytest.mark.parametrize("make", [FreshestSampler, LeastUsedSampler])
+def test_what_a_ranked_sampler_keeps_sorted_is_as_long_as_its_window(
+    make: type[FreshestSampler] | type[LeastUsedSampler],
+) -> None:
+    """Else a draw from a narrow window passes over all that is older, and what was drawn or evicted stays for ever."""
+    sampler, generator = make(), torch.Generator()
+    sampler.added(told(dict.fromkeys(range(2000), 1), range(2000)))
+    most = 64 + 4 * 50
+    for number in range(2000, 2400):
+        sampler.added(told({number: 1}, [number]))
+        drawn = sampler.draw(4, generator, number - 49)
+        assert min(drawn.ids) >= number - 49
+        assert len(sampler._heap) <= most
+    sampler.evicted(range(2390))
+    assert len(sampler.draw(20, generator)) == 10
+    assert len(sampler._heap) <= 64 + 4 * 10

@@ -113,6 +113,15 @@ def test_staleness_draws_recent_versions_and_of_every_task_a_few() -> None:
     assert sampler.figures()["starving_tasks"] == 3
 
 
+def test_what_is_a_thousand_half_lives_old_weighs_nothing() -> None:
+    sampler = WeightedSampler([Recency(1)])
+    sampler.added(told({0: 1}))
+    sampler.added(told(dict.fromkeys(range(1, 1001), 1)))
+    sampler.evicted(range(1, 1001))
+    with pytest.raises(EmptyBufferError, match="none of 1 trajectories is left to draw from after recency"):
+        sampler.draw(1, torch.Generator())
+
+
 def test_factors_and_priorities_multiply() -> None:
     """Staleness with a floor, recency and a priority of each transition, against their product written out."""
     sizes = {0: 2, 1: 3, 2: 1, 3: 2}

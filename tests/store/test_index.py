@@ -14,6 +14,7 @@ from trajstore.columns.conversion import flatten
 from trajstore.columns.limits import UNKNOWN_TIME
 from trajstore.columns.schema import Extent
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.store.entry_checks import in_blocks, shape_faults
 from trajstore.store.home import Home
 from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.store.index_file import index_from_json, index_to_json
@@ -152,7 +153,7 @@ def test_where_the_rows_of_an_entry_are_is_changed_at_once() -> None:
 def test_an_index_of_slots_has_the_same_entries_and_changes_by_itself() -> None:
     index = index_of([3, 5, 8])
     index.drop_oldest(1)
-    shown = index.in_slots(np.array([7], np.int32))
+    shown = index.in_slots(np.array([7, -1], np.int32))
     assert shown["slot"].tolist() == [7, 7]
     assert shown["trajectory_id"].tolist() == [5, 8]
     assert shown.total_samples == index.total_samples
@@ -174,3 +175,42 @@ def test_other_ids_are_found() -> None:
     index.renumber(np.array([0, 1]))
     assert index.find_many([0, 1, 8]).tolist() == [index.first, index.first + 1, -1]
     assert index.entry(index.position_of(1)).num_samples == flatten(witness(8)).num_samples
+
+
+def test_indexes_that_share_their_arrays_change_homes_for_themselves() -> None:
+    index = index_of([3, 5, 8])
+    part = index.slice(1, 3)
+    shown = part.in_slots(np.array([7, -1], np.int32))
+    before = [index.home(at) for at in range(3)]
+    shown.point(np.array([0]), [Home(9, 1, 2, 3)])
+    shown.note_extent(1, Extent(1, 1, 77, 88))
+    assert [index.home(at) for at in range(3)] == before == [before[0], *(part.home(at) for at in range(2))]
+    assert (shown.home(0), shown.entry(1).extent.extra) == (Home(9, 1, 2, 3), 77)
+    index.point(np.array([2]), [Home(4, 5, 6, 7)])
+    again = index.in_slots(np.array([7, 7, 7, 7, 7, -1], np.int32))
+    index.point(np.array([2]), [Home(0)])
+    index.note_extent(2, Extent(1, 1, 66, 66))
+    assert (shown.home(1)[1:], again.home(2)) == (before[2][1:], Home(7, 5, 6, 7))
+    assert [one.entry(one.end - 1).extent.extra for one in (index, shown)] == [66, 77]
+    assert again.entry(2).extent == part.entry(1).extent
+
+
+def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look() -> None:
+    index, count = TrajectoryIndex(), 300_000
+    few = index_of([1, 2, 3])
+    columns = {name: np.tile(column, count // 3) for name, column in few.take(slice(0, 3)).items()}
+    columns |= {"trajectory_id": np.arange(count), "version_high": np.arange(count) + (1 << 40)}
+    index.append({**columns, "uuid": np.random.default_rng(0).integers(0, 1 << 62, 2 * count).view("V16")})
+    index.texts = few.texts
+    again = index_from_json(index_to_json(index), 1)
+    for name in COLUMNS:
+        assert np.array_equal(again[name], index[name])
+    wrong = again.take(slice(0, count))
+    wrong["num_samples"][[5, 70_000, 299_999]] += 1
+    wrong["steps"][200_000] = 0
+    by_block, at_once = (
+        {what: np.flatnonzero(bad).tolist() for what, bad in faults}
+        for faults in (in_blocks(wrong, lambda block: shape_faults(block, True)), shape_faults(wrong, True))
+    )
+    assert by_block == at_once
+    assert list(by_block.values()) == [[5, 70_000, 200_000, 299_999]]

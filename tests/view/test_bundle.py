@@ -81,7 +81,7 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "task != 'task-4'"))
     shutil.rmtree(tmp_path / "store")  # nothing is asked of it
     page.open(address)
-    page.until("document.querySelectorAll('.curves canvas').length === 4")
+    page.until("document.querySelectorAll('.curves canvas').length === 5")
     assert page.run("return document.querySelector('.figures dd').textContent") == str(len(expected))
     assert f"{len(expected)} trajectories where task != 'task-4'" in page.run(
         "return document.querySelector('#live').textContent"
@@ -104,7 +104,7 @@ def test_a_bundle_shows_what_the_server_shows(tmp_path: Path, serve_files: Serve
     page.click(".heads > div:nth-child(1) button")
     page.until(f"{ROWS}[0] === '0'")
     page.run("location.hash = '#/overview?over=version'")
-    page.until("document.querySelectorAll('.curves canvas').length === 4")
+    page.until("document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 3, 20)
     page.until("document.querySelector('.question')?.textContent.includes('version_high = 0')")
     page.until("document.querySelector('.total').textContent === '8 trajectories'")

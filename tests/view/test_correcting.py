@@ -25,6 +25,7 @@ from tools.browser import PATIENCE, Page
 from trajstore import TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import main
 from trajstore.errors import StoreNotFoundError
+from trajstore.view.living import MOST_GIVEN
 
 JSON = {"Content-Type": "application/json"}
 
@@ -45,8 +46,8 @@ def post(address: str, body: Any, headers: Mapping[str, str | None] | None = Non
     return answer.status, json.loads(text).get("error", "") if text.startswith("{") else text
 
 
-def wish(value: str, kind: str = "number", name: str = "judge", shown: str = "0") -> dict[str, str]:
-    return {"id": shown, "name": name, "kind": kind, "value": value}
+def wish(value: str, kind: str = "number", name: str = "judge", shown: str = "0") -> dict[str, Any]:
+    return {"ids": [shown], "name": name, "kind": kind, "value": value}
 
 
 def given(path: Path, shown: str = "0") -> list[Any]:
@@ -101,10 +102,8 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     answer = ask(address, "notes", id="0")
     assert [(one["name"], one["value"]) for one in answer["values"]] == expected
     assert [one["latest"] for one in answer["values"]] == [False, False, False, True, True, True]
-    assert (answer["names"], answer["write"]) == (
-        [["judge", "number"], ["tag", "text"], ["outcome", "number"]],
-        {"who": "anna"},
-    )
+    assert answer["names"] == [["judge", "number"], ["tag", "text"], ["outcome", "number"]]
+    assert ask(address, "about")["write"] == {"who": "anna"}
     assert ask(address, "facts", id="0")["outcome"] == 2**53 - 1
     notes = {column["name"]: column["note"] for column in ask(address, "about")["columns"]}
     assert (notes["tag"], notes["reward_judge"]) == ("came late", "judge of the reward's metadata")
@@ -132,12 +131,15 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
         (wish("1", shown="../0"), "must be an id"),
         (wish("1", shown="7"), "no trajectory has the id 7"),
         (wish("1", shown="1/0"), "there is no rank 1 here"),
-        ({"id": 0, "name": "judge", "kind": "number", "value": "1"}, "each a text"),
+        ({**wish("1"), "ids": [0]}, "a list of one text or more"),
+        ({**wish("1"), "ids": []}, "a list of one text or more"),
+        ({**wish("1"), "ids": ["0", "7"]}, "no trajectory has the id 7"),
+        ({**wish("1"), "name": 1}, "each a text"),
         ([], "each a text"),
         (b"", "the request is no JSON"),
         (b"[" * 60_000, "the request is no JSON"),
-        (b'{"id": "\\ud800", "name": "judge", "kind": "number", "value": "1"}', "the request is no JSON"),
-        (b'"' + b"x" * 70_000, "at most 65,536 bytes"),
+        (b'{"ids": ["\\ud800"], "name": "judge", "kind": "number", "value": "1"}', "the request is no JSON"),
+        (b'"' + b"x" * 600_000, "at most 524,288 bytes"),
     ],
 )
 def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve, body: Any, said: str) -> None:
@@ -192,7 +194,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
         "method POST: nothing can be changed here; with --write, `trajstore view` takes values",
     )
     answer = ask(address, "notes", id="0")
-    assert (answer["write"], [one["who"] for one in answer["values"]]) == (None, ["bob"])
+    assert (ask(address, "about")["write"], [one["who"] for one in answer["values"]]) == (None, ["bob"])
     assert len(given(path)) == 1
 
 
@@ -379,3 +381,89 @@ def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path,
         writer.send_signal(signal.SIGCONT)
         page.until(f"{STATUS} === 'It is in the store.' && document.querySelector('.given tr.latest.store')")
     assert given(path) == [("judge", 0.5, "anna")]
+
+
+ROWS = "[...document.querySelectorAll('.row')].map((row) => row.innerText.split(/\\n+/))"
+
+
+def test_all_rows_of_a_table_are_given_a_value_and_it_is_taken_back(path: Path, serve: Serve, page: Page) -> None:
+    address = serve(path, who="anna")
+    page.open(f"{address}/#/table?where=outcome%20%3D%201&columns=trajectory_id,outcome,label")
+    page.until("document.querySelector('.late summary').textContent === 'Give all 2 a value'")
+    page.click(".late summary")
+    enter(page, "label", "good", "a text")
+    page.until(f"{STATUS} === 'Given to 2: label. It is in the store.'")
+    assert [given(path, shown) for shown in "0123"] == [[], [("label", "good", "anna")]] * 2
+    page.until("[...document.querySelectorAll('.choices label')].some((one) => one.textContent === 'label')")
+    page.until("document.querySelectorAll('.row').length === 2")
+    page.run("[...document.querySelectorAll('.choices label')].find((one) => one.textContent === 'label').click()")
+    page.until(f"{ROWS}.every((row) => row.at(-1) === 'good')")
+    enter(page, "outcome", "0.5", "a number")
+    page.until("document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
+    page.until(f"{STATUS} === 'Given to 2: outcome. It is in the store.'")
+    page.open(f"{address}/#/table?where=outcome%20%3D%200.5")
+    page.until("document.querySelector('.late summary').textContent === 'Give all 2 a value'")
+    page.click(".late summary")
+    page.keys("#late-name", "outcome")
+    page.keys("#late-kind", "taken")
+    assert page.run("return document.querySelector('#late-value').disabled")
+    page.click(".give button")
+    page.until("document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
+    assert given(path, "1") == [("label", "good", "anna"), ("outcome", 0.5, "anna"), ("outcome", None, "anna")]
+
+
+def test_rows_that_are_shown_are_given_a_value_whatever_came_and_went(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(number) for number in range(400)])
+        writer.flush()
+        page.open(f"{serve(tmp_path, who='anna')}/#/table?where=outcome%20%3D%201")
+        page.until("document.querySelectorAll('.row .id a').length > 10")
+        page.run("document.querySelector('.grid').scrollTop = 34 * 100")  # here the table stays as it is
+        page.click(".late summary")
+        writer.add_trajectories([rollout(number) for number in range(400, 408)])
+        writer.evict([1, 3, 5])
+        writer.flush()
+        page.until("document.querySelector('.news').checkVisibility()")
+        enter(page, "seen", "1")
+        page.until(f"{STATUS} === 'Given to 197: seen. 3 others have left the store. It is in the store.'")
+        assert writer.query().where("seen = 1").ids().tolist() == list(range(7, 400, 2))
+        writer.evict(range(7, 400, 2))
+        writer.flush()
+        enter(page, "seen", "0")
+        page.until(f"{REFUSED} === 'Nothing was given: all of them have left the store.'")
+
+
+def test_siblings_are_given_a_value_while_their_writer_waits(path: Path, serve: Serve, page: Page) -> None:
+    page.open(f"{serve(path, who='anna')}/#/group?task=task-0")
+    page.until("document.querySelectorAll('.sibling .message').length >= 4")
+    page.click(".late summary")
+    page.expected_errors.append("status of 400")
+    enter(page, "outcome", "good", "a text")
+    page.until(f"{REFUSED}.includes('takes the place of a number')")
+    with another_writer(path) as writer:
+        writer.send_signal(signal.SIGSTOP)
+        enter(page, "outcome", "0.75", "a number")
+        page.until(f'{STATUS} === "Given to 4: outcome. It waits in the store\'s inbox until its writer takes it in."')
+        writer.send_signal(signal.SIGCONT)
+        page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
+    outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
+    page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
+    assert "mean outcome 0.75 · standard deviation 0" in page.run(
+        "return document.querySelector('.summary').textContent"
+    )
+
+
+def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0)] * (MOST_GIVEN + 1))
+    address = serve(tmp_path, who="anna")
+    assert len(ask(address, "ids", where="trajectory_id > 0")["ids"]) == MOST_GIVEN
+    status, _, body = get(address, "/api/ids")
+    assert (status, f"{MOST_GIVEN + 1:,} trajectories, the page gives values to at most" in body.decode()) == (
+        400,
+        True,
+    )
+    every = [str(number) for number in range(1, MOST_GIVEN + 1)]
+    assert post(address, {**wish("x" * 4096, "text", "tag"), "ids": every}) == (200, "")
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        assert reader.query().where("tag is not null").count() == MOST_GIVEN

@@ -10,6 +10,8 @@ import pytest
 from tests.view.rollouts import rollout
 from tests.view.test_page import ROWS
 from tools.browser import Page
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError
 from trajstore.testing.witness import witness
 from trajstore.view import serving
 
@@ -72,3 +74,11 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
         page.run("location.hash = '#/table'")
         page.until(f"{ROWS}.length === 18")  # what there was before
     handle.refresh()  # it is still its owner's
+
+
+def test_what_is_no_handle_is_refused() -> None:
+    asking = pytest.raises(
+        ConfigurationError, match=r"handle: .* is a TrajectoryReplayBuffer, must be a handle of stores"
+    )
+    with asking, serving(TrajectoryReplayBuffer(), port=0):  # type: ignore[arg-type]
+        pass

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from tests.stores import writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import rollout
 from tools.browser import Page
-from trajstore import Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.store.sealed import INDEX_NAME
 from trajstore.testing.witness import witness
 
@@ -94,6 +97,20 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     page.until("document.querySelector('#token').textContent.includes('log-prob (engine) NaN')")
 
 
+def test_values_by_row_that_came_late_are_colours(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0), rollout(1)])
+        annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
+    address = serve(tmp_path)
+    page.open(f"{address}/#/trajectory/1?token=4")
+    page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
+    assert page.run("return document.querySelector('#color').value") == "notes.advantages"
+    assert "notes.advantages -1" in page.run("return document.querySelector('#token').textContent")
+    page.open(f"{address}/#/trajectory/0")
+    page.until("document.querySelectorAll('.token').length === 24")
+    assert page.run("return document.querySelector('#color').value") == "metadata.advantages"
+
+
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
     long = "x" * 1_000_000
     calls = {"function": {"name": HOSTILE, "arguments": HOSTILE}}
@@ -134,6 +151,92 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
     title = page.run("return document.title")
     assert title.startswith("Task <script>")
     assert title.endswith(f" · {tmp_path.name} · trajstore")
+
+
+def test_a_phrase_is_found_in_messages_that_are_folded_or_not_there_yet(
+    tmp_path: Path, serve: Serve, page: Page
+) -> None:
+    call = {"function": {"name": "run", "arguments": {"command": "grep [a.b] (x"}}}
+    messages: list[Any] = [{"role": "user", "content": f"line {number}"} for number in range(450)]
+    messages[7] = {"role": "tool", "content": f"{'x ' * 30_000}The NEEDLE{' y' * 30_000}"}
+    messages[8] = {"role": "user", "content": HOSTILE}
+    messages[430] = {"role": "assistant", "content": "no", "tool_calls": [call, {"function": {"name": "needle"}}]}
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, messages=messages)])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0")
+    page.until("document.querySelectorAll('.message').length === 200")
+    said = "document.querySelector('.conversation [role=status]').textContent"
+    marked = (
+        "[...CSS.highlights.get('found') ?? []].map((one) => "
+        "`${one.startContainer.parentElement.closest('.message').dataset.number} ${one}`)"
+    )
+    inside = (
+        "[...CSS.highlights.get('found')].every((one) => { const { top } = one.getBoundingClientRect();"
+        "return top > 0 && top < innerHeight; })"
+    )
+    page.keys("body", "/")
+    page.until("document.activeElement.id === 'find'")
+    page.keys("#find", "needle\n")
+    page.until(f"{said} === '1 of 2 messages' && {marked}.join() === '7 NEEDLE' && {inside}")
+    assert "find=needle" in page.run("return location.hash")
+    page.keys("#find", "\n")
+    page.until(f"{said} === '2 of 2 messages' && {marked}[0] === '430 needle' && {inside}")
+    page.click("[aria-label='Next message']")
+    page.until(f"{said} === '1 of 2 messages'")
+    page.keys("#find", "\ue009a\ue009", "grep [a.b] (X\n")  # no pattern: found as it was entered
+    page.until(f"{said} === '1 of 1 message' && {marked}.join() === '430 grep [a.b] (x' && {inside}")
+    page.keys("#find", "\ue009a\ue009", "x The needle\n")  # a long text is shown in parts: this begins in one of them
+    page.until(f"{marked}.join() === '7 x The NEEDLE' && {inside}")
+    search = "const field = document.querySelector('#find'); field.value = arguments[0]; field.form.requestSubmit()"
+    for phrase, shown in (("<script>", "<script>"), ("\x1b[2J", "\\x1b[2J"), ("\\u{202E}", "\\u{202e}")):
+        page.run(search, phrase)  # as it is, or as it is shown
+        page.until(f"{said} === '1 of 1 message' && {marked}[0] === arguments[0]", f"8 {shown}")
+    page.run(search, "(" * 1_000_000)
+    page.until(f"{said} === 'a phrase has at most 1,000 characters' && !CSS.highlights.has('found')")
+    page.keys("#find", "\ue009a\ue009", "nowhere\n")
+    page.until(f"{said} === 'in no message' && !CSS.highlights.has('found')")
+    page.open(page.run("return location.href").replace("nowhere", "line+449"))
+    page.until(f"{said} === '1 of 1 message' && {marked}.join() === '449 line 449' && {inside}")
+
+
+def png(width: int, height: int, color: bytes) -> bytes:
+    """Return a picture of one colour."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + color * width) * height)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_pictures_in_messages_are_painted(tmp_path: Path, serve: Serve, page: Page) -> None:
+    data = base64.b64encode(png(2, 1, bytes([10, 200, 30]))).decode()
+    url = f"data:image/png;base64,{data}"
+    parts = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+        {"type": "image_url", "image_url": {"url": "http://other.example/x.png"}},
+        {"type": "image_url", "image_url": {"url": "data:image/svg+xml;base64,PHN2Zy8+"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}},
+    ]
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(0, messages=[{"role": "user", "content": parts}])])
+    page.open(f"{serve(tmp_path)}/#/trajectory/0")
+    page.expected_errors.append("willReadFrequently")
+    pixels = (
+        "[...document.querySelectorAll('.picture canvas')]"
+        ".map((one) => [one.width, one.height, ...one.getContext('2d').getImageData(1, 0, 1, 1).data].join()).join(' ')"
+    )
+    page.until(f"{pixels} === '2,1,10,200,30,255 2,1,10,200,30,255'")
+    page.until("document.querySelectorAll('.picture .refused').length === 2")
+    folded = "document.querySelectorAll('.message details').length"
+    assert page.run(f"return {folded}") == len(parts) - 1  # with all of their text
+    page.keys("#find", "what is\n")  # unfolds what may have it, not the data of pictures
+    page.until("document.querySelectorAll('.message details[open]').length === 2")
+    assert page.run("return document.querySelectorAll('main img').length") == 0
 
 
 def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -278,16 +381,48 @@ def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page)
         writer.add_trajectories([rollout(80, reward=None)])
         writer.flush()
         page.open(f"{serve(tmp_path)}/#/overview")
-        page.until("document.querySelectorAll('.curves canvas').length === 4")
+        page.until("document.querySelectorAll('.curves canvas').length === 5")
         assert page.run("return document.querySelector('.lacking').textContent").startswith(
             "1 rollouts have no outcome"
         )
         writer.add_trajectories([rollout(81)])
         writer.flush()
         page.until("document.querySelector('.figures dd').textContent === '82'")
+        figure = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
+        assert page.run(f"return {figure}") == "Mean log-prob, of up to 8 rollouts"
         page.click_at("[data-curve=count] .u-over", 3, 20)
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
         assert "version_high" in page.run("return document.querySelector('#filter').value")
+
+
+def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
+    tmp_path: Path, serve: Serve, page: Page
+) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(at, old_log_probs=None, rollout_log_probs=None) for at in range(16)])
+        writer.flush()
+        page.open(f"{serve(tmp_path)}/#/overview?over=version")
+        page.until(
+            "document.querySelectorAll('.curves canvas').length === 4"
+            " && document.querySelectorAll('.curves figure').length === 4"
+        )
+        odd = torch.full((20,), float("nan"))
+        writer.add_trajectories([rollout(at, old_log_probs=odd) for at in range(16, 24)])
+        writer.add_trajectories([rollout(at) for at in range(24, 32)])
+        writer.flush()
+        said = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
+        page.until(f"{said} === 'Mean log-prob, of up to 8 rollouts, 1 not finite'")
+        value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
+        assert page.run(f"return {value}") == "version 3: -1.357"
+        page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a point that is no number
+        assert page.run(f"return {value}") == "version 2: unknown"
+        page.click("[data-over=time]")
+        page.until("document.querySelector('[data-curve=log_prob]').getAttribute('aria-label').endsWith('over time')")
+        page.until(f"{said} && document.querySelector('[data-curve=log_prob] canvas')")
+        page.click("[data-over=version]")
+        page.keys("[data-curve=log_prob] [role=slider]", "\ue010", "\ue007")  # end, enter
+        page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
+        assert page.run("return document.querySelector('#filter').value") == "version_high = 3"
 
 
 def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:

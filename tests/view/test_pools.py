@@ -89,6 +89,10 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         assert "experience_pool" not in page.run("return document.querySelector('main').textContent")
         page.click(".facts a")  # all histories of the task, of whatever version
         page.until("document.querySelectorAll('.sibling').length === 6")
+        pairs = page.run("return [...document.querySelectorAll('.sibling .pairs')].map((one) => one.textContent)")
+        assert sum("policy version 1versions behind 1" in one for one in pairs) == 3
+        assert sum("policy version 2versions behind 0" in one for one in pairs) == 3
+        assert sum("drawn 1 time" in one for one in pairs) == 1
         page.expected_errors.append("status of 404")
         other = next(number for number in store.ids() if number not in manager.query().ids())
         page.run("location.hash = `#/trajectory/${arguments[0]}`", str(other))

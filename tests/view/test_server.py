@@ -21,6 +21,7 @@ from tests.test_golden import GOLDEN
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
 from tools.browser import PATIENCE, Command, NoServerError
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
 from trajstore.testing.witness import witness
 from trajstore.view.page import STATIC
@@ -73,7 +74,8 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         asked = {"where": "outcome > 0", "order": ["version_high", "trajectory_id desc"], "count": 7}
         pages = [ask(address, "page", **asked, first=first) for first in range(0, 21, 7)]
         assert [page["total"] for page in pages] == [20] * 3
-        rows = [dict(zip(names, row, strict=True)) for page in pages for row in page["rows"]]
+        rows = [row for page in pages for row in page["rows"]]
+        assert all(list(row) == names for row in rows)
         assert [int(row["trajectory_id"]) for row in rows] == question.ids().tolist()
         assert [row["reward_judge"] for row in rows] == [row["reward_judge"] for row in question.rows()]
         writer.evict([39])
@@ -83,13 +85,13 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         while not ask(address, "page", where="trajectory_id = 40")["total"]:
             seen, _ = stream(address, seen)
         again = ask(address, "page", **asked, first=0, state=told["state"])
-        assert [row[0] for row in again["rows"]] == [row[0] for row in pages[0]["rows"]]
+        assert again["rows"] == pages[0]["rows"]
         last = ask(address, "page", **asked, first=14, state=told["state"])
-        evicted = next(row for row in last["rows"] if row[0] == "39")
-        assert evicted[1:] == [None] * (len(names) - 1)
+        evicted = next(row for row in last["rows"] if row["trajectory_id"] == "39")
+        assert {name for name, value in evicted.items() if value is not None} == {"trajectory_id"}
         now = ask(address, "page", **{**asked, "count": 100})
-        assert "39" not in {row[0] for row in now["rows"]}
-        assert "40" in {row[0] for row in now["rows"]}
+        assert "39" not in {row["trajectory_id"] for row in now["rows"]}
+        assert "40" in {row["trajectory_id"] for row in now["rows"]}
 
 
 def stream(address: str, seen: str | None = None) -> tuple[str, Any]:
@@ -154,7 +156,12 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
         with writer_to(tmp_path / f"rank_{rank}") as writer:
             writer.add_trajectories([rollout(rank), witness(7)])
     address = serve(tmp_path)
-    assert [row[0] for row in ask(address, "page", order=["trajectory_id"])["rows"]] == ["0", "1", "1/0", "1/1"]
+    assert [row["trajectory_id"] for row in ask(address, "page", order=["trajectory_id"])["rows"]] == [
+        "0",
+        "1",
+        "1/0",
+        "1/1",
+    ]
     assert ask(address, "facts", id="1/0")["task"] == "task-0"
     told, arrays = trajectory(address, "1/1")
     block = witness(7)
@@ -172,7 +179,21 @@ def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fi
     address = serve(rlinf)
     rows = ask(address, "page")["rows"]
     assert len(rows) == ask(address, "about")["trajectories"] > 0
-    assert trajectory(address, rows[0][0])[0]["kind"] == "step"
+    assert trajectory(address, rows[0]["trajectory_id"])[0]["kind"] == "step"
+
+
+def test_a_store_at_a_url_is_shown_and_followed(memory_url: str, serve: Serve) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as writer:
+        writer.add_trajectories([rollout(number) for number in range(8)])
+        writer.flush()
+        address = serve(memory_url)
+        assert ask(address, "log_probs", over="version")["log_prob"] == [pytest.approx(-9.5 / 7)]
+        assert trajectory(address, "3")[0]["tokens"] == 24
+        writer.add_trajectories([rollout(8)])
+        writer.flush()
+        seen = ""
+        while ask(address, "page")["total"] < 9:
+            seen, _ = stream(address, seen)
 
 
 def test_a_damaged_rollout_hides_no_other(tmp_path: Path, serve: Serve) -> None:
@@ -211,6 +232,51 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         assert [row["trajectory_id"] for row in group["rollouts"]] == ["24", "25", "26", "27"]
         assert len(ask(address, "group", task="task-1", version=0)["rollouts"]) == 4
         assert ask(address, "group", task="' or 1 = 1")["rollouts"] == []
+
+
+def test_the_curve_of_success_rates_is_of_those_that_have_one(tmp_path: Path, serve: Serve) -> None:
+    rewards = [Reward(outcome=3.0, success_rate=rate) for rate in (0.25, 0.75, None)]
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(at, reward=reward) for at, reward in enumerate(rewards)])
+        writer.add_trajectories([rollout(8)])
+    assert ask(serve(tmp_path), "overview")["by_version"]["success_rate"] == [0.5, None]
+
+
+def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_path: Path, serve: Serve) -> None:
+    def of(version: int, value: float, **changed: Any) -> AgentTrajectory:
+        fields = {"old_log_probs": torch.full((20,), value), "policy_version": version, **changed}
+        return rollout(0, **fields)
+
+    half = torch.tensor([1, 0] * 10)
+    odd = torch.tensor([-1.0, float("nan")] * 10)
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories(
+            [of(0, -0.5), of(0, -1.5), of(1, -9.0, old_log_probs=odd, response_mask=half), witness(3)]
+        )
+        writer.add_trajectories(
+            [of(2, 0.0, old_log_probs=None, rollout_log_probs=None), of(3, -1.0, old_log_probs=odd)]
+        )
+        writer.flush()
+        address = serve(tmp_path)
+        told = ask(address, "log_probs", over="version")
+        assert (told["x"], told["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
+        assert (told["first"], told["last"], told["of"], told["unread"]) == ([0, 2, 4, 5], [1, 2, 4, 5], 4, 0)
+        assert ask(address, "log_probs", over="version", where="version_high = 1")["x"] == [1]
+        assert ask(address, "log_probs", over="version", where="kind = 'step'")["x"] == []
+        assert ask(address, "log_probs", over="time", where="version_high = 0")["log_prob"] == [-1.0]
+        assert get(address, "/api/log_probs?over=task")[0] == 400
+        writer.add_trajectories([of(number // 16, -float(number % 16)) for number in range(160, 3360)])
+        writer.flush()
+        while (told := ask(address, "log_probs", over="version"))["of"] < 204:
+            stream(address, told["state"])
+        assert (len(told["x"]), told["x"][0], told["x"][-1], told["of"]) == (60, 0, 209, 204)
+        assert told["log_prob"] == ask(address, "log_probs", over="version")["log_prob"]
+        assert all(value in {-whole / 8 for whole in range(121)} for value in told["log_prob"][4:])
+    damaged = serve(tmp_path)
+    shard = tmp_path / "shards" / "shard_00000000.pt"
+    shard.write_bytes(shard.read_bytes()[:100])
+    more = ask(damaged, "log_probs", over="version")
+    assert (more["unread"], more["log_prob"][-1]) == (3, told["log_prob"][-1])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from tools.browser import NoBrowserError, Page, browser, serving
-from tools.screenshots.stores import write_blocks, write_rollouts
+from tools.screenshots.stores import write_blocks, write_pool, write_rollouts
 
 SIZE = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 COLORS = 255
@@ -43,8 +43,10 @@ class View:
     height: int = 800
 
 
+_CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length === 5"
+
 VIEWS = (
-    View("overview", "terminal", "overview", "document.querySelectorAll('.curves canvas').length === 4", 900),
+    View("overview", "terminal", "overview", _CURVES, 900),
     View(
         "table",
         "terminal",
@@ -69,6 +71,13 @@ VIEWS = (
         "trajectory/9?environment=1&step=20",
         "document.querySelectorAll('[data-drawn]').length > 8",
     ),
+    View(
+        "pool",
+        "experience_pool",
+        "overview",
+        f"{_CURVES} && document.querySelector('[data-curve=difficulty] canvas')",
+        1380,
+    ),
 )
 
 
@@ -90,7 +99,9 @@ def pictures() -> Iterator[tuple[str, bytes]]:
         with browser(profile) as driver, contextlib.ExitStack() as stack:
             write_rollouts(runs / "terminal")
             write_blocks(runs / "pusher")
-            addresses = {name: stack.enter_context(serving(runs / name)) for name in ("terminal", "pusher")}
+            write_pool(runs / "experience_pool")
+            shown = {view.store for view in VIEWS}
+            addresses = {name: stack.enter_context(serving(runs / name)) for name in shown}
             page = Page(driver)
             for view in VIEWS:
                 driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**SIZE, "height": view.height})
@@ -118,7 +129,7 @@ def _small(png: bytes) -> bytes:
     picture = (
         Image.open(io.BytesIO(png))
         .convert("RGB")
-        .quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        .quantize(COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
     )
     out = io.BytesIO()
     picture.save(out, "png", optimize=True)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tools.screenshots.tasks import DETOURS, TASKS, Step, Task
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore.experience import ExperienceManager, PoolRules
 
 VERSIONS, SIBLINGS = 16, 8
 SYSTEM = "You work in a terminal. Call it as often as you need, then answer in one sentence."
@@ -27,6 +29,22 @@ Message = dict[str, Any]
 
 def write_rollouts(path: Path) -> None:
     """Write a store of rollouts, and the tokenizer that they name beside it."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
+        for rollout in _rollouts(path.parent / "tokenizer"):
+            writer.add_trajectories([rollout])
+
+
+def write_pool(path: Path) -> None:
+    """Write the files of a pool that the same rollouts have entered, those of a policy version in a step."""
+    manager = ExperienceManager(PoolRules(n_rollout=SIBLINGS))
+    for step, rollouts in groupby(_rollouts(path.parent / "tokenizer"), lambda rollout: rollout.policy_version):
+        manager.global_steps = int(step or 0)
+        manager.admit(list(rollouts))
+        manager.save_experience_pool_to_disk(path / f"step_{step}")
+
+
+def _rollouts(folder: Path) -> Iterator[AgentTrajectory]:
+    """Yield rollouts, version by version and task by task; their tokenizer is written into a folder."""
     chance = random.Random(5)
     made = [
         (task, version, *_conversation(task, version, chance))
@@ -35,13 +53,11 @@ def write_rollouts(path: Path) -> None:
         for _ in range(SIBLINGS)
     ]
     texts = dict.fromkeys(text for *_, messages in made for text, _ in _said(messages))
-    folder = path.parent / "tokenizer"
     tokenizer = _tokenizer(list(texts), folder)
     tokens = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
     numbers = np.random.default_rng(5)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
-        for task, version, is_solved, messages in made:
-            writer.add_trajectories([_rollout(task, version, is_solved, messages, tokens, numbers, folder)])
+    for task, version, is_solved, messages in made:
+        yield _rollout(task, version, is_solved, messages, tokens, numbers, folder)
 
 
 def _conversation(task: Task, version: int, chance: random.Random) -> tuple[bool, list[Message]]:

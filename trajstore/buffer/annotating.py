@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from trajstore.arguments import path_or_url, text
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.clock import microseconds
 from trajstore.columns.facts import SCORE
 from trajstore.columns.limits import shown
 from trajstore.columns.values import as_tensor
@@ -160,7 +160,7 @@ def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    said = Said(tuple(wanted), listed, who, time.time_ns() // 1000)
+    said = Said(tuple(wanted), listed, who, microseconds())
     said.check()
     check_names(values, FACTS)
     for name in rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 
 from trajstore.buffer.rlinf_checkpoint import write_rlinf
+from trajstore.clock import microseconds
 from trajstore.columns.fields import Axis
 from trajstore.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.columns.portions import portions
@@ -239,7 +239,7 @@ def _write_store(
         columns[NOTE_ROWS + name] = np.array([taken.get(at, UNAVAILABLE) for at in column.tolist()], np.int32)
     catalog.index.texts = picture.index.texts
     catalog.index.append(columns)
-    catalog.notes = Notes.of(catalog.index, catalog.shards, time.time_ns() // 1000)
+    catalog.notes = Notes.of(catalog.index, catalog.shards, microseconds())
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)

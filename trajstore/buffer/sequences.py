@@ -143,6 +143,7 @@ def _n_step(
     if after:
         values |= _flat(buffer.read(replace(spans.first, samples=end, weights=None), columns=after))
     rewards = _read(buffer, spans.first, spans.rows, ["rewards"])["rewards"]
+    rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch promotes no eight-bit floats
     factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
     shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
     discounted = rewards * factors.reshape(1, *shape[1:])

@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from trajstore.columns.limits import RANGES, shown
+from trajstore.columns.limits import MOST_NESTED, RANGES, shown
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
-
-_MOST_NESTED = 200
-"""Levels of lists and dicts; the encoder takes 254 of them."""
 
 LEAVES = "leaves"
 """Part of a step trajectory's document that has the leaves of its dicts which are JSON values, by dotted name."""
@@ -82,8 +79,8 @@ def _json_of(value: Any, path: str, depth: int = 0) -> Any:
         if not math.isfinite(value):
             raise _refusal(path, f"{value} has no equal in JSON; use None, or a string")
         return float(value)
-    if depth >= _MOST_NESTED:
-        raise _refusal(path, f"nested in more than {_MOST_NESTED} lists and dicts")
+    if depth >= MOST_NESTED:
+        raise _refusal(path, f"nested in more than {MOST_NESTED} lists and dicts")
     if isinstance(value, list | tuple):
         return [_json_of(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
     if isinstance(value, Mapping):

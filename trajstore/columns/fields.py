@@ -19,6 +19,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from trajstore.columns.limits import MOST_NESTED
 from trajstore.errors import InvalidTrajectoryError
 
 TENSOR_FIELDS = (
@@ -92,8 +93,10 @@ def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
     """Yield ``(path, leaf)`` for every leaf of a nested dict, in insertion order: what is no dict, or an empty one.
 
     Raises:
-        InvalidTrajectoryError: a key is not a string.
+        InvalidTrajectoryError: a key is not a string, or dicts are nested too deeply.
     """
+    if len(path) > MOST_NESTED:
+        raise InvalidTrajectoryError(f"field {join_name(path[:3])}...: nested in more than {MOST_NESTED} dicts")
     for key, item in value.items():
         if not isinstance(key, str):
             raise InvalidTrajectoryError(

@@ -49,6 +49,9 @@ RANGES: Mapping[str, tuple[int, int]] = {
 MAX_STEPS = RANGES["steps"][1]
 MAX_SAMPLES = RANGES["num_samples"][1]
 
+MOST_NESTED = 200
+"""Levels of dicts and lists; the encoder of documents takes 254 of them."""
+
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SHOWN = 60
 

@@ -37,6 +37,8 @@ def _leading_shape(trajectory: Any) -> tuple[int, int]:
             continue
         if not isinstance(value, torch.Tensor | np.ndarray):
             raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            as_tensor(name, value)  # refuses it: it has no shape to ask for
         shape = tuple(value.shape)
         if len(shape) < 2:
             raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...]")

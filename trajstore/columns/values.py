@@ -18,9 +18,6 @@ NewColumn = tuple[str, torch.dtype, tuple[int, ...], Axis]
 """Name, dtype, row shape and axis of a column of a trajectory that is being taken apart."""
 
 
-_STRIDED = torch.strided
-
-
 @cache
 def _plain_dtypes() -> frozenset[torch.dtype]:
     """Return the dtypes of tensors that are neither quantized nor, perhaps, to be conjugated."""
@@ -34,7 +31,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
         and value.dtype in _plain_dtypes()
         and value.is_cpu
         and not value.requires_grad
-        and value.layout is _STRIDED
+        and value.layout is torch.strided
+        and not value.is_nested
         and value.is_contiguous()
         and not value.is_neg()
     ):

@@ -347,4 +347,11 @@ def _sync_path(folder: str) -> None:
 
 
 def _working_folder(path: Path) -> str:
-    return "" if path.is_absolute() else os.getcwd()
+    if path.is_absolute():
+        return ""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise StoreNotFoundError(
+            f"{path}: is relative, and the working directory was removed; give the whole path"
+        ) from error

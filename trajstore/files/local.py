@@ -64,6 +64,7 @@ class LocalDirectory(Directory):
         self._segments: dict[str, int] = {}  # log segments appended to, whose names are durable: their ends
         self._uncut: dict[str, int] = {}  # segments with half a record at their end that could not be cut off
         self._lock: LocalWriterLock | None = None
+        self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalDirectory, (self.path, self._root.where)
@@ -161,6 +162,8 @@ class LocalDirectory(Directory):
             descriptor = self._root.open(check_name(name), os.O_RDONLY)
         except FileNotFoundError as error:
             fate = self._root.fate()
+            if fate is None and os.getpid() != self._pid:
+                fate = "this process was forked, and its parent may have let go of it since"
             reason = SEE_VERIFY if fate is None else f"; {fate}; load it again"
             raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it{reason}") from error
         try:

@@ -65,9 +65,14 @@ class Ledger:
     def write(self, shards: Iterable[tuple[int, ShardManifest]]) -> None:
         """Write down which shards are there, by number; none where the index names them all."""
         copied = [(number, crc_of(manifest)) for number, manifest in shards]
-        document = {"store_id": self._store_id, "source": self._source, **holder_document(), "copied": copied}
+        document = {"store_id": self._store_id, "source": as_text(self._source), **holder_document(), "copied": copied}
         self._target.publish([EncodedFile(LEDGER_NAME, [orjson.dumps(document)])])
         self.lists_shards = bool(copied)
+
+
+def as_text(said: str) -> str:
+    """Return what can be written as JSON: a path may have bytes that are no text."""
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 def crc_of(manifest: ShardManifest) -> int:

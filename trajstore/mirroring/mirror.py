@@ -21,6 +21,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreErr
 from trajstore.files.base import Directory, EncodedFile, ReaderLease
 from trajstore.files.opening import nested, open_directory
 from trajstore.interrupts import Parking, start_thread
+from trajstore.mirroring.ledger import as_text
 from trajstore.mirroring.options import MIRRORED_NAME, Mirror, MirrorState
 from trajstore.mirroring.replica import Replica
 from trajstore.mirroring.source import Line, Picture, Tail
@@ -283,7 +284,8 @@ class StoreMirror:
         if self._untold:
             return
         self._told_at = now
-        document = {name: getattr(state, name) for name in ("url", "generation", "newest_id", "at", "error")}
+        document = {name: getattr(state, name) for name in ("generation", "newest_id", "at")}
+        document |= {"url": as_text(state.url), "error": state.error and as_text(state.error)}
         try:
             self._directory.publish([EncodedFile(MIRRORED_NAME, [orjson.dumps(document)])])
         except (OSError, TrajstoreError) as error:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError, listed
 from trajstore.querying.engine import polars
+from trajstore.querying.naming import named, named_columns
 from trajstore.querying.relations import RELATIONS, TRAJECTORIES, shown_columns
 from trajstore.querying.stream import Stream
 
@@ -59,7 +60,10 @@ class Query:
         return replace(self, _conditions=(*self._conditions, _text("where", condition)))
 
     def select(self, *columns: str) -> Query:
-        """Return these columns: names, expressions, or of groups aggregates (``"avg(outcome) as mean"``)."""
+        """Return these columns: names, expressions, or of groups aggregates (``"avg(outcome) as mean"``).
+
+        What has no ``as`` is called as it is written: ``avg(outcome)``.
+        """
         return replace(self, _columns=(*self._columns, *(_text("select", one) for one in columns)))
 
     def group_by(self, *columns: str) -> Query:
@@ -147,7 +151,8 @@ class Query:
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
         try:
-            return _answered("sql", (text,), names, lambda: _checked(context.execute(text, eager=False)))
+            answer = _answered("sql", (text,), names, lambda: _checked(context.execute(text, eager=False)))
+            return named_columns(answer, text)
         except ConfigurationError as error:
             if "relation" not in str(error):
                 raise
@@ -161,13 +166,13 @@ class Query:
         """
         kept = self._kept()
         if self._groups:
-            groups = [_expression("group_by", one, kept) for one in self._groups]
-            columns = [_expression("select", one, kept) for one in self._columns or ("count(*) as count",)]
+            groups = [named(_expression("group_by", one, kept), one) for one in self._groups]
+            columns = [named(_expression("select", one, kept), one) for one in self._columns or ("count(*) as count",)]
             grouped = kept.group_by(groups, maintain_order=True).agg(columns)
             return self._limited(self._sorted(_answered("select", self._columns, kept, lambda: _checked(grouped))))
         ordered = self._sorted(kept)  # all of it: what is selected may be an aggregate
         if self._columns:
-            chosen = ordered.select([_expression("select", one, kept) for one in self._columns])
+            chosen = ordered.select([named(_expression("select", one, kept), one) for one in self._columns])
             return self._limited(_answered("select", self._columns, kept, lambda: _checked(chosen)))
         if not every and self.relation != TRAJECTORIES:
             ordered = ordered.select(shown_columns(self.relation))
@@ -249,8 +254,11 @@ def _parsed(text: str) -> Expr:
 
 
 def _expression(where: str, text: str, table: LazyFrame) -> Expr:
-    expression: Expr = _answered(where, (text,), table, lambda: _parsed(text))
     names = table.collect_schema().names()
+    if text in names:  # also one that is called as it was written, "avg(outcome)"
+        column: Expr = polars().col(text)
+        return column
+    expression: Expr = _answered(where, (text,), table, lambda: _parsed(text))
     unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:
         raise _refusal(where, text, "", names, unknown[0])

@@ -7,7 +7,6 @@ Changes happen under ``lock``; copies run outside it, on addresses that stay val
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore import locks
+from trajstore.clock import microseconds
 from trajstore.columns.conversion import parse_document, trajectory_of
 from trajstore.columns.facts import facts_of
 from trajstore.columns.fields import Axis
@@ -201,7 +201,7 @@ class Contents:
         All of them are shown at once. If this raises, call :meth:`retract`.
         """
         with self.lock:
-            columns = columns_of(owned, ids, uuids, self.index.texts, time.time_ns() // 1000)
+            columns = columns_of(owned, ids, uuids, self.index.texts, microseconds())
             columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
             for at, item in enumerate(owned):
                 slot = self.residency.add_memory(item)

@@ -79,7 +79,7 @@ class Ranks:
 
     Attributes:
         directories: those that hold a store or a directory of RLinf, by rank.
-        lacking: a sentence on each rank below the highest whose folder is absent, or holds neither.
+        lacking: a sentence on each rank below the highest whose folder is absent, holds neither, or may not be read.
     """
 
     directories: tuple[Directory, ...]
@@ -161,14 +161,24 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
         f"rank_{rank} is absent" for rank in range(max(numbers.values(), default=0)) if rank not in numbers.values()
     ]
     seen: dict[int, str] = {}
+    denied: PermissionError | None = None
     for name in sorted(numbers, key=by_number):
         directory = run.inner(name)
         if seen.setdefault(numbers[name], name) != name:
             lacking.append(f"{name} has the number of {seen[numbers[name]]} and is left out")
-        elif kind_of(directory) in ("store", "rlinf"):
+            continue
+        try:
+            kind = kind_of(directory)
+        except PermissionError as error:
+            denied = error
+            lacking.append(f"{name} may not be read: {error}")
+            continue
+        if kind in ("store", "rlinf"):
             found.append(directory)
         else:
             lacking.append(f"{name} holds no store")
+    if denied is not None and not found:
+        raise denied  # else nobody would hear of it
     return Ranks(tuple(found), tuple(lacking) if found else ())
 
 
@@ -284,15 +294,22 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
     for name in [name for name in shown if not is_safe_name(name)]:
         logger.warning("%s: the folder %r is not looked into: its name has control characters", directory.url, name)
         shown.remove(name)
-    below = (_place_at(directory.inner(name), depth - 1) for name in sorted(shown, key=by_number))
+    below = (_part_at(directory, name, depth - 1) for name in sorted(shown, key=by_number))
     parts = tuple(place for place in below if place is not None)
+    lacking = _ranks_among(directory, folders).lacking
     if kind == "store":
-        return (
-            Place("run", directory, (Place("store", directory), *parts), _ranks_among(directory, folders).lacking, True)
-            if parts
-            else Place(kind, directory)
-        )
-    return Place("run", directory, parts, _ranks_among(directory, folders).lacking) if parts else None
+        own = Place(kind, directory)
+        return Place("run", directory, (own, *parts), lacking, True) if parts else own
+    return Place("run", directory, parts, lacking) if parts else None
+
+
+def _part_at(directory: Directory, name: str, depth: int) -> Place | None:
+    try:
+        return _place_at(directory.inner(name), depth)
+    except PermissionError:
+        if _RANK.fullmatch(name) is None:
+            raise
+        return None  # told with the ranks that lack
 
 
 def by_number(name: str) -> tuple[str, int, str]:

@@ -20,7 +20,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUn
 from trajstore.files.base import EncodedFile
 from trajstore.formats.base import ShardManifest
 from trajstore.store.additions import AddedShard, added_in, entries_from_json, rows_by_axis
-from trajstore.store.entry_checks import EntryGate, Fault, check_lengths, range_faults, shape_faults
+from trajstore.store.entry_checks import Columns, EntryGate, Fault, check_lengths, in_blocks, range_faults, shape_faults
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.index_file import index_to_json
 from trajstore.store.lifetimes import Lifetimes
@@ -45,6 +45,9 @@ NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, Overflo
 """What values of the wrong kind or size raise when they are used."""
 
 _EXTENT = ("steps", "batch", "extra")
+
+_AXES = ((Axis.SAMPLES,), (Axis.FIRST_EXTRA, Axis.LAST_EXTRA), (Axis.RESPONSE,), (Axis.DOCUMENT,))
+"""Axes on which an entry has the rows that :func:`_row_faults` counts, in its order."""
 
 FENCES_KEPT = 100
 """So many openings for writing later, a writer that was frozen in the midst of a commit is not told by its name."""
@@ -116,28 +119,16 @@ class Committed:
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries whose rows lie outside their shard: they would be read out of bounds."""
         columns = index.take(slice(index.first, index.end))
-        of_steps = self.shards.of_steps()[columns["shard"]] if len(index) else np.zeros(0, np.bool_)
+        of_steps, limits = self.shards.of_steps(), [self.shards.rows_on(axes) for axes in _AXES]
         try:
-            sound = self._gate.admit(columns, shape_faults(columns, of_steps))
-            sound = self._gate.admit(sound, self._row_faults(sound))
+            sound = self._gate.admit(
+                columns, in_blocks(columns, lambda block: shape_faults(block, of_steps[block["shard"]]))
+            )
+            sound = self._gate.admit(sound, in_blocks(sound, lambda block: _row_faults(block, limits)))
             if len(sound["trajectory_id"]) < len(index):
                 index.adopt(sound)
         except CorruptStoreError as error:
             raise CorruptStoreError(f"{source}: {error}") from error
-
-    def _row_faults(self, columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[Fault]:
-        steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
-        shard = columns["shard"]
-        for axes, start, rows in (
-            ((Axis.SAMPLES,), "start_samples", steps * batch),
-            ((Axis.FIRST_EXTRA, Axis.LAST_EXTRA), "start_extra", (steps + extra) * batch),
-            ((Axis.RESPONSE,), "start_extra", extra),
-            ((Axis.DOCUMENT,), "start_document", columns["document"].astype(np.int64)),
-        ):
-            if len(shard):
-                outside = columns[start] > self.shards.rows_on(axes)[shard] - rows
-                if outside.any():
-                    yield "a trajectory lies outside its shard", outside
 
     def _fill_nbytes(self, index: TrajectoryIndex) -> None:
         """Work out the bytes of entries that say 0: conversions of RLinf's directories by early versions do."""
@@ -476,11 +467,8 @@ class Committed:
 
     def _rows_needed(self) -> npt.NDArray[np.bool_]:
         """Return of which values that came late the rows must be kept, see :meth:`Notes.rows_needed`."""
-        heads = self.pins.heads.values()
-        # What a rollback set aside is the state before it: that has the values which the rollback took back.
-        since = [head.generation - (head.back_to is not None) for head in heads]
         there = np.concatenate([self.index["trajectory_id"], self.pinned["trajectory_id"]])
-        return self.notes.rows_needed(there, since)
+        return self.notes.rows_needed(there, self.pins.generations())
 
     def _check_given_rows(self, source: str) -> None:
         """Refuse values by row that lie outside their shard: they would be read out of bounds.
@@ -504,6 +492,22 @@ class Committed:
         """Return the shards that no live or pinned trajectory lies in and whose files were not deleted yet."""
         self.lifetimes.note(self.needed_shards(), self.generation)
         return self.lifetimes.waiting()
+
+
+def _row_faults(columns: Columns, limits: Sequence[npt.NDArray[np.int64]]) -> Iterator[Fault]:
+    """Yield which entries have rows outside of their shard.
+
+    Args:
+        columns: of the entries; none is out of range.
+        limits: for each of ``_AXES``, by row of the shard table, the rows that a shard has there.
+    """
+    steps, batch, extra, document = (columns[name].astype(np.int64) for name in (*_EXTENT, "document"))
+    begins = (columns[name] for name in ("start_samples", "start_extra", "start_extra", "start_document"))
+    counted = (steps * batch, (steps + extra) * batch, extra, document)
+    for begin, rows, limit in zip(begins, counted, limits, strict=True):
+        outside = begin > limit[columns["shard"]] - rows
+        if outside.any():
+            yield "a trajectory lies outside its shard", outside
 
 
 def _adds(record: Mapping[str, Any]) -> bool:

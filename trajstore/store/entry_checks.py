@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,10 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 Fault = tuple[str, npt.NDArray[np.bool_]]
 """What is wrong, and per entry whether it is."""
+
+
+_BLOCK = 1 << 16
+"""Entries whose columns stay in a processor's cache together."""
 
 
 class EntryGate:
@@ -51,6 +55,17 @@ class EntryGate:
                 self.left_out.setdefault(number, what)
             wrong = entries if wrong is None else wrong | entries
         return columns if wrong is None else {name: array[~wrong] for name, array in columns.items()}
+
+
+def in_blocks(columns: Columns, faults: Callable[[Columns], Iterator[Fault]]) -> Iterator[Fault]:
+    """Yield faults of entries that are looked at block by block, which takes memory for one block only."""
+    count = len(columns["trajectory_id"])
+    found: dict[str, npt.NDArray[np.bool_]] = {}
+    for start in range(0, count, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        for what, wrong in faults({name: array[block] for name, array in columns.items()}):
+            found.setdefault(what, np.zeros(count, np.bool_))[block] |= wrong
+    yield from found.items()
 
 
 def check_lengths(columns: Columns) -> None:

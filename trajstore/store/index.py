@@ -81,6 +81,19 @@ _FEW_TEXTS = 4096
 """Texts that nobody names and that an index has in any case."""
 
 
+_HOMES = (*STARTS, "extra", "document")
+"""Columns of where rows are, which are changed in place."""
+
+
+class _Lent:
+    """What indexes that share their arrays know together: whether one that names slots has those of homes too."""
+
+    __slots__ = ("homes",)
+
+    def __init__(self) -> None:
+        self.homes = False
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryEntry:
     """One trajectory as the index knows it. ``versions`` is (lowest, highest) or None if unknown."""
@@ -119,6 +132,7 @@ class TrajectoryIndex:
         """Grows whenever facts of entries that stay are noted."""
         self._order: npt.NDArray[np.intp] | None = None
         self._ascending = True
+        self._lent = _Lent()
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -183,6 +197,7 @@ class TrajectoryIndex:
         ends = np.zeros(capacity, np.int64)
         ends[: len(self)] = self.ends[kept] - before
         self.ends = ends
+        self._lent = _Lent()
         self.revision += self.first > 0
         self.first, self.end = 0, len(self)
 
@@ -220,10 +235,11 @@ class TrajectoryIndex:
             slots: by row of the shard table; the last one stands for none.
         """
         other = self.slice(0, len(self))
-        for name in (*STARTS, "extra", "document"):
-            other._arrays[name] = other._arrays[name].copy()
+        other._lent.homes = True  # a copy of them would be a quarter of an index that is only read
         other.table = "slot"
-        other._arrays["slot"] = slots[other._arrays.pop("shard")]
+        rows = other._arrays.pop("shard")
+        alike = np.array_equal(slots[:-1], np.arange(len(slots) - 1)) and bool((rows >= 0).all())
+        other._arrays["slot"] = rows if alike else slots[rows]
         for name in self.row_notes:
             other._arrays[NOTE_ROWS + name] = slots[other._arrays[NOTE_ROWS + name]]
         other.texts = self.texts.copy()
@@ -243,11 +259,19 @@ class TrajectoryIndex:
         At one stroke: an entry that an interrupt left with the table of one home and the first rows of another would be
         read out of bounds.
         """
+        self._own_homes()
         columns = self.by_position(self.table, *STARTS)
         kernels().set_homes(*columns, positions, np.array(homes, np.int64).reshape(-1, len(columns)))
 
+    def _own_homes(self) -> None:
+        """Have arrays of homes that no index with another table reads, before they are changed."""
+        if self._lent.homes:
+            self._arrays |= {name: self._arrays[name].copy() for name in (self.table, *_HOMES)}
+            self._lent = _Lent()
+
     def note_extent(self, positions: Positions, extent: Extent) -> None:
         """Note the extra rows and the document of a trajectory, which RLinf's index does not tell."""
+        self._own_homes()
         self._arrays["extra"][positions] = extent.extra
         self._arrays["document"][positions] = extent.document
 
@@ -411,10 +435,11 @@ class TrajectoryIndex:
         part = TrajectoryIndex(self.table)
         low, high = self.first + start, self.first + stop
         part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
-        part.ends = self.ends[low:high] - self.samples_before(low)
+        before = self.samples_before(low)
+        part.ends = self.ends[low:high] - before if before else self.ends[low:high]
         part.texts, part._texts_kept = self.texts, self._texts_kept
         part.end = high - low
-        part._ascending = self._ascending
+        part._ascending, part._lent = self._ascending, self._lent
         return part
 
     def entry(self, position: int) -> TrajectoryEntry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,11 @@ def index_from_json(value: Any, shards: int, gate: EntryGate | None = None) -> T
         packed = value["columns"]
         facts = {name: column for name, column in value.get("facts", {}).items() if is_fact(name)}
         _check_declared(packed, facts)
-        columns = {name: unpack(packed[name], dtype) for name, dtype in COLUMNS.items() if name in packed}
+        dtypes = {name: dtype for name, dtype in COLUMNS.items() if name in packed}
+        columns = _unpacked({**packed, **facts}, dtypes | {name: fact_dtype(name) for name in facts})
         columns.setdefault("committed", np.full(len(columns["trajectory_id"]), UNKNOWN_TIME))
-        if columns.keys() != COLUMNS.keys():
-            raise KeyError(*(COLUMNS.keys() - columns.keys()))
-        columns |= {name: unpack(column, fact_dtype(name)) for name, column in facts.items()}
+        if lacking := COLUMNS.keys() - columns.keys():
+            raise KeyError(*lacking)
         index.texts = StringTable.from_json(value["weights"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not an index: {error}") from error
@@ -60,6 +61,25 @@ def index_from_json(value: Any, shards: int, gate: EntryGate | None = None) -> T
     index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.texts))))
     return index
 
+
+def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, npt.NDArray[Any]]:
+    """Return columns of some dtypes, those of a long index on two cores.
+
+    Raises:
+        CorruptStoreError: one is no packed array.
+    """
+
+    def unpacked(name: str) -> npt.NDArray[Any]:
+        return unpack(packed[name], dtypes[name])
+
+    if declared_rows(packed["trajectory_id"]) < _LONG:
+        return {name: unpacked(name) for name in dtypes}
+    with ThreadPoolExecutor(2, thread_name_prefix="trajstore-unpack") as threads:
+        return dict(zip(dtypes, threads.map(unpacked, dtypes), strict=True))
+
+
+_LONG = 1 << 18
+"""Entries from which on a second thread is worth its start."""
 
 _LEAST_NBYTES = 2  # of an entry within a file: its UUID, of which earlier versions chose many with the same beginning
 

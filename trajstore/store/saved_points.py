@@ -114,7 +114,7 @@ class Pins:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._heads: dict[str, PinHead] = {}
-        self._coming: dict[str, npt.NDArray[np.int64]] = {}
+        self._coming: dict[str, tuple[npt.NDArray[np.int64], int]] = {}
 
     def load(self, damaged: Callable[[CorruptStoreError], None] | None = None) -> None:
         """Read all pins anew.
@@ -167,13 +167,20 @@ class Pins:
     def named(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per id, whether any pin names it."""
         named = np.zeros(len(ids), np.bool_)
-        for ranges in (*(head.ids for head in self._heads.values()), *self._coming.values()):
+        coming = (ranges for ranges, _ in self._coming.values())
+        for ranges in (*(head.ids for head in self._heads.values()), *coming):
             named |= lie_in(ids, ranges)
         return named
 
-    def expect(self, name: str, ids: npt.NDArray[np.int64]) -> None:
-        """Count trajectories as named by a pin that is about to be written, until :meth:`arrived`."""
-        self._coming[name] = id_ranges(ids)
+    def generations(self) -> list[int]:
+        """Return the generations to which the store can go back: those that pins show."""
+        # What a rollback set aside is the state before it: that has the values which the rollback took back.
+        shown = [head.generation - (head.back_to is not None) for head in self._heads.values()]
+        return shown + [generation for _, generation in self._coming.values()]
+
+    def expect(self, name: str, ids: npt.NDArray[np.int64], generation: int) -> None:
+        """Count a pin that is about to be written as one that is there, until :meth:`arrived`."""
+        self._coming[name] = id_ranges(ids), generation
 
     def arrived(self, name: str) -> None:
         """A pin was written, or will not be."""

@@ -56,19 +56,18 @@ def _type(kind: DataType) -> str:
     return "number" if kind.is_numeric() else "time" if kind.is_temporal() else "text"
 
 
-def rows_of(table: DataFrame, ids: npt.NDArray[np.int64]) -> list[list[Any]]:
-    """Return the facts of trajectories, a list for each in the order of the table's columns.
+def in_order(table: DataFrame, ids: npt.NDArray[np.int64]) -> DataFrame:
+    """Return the facts of trajectories, in the order of their ids.
 
     Args:
         table: facts of all.
-        ids: which ones. Of one that the table has not (it was evicted) everything but the id is None.
+        ids: which ones. Of one that the table has not (it was evicted) everything but the id is null.
     """
     pl = polars()
     wanted = pl.DataFrame({"trajectory_id": ids})
     some = table.filter(pl.col("trajectory_id").is_in(wanted["trajectory_id"].implode()))
-    found = wanted.join(some, on="trajectory_id", how="left", maintain_order="left").select(table.columns)
-    at = table.columns.index("trajectory_id")
-    return [[shown_id(value) if n == at else plain(value) for n, value in enumerate(row)] for row in found.iter_rows()]
+    found: DataFrame = wanted.join(some, on="trajectory_id", how="left", maintain_order="left").select(table.columns)
+    return found
 
 
 def named_rows(table: DataFrame) -> list[Answer]:

@@ -22,7 +22,7 @@ from trajstore.files.base import EncodedFile
 from trajstore.files.folders import publish_folder
 from trajstore.files.local import LocalDirectory
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, rows_of
+from trajstore.view.answers import columns_of, named_rows, plain
 from trajstore.view.living import Living
 from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import pictures_of
@@ -93,8 +93,8 @@ def write_bundle(
             f"bundle: {len(table):,} trajectories, more than the {MOST:,} that a bundle takes; choose some with --where"
         )
     about = {**living.about(), "columns": columns_of(table), "state": "bundle", "trajectories": len(table)}
-    rows = rows_of(table, table["trajectory_id"].to_numpy())
-    shown = [row[table.columns.index("trajectory_id")] for row in rows]
+    rows = named_rows(table)
+    shown = [row["trajectory_id"] for row in rows]
     done = Bundled(str(target), trouble=living.state.trouble)
     pictures: dict[str, Any] = {}
     late: dict[str, Any] = {}
@@ -118,11 +118,23 @@ def write_bundle(
             done.trajectories += 1
             progress(number + 1, len(shown))
         told = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
-        told |= {"rows": rows, "overview": living.overview(where), "problems": done.problems, "pictures": pictures}
+        told |= {
+            "rows": [list(row.values()) for row in rows],
+            "overview": living.overview(where),
+            "problems": done.problems,
+            "pictures": pictures,
+        }
         told["late"] = late
+        told["log_probs"] = {over: _log_probs(living, where, over) for over in ("version", "time")}
         _write(folder, done, [("bundle.json", orjson.dumps(told)), ("index.html", bundled_index().encode())])
         _check_replaceable(target)
     return done
+
+
+def _log_probs(living: Living, where: str, over: str) -> dict[str, Any]:
+    told, samples = living.sampled(where, over)
+    found = [living.log_prob(some) for some in samples]
+    return told | {"log_prob": [plain(value) for value, _ in found], "unread": sum(unread for _, unread in found)}
 
 
 def _check_replaceable(target: Path) -> None:

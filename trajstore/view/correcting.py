@@ -11,8 +11,8 @@ from trajstore.buffer.annotating import annotate
 from trajstore.columns.limits import shown
 from trajstore.errors import ConfigurationError
 
-MOST_BYTES = 1 << 16
-"""Of a request: more than the longest text needs."""
+MOST_BYTES = 1 << 19
+"""Of a request: more than the ids of 10,000 trajectories and the longest text need."""
 
 
 class Correcting:
@@ -33,7 +33,7 @@ class Correcting:
         self.who = who
 
     def give(self, body: bytes) -> None:
-        """Do what a request asks for: ``{"id", "name", "kind", "value"}``, all of them texts.
+        """Do what a request asks for: ``{"ids", "name", "kind", "value"}``, all of them texts, the ids a list.
 
         The kind is ``number``, ``text`` or ``nothing``, which takes back what there is. A number comes as it was
         entered: a browser would round it.
@@ -47,18 +47,21 @@ class Correcting:
         if kind not in ("number", "text", "nothing"):
             raise ConfigurationError(f"annotate: kind {kind!r}, must be number, text or nothing")
         given = _number(name, value) if kind == "number" else value if kind == "text" else None
-        annotate(self._path, asked["id"], {name: given}, who=self.who)
+        annotate(self._path, asked["ids"], {name: given}, who=self.who)
 
 
-def _asked(body: bytes) -> dict[str, str]:
+def _asked(body: bytes) -> dict[str, Any]:
     try:
         asked: Any = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise ConfigurationError(f"annotate: the request is no JSON: {error}") from error
-    names = ("id", "name", "kind", "value")
+    names = ("name", "kind", "value")
     if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in names):
         raise ConfigurationError(f"annotate: the request must have {', '.join(names)}, each a text")
-    return {name: asked[name] for name in names}
+    ids = asked.get("ids")
+    if not isinstance(ids, list) or not ids or not all(isinstance(one, str) for one in ids):
+        raise ConfigurationError("annotate: the request must have ids, a list of one text or more")
+    return {name: asked[name] for name in ("ids", *names)}
 
 
 def _number(name: str, text: str) -> float:

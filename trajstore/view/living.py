@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.columns.fields import walk
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.inspection.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.querying.engine import polars
 from trajstore.sampling import Drawn
 from trajstore.store.notes import Notes
 from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, named_rows, plain_dict, rows_of
+from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
 from trajstore.view.late import late_values
-from trajstore.view.overview import overview, pool_overview
+from trajstore.view.overview import Sample, overview, pool_overview, sampled
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
 from trajstore.writing.inbox import InboxView
@@ -38,6 +38,12 @@ Answer = dict[str, Any]
 _QUESTIONS = 4
 """Questions whose ids are kept."""
 
+
+MOST_GIVEN = 10_000
+"""Trajectories that the page gives a value at once."""
+
+_SUMS = 10_000
+"""Rollouts whose sum of log-probs is kept."""
 
 _FRAMES = 64
 """Pictures that are given at a time."""
@@ -76,6 +82,8 @@ class Living:
         self._inboxes: dict[str, InboxView] = {}
         """Of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
+        self._log_probs: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
+        """Sums over the tokens of rollouts, and of how many; of the thread that reads single ones."""
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), shown.damage)
         """The present one; replaced whole, so that any thread may look at it."""
@@ -113,7 +121,7 @@ class Living:
         return {"path": self.path, "columns": columns, "pool": pool, **_told(self.state)}
 
     def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
-        """Return rows of the answer to a question: ``{"total", "first", "rows", "state"}``.
+        """Return rows of the answer to a question, facts by name: ``{"total", "first", "rows", "state"}``.
 
         Args:
             where: condition; empty for all.
@@ -125,6 +133,35 @@ class Living:
         Raises:
             ConfigurationError: an expression is wrong; says where.
         """
+        ids, state = self._ids_of(where, order, state)
+        rows = named_rows(in_order(self._shown.query().table(), ids[first : first + count]))
+        return {"total": len(ids), "first": first, "rows": rows, "state": state}
+
+    def ids(self, where: str, order: Sequence[str] = (), state: str = "") -> Answer:
+        """Return the ids of the answer to a question, as they are shown: ``{"ids", "gone", "state"}``.
+
+        Those that are there no longer are only counted, as ``gone``.
+
+        Args:
+            where: condition; empty for all.
+            order: expressions to sort by.
+            state: that of the rows asked for before, as for :meth:`page`.
+
+        Raises:
+            ConfigurationError: they are more than values are given to at once; or the condition is wrong, says where.
+        """
+        ids, state = self._ids_of(where, order, state)
+        if len(ids) > MOST_GIVEN:
+            raise ConfigurationError(
+                f"annotate: {len(ids):,} trajectories, the page gives values to at most {MOST_GIVEN:,} at once; choose "
+                "some with a condition, or call trajstore.annotate"
+            )
+        self.refresh()
+        there = ids[np.isin(ids, self.table()["trajectory_id"])]
+        return {"ids": [shown_id(number) for number in there.tolist()], "gone": len(ids) - len(there), "state": state}
+
+    def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
+        """Return the ids of an answer, and of which state it is: the one asked for, if it is kept."""
         key = state, where, tuple(order)
         if key not in self._answers:
             question = self._shown.query().order_by(*order) if order else self._shown.query()
@@ -134,9 +171,7 @@ class Living:
         self._answers.move_to_end(key)
         while len(self._answers) > _QUESTIONS:
             self._answers.popitem(last=False)
-        ids = self._answers[key]
-        rows = rows_of(self._shown.query().table(), ids[first : first + count])
-        return {"total": len(ids), "first": first, "rows": rows, "state": key[0]}
+        return self._answers[key], key[0]
 
     def overview(self, where: str) -> Answer:
         """Return figures and curves of the trajectories of which a condition holds; see ``view/overview``.
@@ -173,6 +208,17 @@ class Living:
         return {"task": task, "versions": known, "version": chosen, "rollouts": named_rows(siblings)} | {
             "state": self.state.name
         }
+
+    def sampled(self, where: str, over: str) -> tuple[Answer, list[list[Sample]]]:
+        """Return of which points :meth:`log_prob` is to tell, and of which rollouts; see ``view/overview``.
+
+        Raises:
+            ConfigurationError: the condition is wrong, or there are no curves over this.
+        """
+        if over not in ("version", "time"):
+            raise ConfigurationError(f"over: {over!r}, must be version or time")
+        told, samples = sampled(self.table(where), over)
+        return {**told, "log_prob": [], "unread": 0, "state": self.state.name}, samples
 
     # -- about one ----------------------------------------------------------------------------------
 
@@ -222,6 +268,31 @@ class Living:
         found = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(found))
 
+    def log_prob(self, samples: Sequence[Sample]) -> tuple[float | None, int]:
+        """Return the mean log-prob of the tokens that the model wrote, over some rollouts, and how many are unreadable.
+
+        None where no log-probs were recorded. Those of the trainer count, else the engine's.
+        """
+        found, unread = [], 0
+        for sample in samples:
+            number, committed = sample
+            if sample not in self._log_probs:
+                try:
+                    self._log_probs[sample] = _log_probs_of(self.get(shown_id(number)))
+                except TrajectoryUnavailableError:  # evicted since: the next state has others
+                    continue
+                except (TrajstoreError, OSError) as error:  # the page says how many
+                    logger.debug("%s", error)
+                    unread += 1
+                    continue
+            found.append(self._log_probs[sample])
+            if committed is None:  # without a time nothing says that the next one of this id is the same
+                del self._log_probs[sample]
+        while len(self._log_probs) > _SUMS:
+            self._log_probs.popitem(last=False)
+        tokens = sum(count for _, count in found)
+        return (sum(total for total, _ in found) / tokens if tokens else None), unread
+
     def facts(self, shown: str) -> Answer:
         """Return the facts of a trajectory.
 
@@ -270,6 +341,18 @@ class Living:
         if name not in self._decoders:
             self._decoders[name] = decoder(trajectory, self._tokenizer)
         return self._decoders[name]
+
+
+def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
+    """Return the sum of the log-probs of the tokens that a model wrote, and how many they are."""
+    if not isinstance(trajectory, AgentTrajectory):
+        return 0.0, 0
+    values = trajectory.old_log_probs if trajectory.old_log_probs is not None else trajectory.rollout_log_probs
+    if values is None:
+        return 0.0, 0
+    if trajectory.response_mask is not None:
+        values = values[trajectory.response_mask.bool()]
+    return float(values.double().sum()), values.numel()
 
 
 def _none_of(shown: str) -> TrajectoryUnavailableError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from trajstore.querying.engine import polars
@@ -17,6 +18,12 @@ Answer = dict[str, Any]
 
 SPANS = 60
 """Spans of equal length in which curves over time are told."""
+
+SAMPLED = 8
+"""Rollouts that are read for a point of a curve."""
+
+Sample = tuple[int, datetime | None]
+"""Id of a rollout, and when it came."""
 
 _MOST_TASKS = 200
 
@@ -39,10 +46,41 @@ def overview(table: DataFrame) -> Answer:
         "without_version": table["version_high"].null_count(),
         "begun": plain(table["committed"].min()),
         "ended": plain(table["committed"].max()),
-        "by_version": _curves(table.drop_nulls("version_high").with_columns(x=pl.col("version_high"))),
-        "by_time": _curves(_spans(table)),
+        "by_version": _curves(_over(table, "version")),
+        "by_time": _curves(_over(table, "time")),
         "by_task": _tasks(table),
     }
+
+
+def sampled(table: DataFrame, over: str) -> tuple[Answer, list[list[Sample]]]:
+    """Return the points of a curve for which rollouts are to be read, and which rollouts, some for each point.
+
+    At most 60 points, evenly chosen, and of each up to 8 rollouts, by the hashes of their ids: while others come, most
+    of them stay.
+
+    Args:
+        table: facts.
+        over: ``version`` or ``time``.
+
+    Returns:
+        ``{"x", "first", "last", "of"}``, ``of`` being among how many points those were chosen, and the rollouts.
+    """
+    pl = polars()
+    agents = _over(table.filter(pl.col("readable") & (pl.col("kind") == "agent") & (pl.col("response") > 0)), over)
+    found = (
+        agents.group_by("x")
+        .agg(
+            first=pl.col("trajectory_id").min(),
+            last=pl.col("trajectory_id").max(),
+            rollouts=pl.struct("trajectory_id", "committed").bottom_k_by(pl.col("trajectory_id").hash(0), SAMPLED),
+        )
+        .sort("x")
+    )
+    wanted = {at * (len(found) - 1) // (SPANS - 1) for at in range(SPANS)}
+    chosen = found[sorted(wanted)] if len(found) else found
+    told = {name: [plain(value) for value in chosen[name]] for name in ("x", "first", "last")}
+    samples = [sorted((one["trajectory_id"], one["committed"]) for one in some) for some in chosen["rollouts"]]
+    return {**told, "of": len(found)}, samples
 
 
 def pool_overview(pool: SeenPool) -> Answer:
@@ -59,6 +97,14 @@ def pool_overview(pool: SeenPool) -> Answer:
         "steps": steps,
         "by_step": [[pool.difficulties[step].get(key, 0) for step in steps] for key in known],
     }
+
+
+def _over(table: DataFrame, over: str) -> DataFrame:
+    """Return a table with ``x``, that over which a curve is drawn; without what has none."""
+    if over == "time":
+        return _spans(table)
+    pl = polars()
+    return table.drop_nulls("version_high").with_columns(x=pl.col("version_high"))
 
 
 def _spans(table: DataFrame) -> DataFrame:
@@ -81,6 +127,7 @@ def _curves(table: DataFrame) -> Answer:
         .agg(
             count=pl.len(),
             outcome=pl.col("outcome").mean(),
+            success_rate=pl.col("success_rate").mean(),
             response=pl.col("response").filter(pl.col("kind") == "agent").mean(),
             turns=pl.col("turns").mean(),
             samples=pl.col("samples").sum(),

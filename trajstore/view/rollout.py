@@ -90,7 +90,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
     }
     total = max((len(tensor) for tensor in columns.values()), default=0)
     arrays, left_out = [], []
-    for name, tensor in columns.items():
+    for name, tensor in [*columns.items(), *((f"notes.{name}", rows) for name, rows in trajectory.notes.items())]:
         if tensor.is_complex():
             left_out.append(f"{name}: complex numbers have no colour")
             continue

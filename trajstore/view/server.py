@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -21,6 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from trajstore.arguments import whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.view.answers import plain
 from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
 from trajstore.view.living import Living, State
@@ -104,11 +106,13 @@ class Service:
             Route("/", self._index),
             Route("/api/about", self._about),
             Route("/api/page", self._page),
+            Route("/api/ids", self._ids),
             Route("/api/facts", self._facts),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
             Route("/api/group", self._group),
             Route("/api/overview", self._overview),
+            Route("/api/log_probs", self._log_probs),
             Route("/api/notes", self._notes),
             Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
@@ -119,13 +123,19 @@ class Service:
         return FileResponse(STATIC / "index.html")
 
     async def _about(self, _: Request) -> Response:
-        return _json(await self._ask(self._living.about))
+        write = None if self._correcting is None else {"who": self._correcting.who}
+        return _json({**await self._ask(self._living.about), "write": write})
 
     async def _page(self, request: Request) -> Response:
         asked = request.query_params
         first, count = _number(request, "first", 0), min(_number(request, "count", 100), _MOST_ROWS)
         where, order, state = asked.get("where", ""), asked.getlist("order"), asked.get("state", "")
         return _json(await self._ask(lambda: self._living.page(where, order, first, count, state)))
+
+    async def _ids(self, request: Request) -> Response:
+        where, state = (request.query_params.get(name, "") for name in ("where", "state"))
+        order = request.query_params.getlist("order")
+        return _json(await self._ask(lambda: self._living.ids(where, order, state)))
 
     async def _facts(self, request: Request) -> Response:
         return _json(await self._ask(lambda: self._living.facts(request.query_params.get("id", ""))))
@@ -145,14 +155,25 @@ class Service:
     async def _overview(self, request: Request) -> Response:
         return _json(await self._ask(lambda: self._living.overview(request.query_params.get("where", ""))))
 
+    async def _log_probs(self, request: Request) -> Response:
+        where, over = (request.query_params.get(name, "") for name in ("where", "over"))
+        told, samples = await self._ask(lambda: self._living.sampled(where, over))
+        for some in samples:  # one by one: a rollout that is opened meanwhile comes in between
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            read = partial(self._living.log_prob, some)
+            value, unread = await asyncio.get_running_loop().run_in_executor(self._reading, read)
+            told["log_prob"].append(plain(value))
+            told["unread"] += unread
+        return _json(told)
+
     async def _group(self, request: Request) -> Response:
         asked = request.query_params
         version = _number(request, "version", 0) if "version" in asked else None
         return _json(await self._ask(lambda: self._living.group(asked.get("task", ""), version)))
 
     async def _notes(self, request: Request) -> Response:
-        told = await self._ask(lambda: self._living.notes(request.query_params.get("id", "")))
-        return _json({**told, "write": None if self._correcting is None else {"who": self._correcting.who}})
+        return _json(await self._ask(lambda: self._living.notes(request.query_params.get("id", ""))))
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # the guard has refused it before

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trajstore.arguments import check_instance
 from trajstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def serving(
 
     Raises:
         MissingDependencyError: Starlette and uvicorn are not installed (extra ``view``).
-        ConfigurationError: there is no such address here, or the port is taken.
+        ConfigurationError: it is no handle, there is no such address here, or the port is taken.
         StoreUnreachableError: a store does not answer.
     """
     try:
@@ -41,6 +42,9 @@ def serving(
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise MissingDependencyError(error.name, "view") from None
+    from trajstore.distributed import DistributedReplayBuffer
+
+    check_instance("handle", handle, DistributedReplayBuffer, "a handle of stores; `trajstore view PATH` shows others")
     with (
         listening(host, port) as (listener, token, address),
         closing(Living(OfHandle(handle), tokenizer=tokenizer)) as living,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from trajstore import locks
+from trajstore.clock import microseconds
 from trajstore.columns.schema import Extent
 from trajstore.errors import StoreClosedError, StoreLockedError, StoreWriteError
 from trajstore.files.base import Directory
@@ -148,7 +148,7 @@ class CommitLog:
 
         def make() -> tuple[bytes, TakeIn]:
             left = [shards for shards in commits if shards[0].number not in self._taken_in]
-            lines = add_lines(catalog, left, time.time_ns() // 1000)
+            lines = add_lines(catalog, left, microseconds())
             catalog.index.reserve(sum([len(entries["trajectory_id"]) for entries in lines.entries]))
             return lines.data, partial(self._take_in, left, lines)
 

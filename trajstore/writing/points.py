@@ -156,7 +156,7 @@ class Points:
             self._check_order(step)
             state, said = capture()
             ids, generation = catalog.index["trajectory_id"].copy(), catalog.generation
-            catalog.pins.expect(name, ids)
+            catalog.pins.expect(name, ids, generation)
         try:
             told: dict[str, Any] = {"step": step, **said}
             if state:

@@ -93,13 +93,17 @@ const ANSWERS = {
   about: (all) => all.about,
   page: (all, { where, order, first, count }) => {
     const rows = sorted(all, chosen(all.rows, where), order);
-    return { total: rows.length, first, rows: rows.slice(first, first + count).map((row) => all.names.map((name) => row[name])) };
+    return { total: rows.length, first, rows: rows.slice(first, first + count) };
   },
-  notes: ({ late }, { id }) => ({ values: [], earlier: 0, names: [], ...late[id], write: null }),
+  notes: ({ late }, { id }) => ({ values: [], earlier: 0, names: [], ...late[id] }),
   facts: (all, { id }) => all.rows[placeOf({ ...all, problems: {} }, id)],
   overview: (all, { where }) => {
     if (where) throw unanswered(where);
     return all.overview;
+  },
+  log_probs: (all, { where, over }) => {
+    if (where) throw unanswered(where);
+    return all.log_probs[over];
   },
   group,
 };

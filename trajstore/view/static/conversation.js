@@ -8,14 +8,53 @@ const FOLDED = 1500; // characters beyond which what a tool or the system says i
 
 const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value, null, 2));
 
-/** Returns the parts of a message's content: { kind, text }. */
+const PICTURE = /^data:image\/(?:png|jpeg|webp|gif);base64,/;
+const WIDEST = 1024; // pixels of a picture
+export const isPicture = (text) => PICTURE.test(text);
+
+/** Returns the data of a picture that a part of a message has, as OpenAI's and Anthropic's forms have it; null for none. */
+function pictureIn(part) {
+  const { image_url: url, image, source } = part ?? {};
+  const found = [url?.url, url, image, source?.data && `data:${source.media_type};base64,${source.data}`];
+  return found.find((one) => typeof one === "string" && isPicture(one)) ?? null;
+}
+
+/** Paints pictures when they come into sight: a conversation may have hundreds. */
+const seen = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting) {
+    seen.unobserve(target);
+    target.paint();
+  }
+});
+
+function picture(data) {
+  const place = make("div", { class: "picture" });
+  place.paint = async () => {
+    try {
+      const bytes = Uint8Array.from(atob(data.slice(data.indexOf(",") + 1)), (character) => character.charCodeAt(0));
+      const bitmap = await createImageBitmap(new Blob([bytes]));
+      const scale = Math.min(1, WIDEST / bitmap.width);
+      const canvas = make("canvas", { role: "img", "aria-label": `picture, ${bitmap.width} × ${bitmap.height}`,
+        width: Math.ceil(bitmap.width * scale), height: Math.ceil(bitmap.height * scale) });
+      canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+      bitmap.close();
+      place.append(canvas);
+    } catch (error) {
+      place.append(make("p", { class: "refused" }, `This picture cannot be shown: ${error.message}`));
+    }
+  };
+  seen.observe(place);
+  return place;
+}
+
+/** Returns the parts of a message's content: { kind, text, data }, data being that of a picture. */
 function partsOf(content) {
   if (content === null || content === undefined) return [];
   if (!Array.isArray(content)) return [{ kind: "text", text: asText(content) }];
   return content.map((part) => {
     if (typeof part === "string") return { kind: "text", text: part };
     if (part?.type === "text" && typeof part.text === "string") return { kind: "text", text: part.text };
-    return { kind: String(part?.type ?? "part"), text: asText(part) };
+    return { kind: String(part?.type ?? "part"), text: asText(part), data: pictureIn(part) };
   });
 }
 
@@ -49,12 +88,13 @@ export function messageOf(message, number) {
   const { role = "no role", content, author, tool_calls: calls, name, ...more } = told;
   const parts = partsOf(content);
   const known = ["system", "user", "assistant", "tool"].includes(role) ? role : "other";
-  const said = parts.map(({ kind, text }) => {
+  const said = parts.flatMap(({ kind, text, data }) => {
+    if (data) return [picture(data), folded(`${kind}, ${count(text.length)} characters`, text, "painted")];
     if (kind !== "text") return folded(`${kind}, ${count(text.length)} characters`, text);
     const isLong = text.length > FOLDED && (known === "system" || known === "tool");
     return isLong ? folded(`${text.slice(0, 120).split("\n")[0]} … ${count(text.length)} characters`, text) : longText(text);
   });
-  return make("article", { class: `message ${known}`, "aria-label": `message ${number}, ${asText(role)}` },
+  return make("article", { class: `message ${known}`, "aria-label": `message ${number}, ${asText(role)}`, "data-number": number },
     make("header", {}, make("span", { class: "role" }, asText(role)), name ? make("span", {}, asText(name)) : null,
       author ? make("span", { class: "author" }, asText(author)) : null, make("span", { class: "number" }, number)),
     said, Array.isArray(calls) ? calls.map(callOf) : null,

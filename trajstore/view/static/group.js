@@ -4,6 +4,7 @@ import { ask, askTrajectory } from "./api.js";
 import { fillLegend, nameOf, scaleOf } from "./colors.js";
 import { messageOf, showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
+import { showGiving } from "./late.js";
 import { count, short } from "./numbers.js";
 import { PREFERRED, columnsOf, drawStrip } from "./tokens.js";
 
@@ -18,6 +19,8 @@ function spread(values) {
   return { mean, deviation: values.length > 1 ? Math.sqrt(squares / (values.length - 1)) : null };
 }
 
+const fact = (name, value) => (value === null ? null : make("span", { class: "pair" }, make("span", { class: "quiet" }, name), " ", value));
+
 /** Returns how many messages all conversations begin with. */
 function commonOf(conversations) {
   if (conversations.length < 2) return 0;
@@ -29,9 +32,7 @@ function commonOf(conversations) {
 
 export async function show(main, { parameters, keep, signal }) {
   const task = parameters.get("task") ?? "";
-  const told = await ask("group", { task, version: parameters.get("version") }, signal);
-  const outcomes = told.rollouts.map((rollout) => rollout.outcome).filter((value) => typeof value === "number");
-  const { mean, deviation } = spread(outcomes);
+  const [told, { columns, write }] = await Promise.all([ask("group", { task, version: parameters.get("version") }, signal), ask("about", {}, signal)]);
   const toVersion = (version, text) => make("a", {
     href: `#/group?${new URLSearchParams({ task, version })}`, "aria-current": version === told.version ? "page" : null,
   }, text ?? version);
@@ -50,34 +51,49 @@ export async function show(main, { parameters, keep, signal }) {
   const legend = make("div", { class: "legend" });
   const same = make("section", { class: "same" });
   const siblings = make("div", { class: "siblings" });
-  const summary = [`${count(told.rollouts.length)} ${told.rollouts.length === 1 ? "rollout" : "rollouts"}`, mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`,
-    deviation === null ? null : `standard deviation ${short(deviation)}`].filter(Boolean).join(" · ");
-  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)),
-    make("p", { class: "summary" }, summary, told.version === null ? "" : ` · policy version ${told.version}`), versions,
+  const summary = make("p", { class: "summary" });
+  const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
+  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)), summary, versions, giving,
     make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend), same, siblings);
+  if (write) showGiving(giving, { columns, write, signal, ids: async () => ({ ids: told.rollouts.map((row) => row.trajectory_id), gone: 0 }) }).tell(told.rollouts.length);
 
-  const read = []; // { rollout, columns, strip, said } in the order of the siblings
+  const read = []; // { rollout, columns, strip, said, judged } in the order of the siblings
+
+  /** Says the outcomes and what follows from them. */
+  function judge() {
+    const { mean, deviation } = spread(told.rollouts.map((row) => row.outcome).filter((value) => typeof value === "number"));
+    fill(summary, [`${count(told.rollouts.length)} ${told.rollouts.length === 1 ? "rollout" : "rollouts"}`,
+      mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`, deviation === null ? null : `standard deviation ${short(deviation)}`,
+      told.version === null ? null : `policy version ${told.version}`].filter(Boolean).join(" · "));
+    read.forEach(({ judged }, at) => {
+      const { outcome } = told.rollouts[at];
+      const advantage = typeof outcome === "number" && deviation ? (outcome - mean) / deviation : null;
+      const mood = outcome > 0.5 ? "good" : outcome <= 0 ? "bad" : "middling";
+      fill(judged, outcome === null ? make("span", { class: "quiet" }, "no outcome") : make("span", { class: `outcome ${mood}` }, short(outcome)),
+        fact("advantage", advantage === null ? null : make("span", { title: "(outcome − mean) ÷ standard deviation of these rollouts" }, short(advantage))));
+    });
+  }
+
   async function more() {
     const some = told.rollouts.slice(read.length, read.length + AT_ONCE);
     const found = await Promise.all(some.map((row) => askTrajectory(row.trajectory_id, signal).catch((error) => ({ error: error.message }))));
     if (signal.aborted) return;
     some.forEach((row, at) => read.push(sibling(row, found[at])));
+    judge();
     lay();
   }
 
   function sibling(row, rollout) {
-    const advantage = typeof row.outcome === "number" && deviation ? (row.outcome - mean) / deviation : null;
+    const judged = make("span", { class: "judged" });
     const strip = make("canvas", { class: "map", height: 16, "aria-hidden": "true" });
     const said = make("div", { class: "said-by" });
-    const fact = (name, value) => (value === null ? null : make("span", { class: "pair" }, make("span", { class: "quiet" }, name), " ", value));
-    const mood = row.outcome > 0.5 ? "good" : row.outcome <= 0 ? "bad" : "middling";
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
-      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id),
-        row.outcome === null ? make("span", { class: "quiet" }, "no outcome") : make("span", { class: `outcome ${mood}` }, short(row.outcome)),
-        fact("advantage", advantage === null ? null : make("span", { title: "(outcome − mean) ÷ standard deviation of these rollouts" }, short(advantage)))),
-      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns)),
+      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id), judged),
+      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns),
+        told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
+        fact("drawn", row.uses ? `${count(row.uses)} ${row.uses === 1 ? "time" : "times"}` : null), row.demonstration ? fact("a demonstration", "") : null),
       rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);
-    return { rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, element };
+    return { rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, judged, element };
   }
 
   function lay() {
@@ -108,15 +124,21 @@ export async function show(main, { parameters, keep, signal }) {
     for (const { strip, column, rollout } of shown) drawStrip(strip, column, scale, rollout.tokens);
   }
 
+  judge();
   if (told.rollouts.length) await more();
   else fill(siblings, make("p", { class: "nothing" }, "No rollout of this task is here."));
-  const known = told.rollouts.length;
+  const idsOf = ({ rollouts }) => rollouts.map((row) => row.trajectory_id).join();
   return {
     async changed(state) {
       if (state.state === told.state) return;
       told.state = state.state;
       const now = await ask("group", { task, version: parameters.get("version") }, signal).catch(() => null);
-      if (now && !signal.aborted && (now.rollouts.length !== known || now.version !== told.version)) window.dispatchEvent(new Event("hashchange"));
+      if (!now || signal.aborted) return;
+      if (idsOf(now) !== idsOf(told) || now.version !== told.version) window.dispatchEvent(new Event("hashchange"));
+      else {
+        told.rollouts = now.rollouts; // an outcome may have come late
+        judge();
+      }
     },
   };
 }

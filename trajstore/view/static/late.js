@@ -1,4 +1,4 @@
-// The values of a trajectory that came late, and, where the server takes them, a form that gives more.
+// The values of a trajectory that came late; where the server takes them, a form that gives one or many trajectories more.
 
 import { ask, change } from "./api.js";
 import { Refused } from "./bundle.js";
@@ -15,9 +15,10 @@ export function showLate(section, { id, signal, changed }) {
   const list = make("div", { class: "given" });
   const status = make("p", { class: "quiet", role: "status" });
   const refused = make("p", { class: "refused", role: "alert" });
-  const form = formOf(give);
+  const form = formOf("Give", [], give);
   const details = make("details", {}, title, list, form.element, refused, status);
-  let told = { state: "", values: [], names: [], earlier: 0, write: null };
+  let told = { state: "", values: [], names: [], earlier: 0 };
+  let write = null;
   let shown = ""; // what the list shows, as text
   let asked = 0;
   let later = null;
@@ -29,7 +30,7 @@ export function showLate(section, { id, signal, changed }) {
     const number = (asked += 1);
     let now;
     try {
-      now = await ask("notes", { id }, signal);
+      [now, { write }] = await Promise.all([ask("notes", { id }, signal), ask("about", {}, signal)]);
     } catch (error) {
       if (signal.aborted || number !== asked) return;
       section.hidden = false;
@@ -51,17 +52,17 @@ export function showLate(section, { id, signal, changed }) {
   }
 
   function tell() {
-    section.hidden = !told.values.length && !told.write && !told.limits?.length;
-    form.tell(told);
-    const text = JSON.stringify([told.values, told.earlier, Boolean(told.write)]);
+    section.hidden = !told.values.length && !write && !told.limits?.length;
+    if (write) form.tell(write, told.names);
+    const text = JSON.stringify([told.values, told.earlier]);
     if (text === shown) return;
     if (shown) changed();
-    else details.open = Boolean(told.write);
+    else details.open = Boolean(write);
     shown = text;
     const held = list.contains(document.activeElement);
     const latest = told.values.filter((one) => one.latest && one.value !== null);
     fill(title, "Late values", latest.map((one) => make("span", { class: "chip" }, make("span", { class: "quiet" }, one.name), " ", short(one.value))));
-    fill(list, (told.limits ?? []).map((text) => make("p", { class: "note" }, text)), told.values.length ? tableOf(told, take) : []);
+    fill(list, (told.limits ?? []).map((text) => make("p", { class: "note" }, text)), told.values.length ? tableOf(told, write && take) : []);
     if (held) form.focus();
   }
 
@@ -70,11 +71,11 @@ export function showLate(section, { id, signal, changed }) {
     fill(refused);
     fill(status, "Giving it.");
     try {
-      await change("annotate", { id, name, kind, value });
+      await change("annotate", { ids: [id], name, kind, value });
     } catch (error) {
       if (signal.aborted) return false;
       fill(status);
-      fill(refused, error instanceof Refused ? error.message : `No answer (${error.message}). If it was given, it is in the list once the server answers again.`);
+      fill(refused, sentenceOf(error));
       return false;
     }
     if (signal.aborted) return false;
@@ -88,6 +89,64 @@ export function showLate(section, { id, signal, changed }) {
   return { changed: (state) => (state.state === told.state ? null : look()) };
 }
 
+/**
+ * Shows a form that gives all trajectories of a view the same value, or takes theirs back. `ids` returns theirs: { ids, gone },
+ * `gone` being how many are there no longer. The form's
+ * `tell` is told of how many the view is.
+ */
+export function showGiving(section, { columns, write, ids, signal }) {
+  const title = make("summary", {});
+  const status = make("p", { class: "quiet", role: "status" });
+  const refused = make("p", { class: "refused", role: "alert" });
+  const form = formOf("Give to all", [make("option", { value: "nothing" }, "taken away")], give);
+  let later = null;
+  signal.addEventListener("abort", () => clearTimeout(later));
+  fill(section, make("details", {}, title, form.element, refused, status));
+  form.tell(write, columns.filter(({ note }) => note === "came late").map(({ name, type }) => [name, type]));
+
+  async function give(name, kind, value) {
+    clearTimeout(later);
+    fill(refused);
+    fill(status, "Giving it.");
+    let all, gone;
+    try {
+      ({ ids: all, gone } = await ids());
+      if (!all.length) throw new Refused("Nothing was given: all of them have left the store.");
+      await change("annotate", { ids: all, name, kind, value });
+    } catch (error) {
+      if (!signal.aborted) {
+        fill(status);
+        fill(refused, sentenceOf(error));
+      }
+      return false;
+    }
+    await follow(all.at(-1), name, `${kind === "nothing" ? "Taken away from" : "Given to"} ${count(all.length)}: ${name}.${gone ? ` ${count(gone)} others have left the store.` : ""}`);
+    return !signal.aborted;
+  }
+
+  /** Says whether what was given has arrived, by the last of its trajectories. */
+  async function follow(id, name, said) {
+    try {
+      const { values } = await ask("notes", { id }, signal);
+      const last = values.findLast((one) => one.name === name);
+      if (last?.place === "refused") fill(refused, `The writer does not take it in: ${last.why}`);
+      const waits = last?.place === "inbox";
+      fill(status, said, waits ? " It waits in the store's inbox until its writer takes it in." : last?.place === "store" ? " It is in the store." : null);
+      if (waits) later = setTimeout(() => follow(id, name, said), PATIENCE);
+    } catch (error) {
+      if (!signal.aborted) fill(status, said, ` Whether it is in the store is not known: ${error.message}`);
+    }
+  }
+
+  return { tell: (many) => {
+    section.hidden = many === 0 && !status.textContent; // what was given may be why the condition holds of none
+    fill(title, `Give all ${count(many)} a value`);
+  } };
+}
+
+const sentenceOf = (error) => (error instanceof Refused ? error.message
+  : `No answer (${error.message}). If it was given, it is shown once the server answers again.`);
+
 const countOf = (told, place) => told.values.filter((one) => one.place === place).length;
 
 const short = (value) => (String(value).length > 40 ? `${String(value).slice(0, 40)}...` : String(value));
@@ -99,7 +158,7 @@ function tableOf(told, take) {
     make("td", { class: "said", dir: "auto" }, one.who),
     make("td", { class: "quiet" }, time(one.time)),
     make("td", {}, PLACES[one.place], one.why ? `: ${one.why}` : null,
-      told.write && one.latest && one.value !== null
+      take && one.latest && one.value !== null
         ? make("button", { type: "button", "aria-label": `Take ${one.name} away`, click: () => take(one.name) }, "Take away") : null));
   return [
     told.earlier ? make("p", { class: "note" }, `${count(told.earlier)} earlier values: trajstore inspect --trajectory shows them.`) : null,
@@ -109,13 +168,13 @@ function tableOf(told, take) {
   ];
 }
 
-/** Returns the form: its element, `tell` what the server has told, and `focus`. */
-function formOf(give) {
+/** Returns the form: its element, `tell` who gives and which names there are, with their kinds, and `focus`. */
+function formOf(title, kindsMore, give) {
   const name = make("input", { id: "late-name", list: "late-names", autocomplete: "off", spellcheck: "false", autocapitalize: "off", size: "16" });
   const names = make("datalist", { id: "late-names" });
-  const kind = make("select", { id: "late-kind" }, make("option", { value: "number" }, "a number"), make("option", { value: "text" }, "a text"));
+  const kind = make("select", { id: "late-kind" }, make("option", { value: "number" }, "a number"), make("option", { value: "text" }, "a text"), kindsMore);
   const value = make("textarea", { id: "late-value", rows: "1", "aria-describedby": "late-keys", autocomplete: "off" });
-  const button = make("button", { type: "submit" }, "Give");
+  const button = make("button", { type: "submit" }, title);
   const who = make("span", { class: "quiet" });
   const element = make("form", { class: "give", "aria-label": "Give a value", novalidate: true, hidden: true, submit: send },
     make("label", { for: "late-name" }, "Name"), name, names, make("label", { for: "late-kind" }, "is"), kind,
@@ -124,8 +183,9 @@ function formOf(give) {
   let kinds = new Map();
   let busy = false;
 
+  kind.addEventListener("change", () => (value.disabled = kind.value === "nothing"));
   name.addEventListener("change", () => {
-    if (kinds.has(name.value)) kind.value = kinds.get(name.value);
+    if (kinds.has(name.value) && !value.disabled) kind.value = kinds.get(name.value);
   });
   value.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -147,12 +207,11 @@ function formOf(give) {
   return {
     element,
     focus: () => name.focus(),
-    tell(told) {
-      element.hidden = !told.write;
-      if (!told.write) return;
-      kinds = new Map(told.names);
-      fill(names, told.names.map(([known]) => make("option", { value: known })));
-      fill(who, told.write.who ? `as ${told.write.who}` : "by nobody in particular: --who NAME says who");
+    tell(write, known) {
+      element.hidden = false;
+      kinds = new Map(known);
+      fill(names, known.map(([one]) => make("option", { value: one })));
+      fill(who, write.who ? `as ${write.who}` : "by nobody in particular: --who NAME says who");
     },
   };
 }

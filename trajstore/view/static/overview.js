@@ -7,10 +7,12 @@ import { count, short, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
+  { name: "success_rate", title: "Mean success rate" },
   { name: "response", title: "Mean response, tokens" },
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Trajectories" },
 ];
+const LOG_PROB = { name: "log_prob", title: "Mean log-prob, of up to 8 rollouts" };
 
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
 
@@ -34,7 +36,9 @@ const linkTo = (where) => `#/table?${new URLSearchParams({ where })}`;
 export async function show(main, { parameters, keep, signal }) {
   let told = null;
   let over = parameters.get("over") ?? null;
-  let plots = [];
+  const plots = new Map(); // by curve
+  const logProbs = {}; // the last ones told, by what they are over
+  let isReading = false;
   const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
   const field = conditionField(parameters.get("where") ?? "", "task = 't1'", () => {
     keep({ where: field.condition() });
@@ -46,6 +50,7 @@ export async function show(main, { parameters, keep, signal }) {
         over = name;
         keep({ over });
         lay();
+        readLogProbs();
       },
     }, title)));
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
@@ -59,19 +64,43 @@ export async function show(main, { parameters, keep, signal }) {
   async function start() {
     fill(refused);
     if (!told) fill(figures, make("p", { class: "nothing" }, "Reading facts …"));
+    const where = field.condition();
     try {
-      told = await ask("overview", { where: field.condition() }, signal);
+      told = { ...(await ask("overview", { where }, signal)), where };
       keepingFocus(main, lay);
+      readLogProbs();
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
   }
 
-  const within = (condition) => (field.condition() ? `(${field.condition()}) and ${condition}` : condition);
+  /** Asks for the curve of log-probs, one at a time: its rollouts are read, which far away takes longer than the next commit. */
+  async function readLogProbs() {
+    const [is, { state, where }] = [isOver(), told];
+    if (isReading || logProbs[is]?.state === state && logProbs[is].where === where) return;
+    isReading = true;
+    let read = { x: [], log_prob: [] };
+    try {
+      read = await ask("log_probs", { where, over: is }, signal);
+    } catch (error) {
+      if (!signal.aborted) fill(refused, error.message);
+    }
+    isReading = false;
+    if (signal.aborted) return;
+    logProbs[is] = { ...read, state, where };
+    const now = logProbsRead();
+    const isThere = curves.querySelector("[data-curve=log_prob]") !== null;
+    if (now && isThere !== known(LOG_PROB.name, now)) keepingFocus(main, lay);
+    else if (now && isThere) keepingFocus(curves, () => drawLogProbs(now));
+    readLogProbs(); // another one may be shown by now
+  }
+
+  const isOver = () => over ?? (told.by_version.x.length > 1 ? "version" : "time");
+
+  const within = (condition) => (told.where ? `(${told.where}) and ${condition}` : condition);
 
   function lay() {
-    const isOver = over ?? (told.by_version.x.length > 1 ? "version" : "time");
-    for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver ? "true" : "false");
+    for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
     const pairs = [
       ["trajectories", count(told.trajectories)],
       ["mean outcome", told.outcome === null ? null : short(told.outcome)],
@@ -90,7 +119,7 @@ export async function show(main, { parameters, keep, signal }) {
       told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts; each block shows its own.") : null,
       told.limits.map((text) => make("li", { class: "quiet" }, text)),
       say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
-    draw(isOver);
+    draw();
     if (told.pool) drawPool(told.pool);
     fill(tasks, told.by_task.length ? [make("h2", {}, "Tasks, those with the lowest outcome first"), ...told.by_task.map(taskRow)] : []);
   }
@@ -102,38 +131,63 @@ export async function show(main, { parameters, keep, signal }) {
       bar, make("span", { class: "number" }, row.outcome === null ? "" : short(row.outcome)), make("span", { class: "number quiet" }, `${count(row.count)} ${row.count === 1 ? "rollout" : "rollouts"}`));
   };
 
-  function draw(isOver) {
-    for (const plot of plots) plot.destroy();
-    plots = [];
-    const data = isOver === "version" ? told.by_version : told.by_time;
-    const kept = CURVES.filter(({ name }) => data[name].some((value) => value !== null));
-    fill(curves, data.x.length === 0 ? make("p", { class: "nothing" }, isOver === "version" ? "No policy version is known." : "Nothing here yet.")
-      : kept.map(({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver === "version" ? "policy versions" : "time"}` },
-        make("figcaption", {}, title))));
-    if (data.x.length) for (const { name, title } of kept) {
-      const figure = curves.querySelector(`[data-curve="${name}"]`);
-      const plot = new uPlot({
-        ...shapeOf(figure), legend: { show: true, live: true },
-        cursor: { points: { size: 7 }, drag: { x: false, y: false } },
-        scales: { x: { time: isOver === "time" }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
-        axes: axes(isOver === "version" ? { size: 28, incrs: WHOLE } : { size: 28 }),
-        hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: data.x.length - 1 })] }, // else it is empty
-        series: [
-          { label: isOver === "version" ? "version" : "time" },
-          { label: name, stroke: styleOf("--accent"), width: 1.75, fill: name === "count" ? styleOf("--accent-back") : undefined, spanGaps: false,
-            points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
-        ],
-      }, [data.x.map(Number), data[name].map((value) => (typeof value === "number" ? value : null))], figure);
-      plot.setLegend({ idx: data.x.length - 1 });
-      const open = (at) => {
-        const condition = isOver === "version" ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
-        location.hash = linkTo(within(condition));
-      };
-      plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
-      figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-      atKeys(plot, name, title, isOver, open);
-      plots.push(plot);
-    }
+  const known = (name, data) => data[name].some((value) => value !== null);
+
+  function draw() {
+    for (const plot of plots.values()) plot.destroy();
+    plots.clear();
+    const data = isOver() === "version" ? told.by_version : told.by_time;
+    const kept = CURVES.filter(({ name }) => known(name, data));
+    const read = logProbsRead();
+    const isLater = kept.length && told.agents && (!read || known(LOG_PROB.name, read));
+    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
+      kept.map((curve) => figureOf(curve)), isLater ? figureOf(LOG_PROB, ["reading them …"]) : null);
+    for (const curve of kept) drawCurve(curve, data);
+    if (isLater && read) drawLogProbs(read);
+  }
+
+  function logProbsRead() {
+    const read = logProbs[isOver()];
+    return read?.where === told.where ? read : null;
+  }
+
+  function drawLogProbs(read) {
+    const odd = read.log_prob.filter((value) => typeof value === "string").length;
+    drawCurve(LOG_PROB, read, [read.of > read.x.length ? `at ${count(read.x.length)} of ${count(read.of)} points` : null,
+      odd ? `${count(odd)} not finite` : null, read.unread ? `${count(read.unread)} cannot be read` : null].filter(Boolean));
+  }
+
+  const figureOf = ({ name, title }, notes = []) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
+    make("figcaption", {}, [title, ...notes].join(", ")));
+
+  /** Draws a curve, and nothing else anew: what is beside it may be clicked on. */
+  function drawCurve(curve, data, notes) {
+    const { name, title } = curve;
+    const isVersion = isOver() === "version";
+    const figure = figureOf(curve, notes);
+    plots.get(name)?.destroy();
+    curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
+    const plot = new uPlot({
+      ...shapeOf(figure), legend: { show: true, live: true },
+      cursor: { points: { size: 7 }, drag: { x: false, y: false } },
+      scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
+      axes: axes(isVersion ? { size: 28, incrs: WHOLE } : { size: 28 }),
+      hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: data.x.length - 1 })] }, // else it is empty
+      series: [
+        { label: isVersion ? "version" : "time" },
+        { label: name, stroke: styleOf("--accent"), width: 1.75, fill: name === "count" ? styleOf("--accent-back") : undefined, spanGaps: false,
+          points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
+      ],
+    }, [data.x.map(Number), data[name].map((value) => (typeof value === "number" ? value : null))], figure);
+    plot.setLegend({ idx: data.x.length - 1 });
+    const open = (at) => {
+      const condition = isVersion ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
+      location.hash = linkTo(within(condition));
+    };
+    plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
+    figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
+    atKeys(plot, name, title, isVersion, open);
+    plots.set(name, plot);
   }
 
   /** Shows what a pool holds: how many tasks are how difficult, now and over the steps that its journal or files tell. */
@@ -150,21 +204,21 @@ export async function show(main, { parameters, keep, signal }) {
     const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Tasks by difficulty, steps ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Tasks by difficulty over steps"));
     fill(pool, make("h2", {}, `The pool: ${count(histories)} histories of ${count(held)} tasks`, demonstrations ? `, ${count(demonstrations)} of them demonstrations` : "",
       `; ${count(skipped)} solved tasks left out. Tasks by successes in their newest step:`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
-    if (steps.length > 1) plots.push(new uPlot({
+    if (steps.length > 1) plots.set("difficulty", new uPlot({
       ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false } }, axes: axes({ size: 28, incrs: WHOLE }),
       series: [{ label: "step" }, ...difficulties.map(([difficulty], at) => ({ label: String(difficulty), stroke: shades[at], width: 1.75, points: { show: steps.length < 80, size: 5 } }))],
     }, [steps, ...counts], figure));
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, name, title, isOver, open) {
+  function atKeys(plot, name, title, isVersion, open) {
     const [x, y] = plot.data;
     const last = x.length - 1;
     const go = (at) => {
       const here = Math.max(0, Math.min(at, last));
       plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
       plot.over.setAttribute("aria-valuenow", here);
-      plot.over.setAttribute("aria-valuetext", `${isOver === "version" ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : short(y[here])}`);
+      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : short(y[here])}`);
     };
     const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
     for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);
@@ -189,7 +243,7 @@ export async function show(main, { parameters, keep, signal }) {
     leave() {
       window.removeEventListener("theme", again);
       window.removeEventListener("resize", again);
-      for (const plot of plots) plot.destroy();
+      for (const plot of plots.values()) plot.destroy();
     },
     changed: (state) => told && state.state !== told.state && start(),
   };

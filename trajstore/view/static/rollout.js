@@ -1,6 +1,7 @@
 // A rollout: its conversation, and its tokens beside it.
 
 import { showConversation } from "./conversation.js";
+import { showFinding } from "./find.js";
 import { fill, longText, make } from "./dom.js";
 import { count } from "./numbers.js";
 import { showTokens } from "./tokens.js";
@@ -27,8 +28,13 @@ export function showRollout(place, told, { parameters, keep }) {
   choose(part);
 
   if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
-  if (told.messages.length) showConversation(conversation, told.messages);
-  else conversation.append(make("p", { class: "nothing" }, "No messages were recorded."));
+  let leaveFinding = () => {};
+  if (told.messages.length) {
+    const messages = make("div", {});
+    leaveFinding = showFinding(conversation, messages, told.messages, { parameters, keep });
+    conversation.append(messages);
+    showConversation(messages, told.messages);
+  } else conversation.append(make("p", { class: "nothing" }, "No messages were recorded."));
   const besides = make("div", {});
   conversation.append(besides);
   /** Shows reward and metadata; again after a correction, folded as they were. */
@@ -42,11 +48,11 @@ export function showRollout(place, told, { parameters, keep }) {
   for (const text of told.left_out) tokens.append(make("p", { class: "refused" }, text));
   if (!told.tokens) {
     tokens.append(make("p", { class: "nothing" }, "No tokens were recorded."));
-    return { tell };
+    return { leave: leaveFinding, tell };
   }
-  const leave = showTokens(tokens, told, { parameters, keep });
+  const leaveTokens = showTokens(tokens, told, { parameters, keep });
   tokens.append(make("p", { class: "note" }, told.texts
     ? `${count(told.tokens)} tokens`
     : `${count(told.tokens)} tokens, shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text.`));
-  return { leave, tell };
+  return { leave: () => (leaveTokens(), leaveFinding()), tell };
 }

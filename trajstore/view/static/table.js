@@ -1,8 +1,10 @@
 // Trajectories as a table: facts as columns, sorted and filtered by the server, a page of rows at a time.
 
 import { ask } from "./api.js";
+import { Refused } from "./bundle.js";
 import { conditionField } from "./condition.js";
 import { fill, keepingFocus, make } from "./dom.js";
+import { showGiving } from "./late.js";
 import { count, short, time } from "./numbers.js";
 
 const ROW = 34; // height of a row, as in style.css
@@ -37,8 +39,9 @@ function shownValue(column, value) {
 
 export async function show(main, { parameters, keep, signal }) {
   fill(main, make("p", { class: "nothing" }, "Reading facts …"));
-  const { columns, pool } = await ask("about", {}, signal);
-  const names = columns.map((column) => column.name);
+  const about = await ask("about", {}, signal);
+  const { pool, write } = about;
+  let { columns } = about;
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
   const title = (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : titleOf(name)); // of rollouts alone
   const question = { where: parameters.get("where") ?? "", order: parameters.get("order") ?? NEWEST };
@@ -54,27 +57,37 @@ export async function show(main, { parameters, keep, signal }) {
     selected = 0;
     start();
   });
-  const menu = make("details", { class: "menu" }, make("summary", {}, "Columns"),
-    make("div", { class: "choices" }, names.filter((name) => name !== "trajectory_id").map((name) => make("label", {
-      title: columns.find((column) => column.name === name).note,
-    }, make("input", { type: "checkbox", checked: visible.includes(name), change: (event) => {
-      visible = event.target.checked ? [...visible, name] : visible.filter((other) => other !== name);
-      keep({ columns: visible.join(",") });
-      lay();
-    } }), title(name)))));
+  const choices = make("div", { class: "choices" });
+  const menu = make("details", { class: "menu" }, make("summary", {}, "Columns"), choices);
   const total = make("span", { class: "total", role: "status" });
   const news = make("button", { type: "button", class: "news", hidden: true, click: () => {
     grid.focus({ preventScroll: true });
     start();
   } });
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
+  const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
   const heads = make("div", { class: "heads", role: "row", "aria-rowindex": 1 });
   const body = make("div", { class: "rows", role: "rowgroup" });
   const grid = make("div", {
     class: "grid", role: "grid", tabindex: 0, "aria-label": "Trajectories", keydown: pressed, scroll: draw,
   }, make("div", { role: "rowgroup", class: "header" }, heads), body);
   fill(main, make("h1", { class: "unseen" }, "Trajectories"),
-    make("div", { class: "bar" }, field.element, menu, total, news), refused, grid);
+    make("div", { class: "bar" }, field.element, menu, total, news), refused, giving, grid);
+  const form = write ? showGiving(giving, { columns, write, signal, ids: async () => {
+    const told = await ask("ids", { ...answer.asking, state: answer.state }, signal);
+    if (told.state === answer.state) return told;
+    start();
+    throw new Refused("Nothing was given: what was shown is kept no longer. Look at these first.");
+  } }) : null;
+
+  function offer() {
+    fill(choices, columns.filter(({ name }) => name !== "trajectory_id").map(({ name, note }) => make("label", { title: note },
+      make("input", { type: "checkbox", checked: visible.includes(name), change: (event) => {
+        visible = event.target.checked ? [...visible, name] : visible.filter((other) => other !== name);
+        keep({ columns: visible.join(",") });
+        lay();
+      } }), title(name))));
+  }
 
   function lay() {
     const widths = visible.map((name) => {
@@ -111,12 +124,18 @@ export async function show(main, { parameters, keep, signal }) {
     grid.setAttribute("aria-busy", "true");
     try {
       const first = Math.floor(selected / PAGE) * PAGE;
-      const told = await ask("page", { ...question, first, count: PAGE }, signal);
+      const asking = { ...question };
+      const told = await ask("page", { ...asking, first, count: PAGE }, signal);
+      if (Object.keys(told.rows[0] ?? {}).some((name) => !columns.some((column) => column.name === name))) {
+        columns = (await ask("about", {}, signal)).columns; // values under a new name have come
+        offer();
+      }
       if (mine !== asked) return;
-      answer = told;
+      answer = { ...told, asking };
       pages = new Map([[first / PAGE, told.rows]]);
       fill(total, `${count(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}`);
       grid.setAttribute("aria-rowcount", told.total + 1);
+      form?.tell(told.total);
       selected = Math.max(0, Math.min(selected, told.total - 1));
       lay();
       bringIn();
@@ -173,7 +192,7 @@ export async function show(main, { parameters, keep, signal }) {
 
   function row(at, top) {
     const values = pages.get(Math.floor(at / PAGE))?.[at % PAGE];
-    const id = values?.[names.indexOf("trajectory_id")];
+    const id = values?.trajectory_id;
     const element = make("div", {
       role: "row", id: `row-${at}`, class: `row${at % 2 ? " odd" : ""}`, "aria-rowindex": at + 2,
       "aria-selected": at === selected ? "true" : "false",
@@ -184,7 +203,7 @@ export async function show(main, { parameters, keep, signal }) {
       dblclick: () => open(at),
     }, visible.map((name) => {
       const column = columns.find((one) => one.name === name);
-      const value = values?.[names.indexOf(name)] ?? null;
+      const value = values?.[name] ?? null;
       const cell = make("div", { role: "gridcell", class: column.type });
       if (!values) return fill(cell, name === "trajectory_id" ? "…" : "");
       if (name === "trajectory_id") return fill(cell, make("a", { href: `#/trajectory/${id}`, tabindex: -1 }, id));
@@ -194,14 +213,13 @@ export async function show(main, { parameters, keep, signal }) {
       if (value === null) cell.classList.add("null");
       return fill(cell, shownValue(column, value));
     }));
-    if (values && values[names.indexOf("readable")] === false) element.classList.add("damaged");
-    if (values && values[names.indexOf("kind")] === null) element.classList.add("gone");
+    if (values?.readable === false) element.classList.add("damaged");
+    if (values?.kind === null) element.classList.add("gone");
     element.style.transform = `translateY(${top}px)`;
     return element;
   }
 
-  function groupOf(task, values) {
-    const version = values[names.indexOf("version_high")];
+  function groupOf(task, { version_high: version }) {
     return `#/group?${new URLSearchParams(version === null || pool ? { task } : { task, version })}`;
   }
 
@@ -220,7 +238,7 @@ export async function show(main, { parameters, keep, signal }) {
   }
 
   function open(at) {
-    const id = pages.get(Math.floor(at / PAGE))?.[at % PAGE]?.[names.indexOf("trajectory_id")];
+    const id = pages.get(Math.floor(at / PAGE))?.[at % PAGE]?.trajectory_id;
     if (id !== undefined) location.hash = `#/trajectory/${id}`;
   }
 
@@ -239,6 +257,7 @@ export async function show(main, { parameters, keep, signal }) {
 
   const resized = new ResizeObserver(draw);
   resized.observe(grid);
+  offer();
   lay();
   await start();
   grid.focus({ preventScroll: true });

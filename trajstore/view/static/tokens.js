@@ -8,7 +8,7 @@ const ROW = 24; // height of a row, as in style.css
 const LONGEST = 160; // characters of one token that are shown in the text
 const PARTS = { prompt: "prompt", model: "written by the model", told: "told to the model", tokens: "token" };
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6\u{1f000}-\u{1faff}\u{20000}-\u{3fffd}]/u;
-export const PREFERRED = ["metadata.advantages", "metadata.advantage", "old_log_probs", "rollout_log_probs", "entropys", "loss_mask", "response_mask"];
+export const PREFERRED = ["notes.advantages", "metadata.advantages", "metadata.advantage", "old_log_probs", "rollout_log_probs", "entropys", "loss_mask", "response_mask"];
 
 /** Returns how many columns of a terminal a text takes. */
 function widthOf(text) {
