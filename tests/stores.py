@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.files.local import LocalDirectory
 from trajstore.testing.witness import check_trajectory
@@ -48,3 +53,23 @@ def nothing_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(LocalDirectory, "remove", fail)
         yield
+
+
+def _write_until_told(path: Path, told: Connection) -> None:
+    with writer_to(path):
+        told.send("open")
+        told.recv()
+
+
+@contextmanager
+def another_writer(path: Path) -> Iterator[int]:
+    """Write a store in a process of its own, whose number is yielded, so that it can be stopped."""
+    mine, theirs = multiprocessing.Pipe()
+    process = forking().Process(target=_write_until_told, args=(path, theirs))
+    process.start()
+    assert process.pid is not None
+    assert mine.recv() == "open"
+    yield process.pid
+    os.kill(process.pid, signal.SIGCONT)
+    mine.send("end")
+    process.join()

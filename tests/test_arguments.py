@@ -60,8 +60,16 @@ def test_options_of_a_writer(option: str, value: Any) -> None:
         WriterOptions(**{option: value})
 
 
-@pytest.mark.parametrize("limit", ["max_trajectories", "max_samples", "max_bytes", "max_policy_age"])
-@pytest.mark.parametrize("value", [-1, 1.5, "7", True, float("nan")])
+LIMITS = ("max_trajectories", "max_samples", "max_bytes", "max_policy_age")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        *((limit, value) for limit in LIMITS for value in (-1, 1.5, "7", True, float("nan"))),
+        *((limit, 0) for limit in LIMITS if limit != "max_policy_age"),
+    ],
+)
 def test_limits_of_retention(limit: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"^{limit}"):
         Retention(**{limit: value})

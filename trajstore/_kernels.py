@@ -15,8 +15,9 @@ _statx: Any = types.ExternalFunction(
     "statx", types.int32(types.int32, types.intp, types.int32, types.uint32, types.intp)
 )
 _memcpy = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+_memcmp = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.intp))
 
-SAMPLES, FIRST_EXTRA, LAST_EXTRA = 0, 1, 2
+SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT = range(5)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -93,8 +94,24 @@ def _reader() -> Any:
     return read
 
 
+def _pointer_to(element: types.Type) -> Any:
+    """Return an intrinsic that makes a pointer to elements of an address."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        pointer_type: Any = types.CPointer
+        return pointer_type(element)(types.intp), generate
+
+    return pointer
+
+
 _prefetch = _prefetcher()
 _byte_at = _reader()
+_array_at: Any = numba.__dict__["carray"]  # which numba's stubs leave out
+_int64_at, _float32_at = _pointer_to(types.int64), _pointer_to(types.float32)
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
@@ -213,6 +230,31 @@ def set_homes(slots: Array, samples: Array, extra: Array, document: Array, posit
         slots[at], samples[at], extra[at], document[at] = homes[i, 0], homes[i, 1], homes[i, 2], homes[i, 3]
 
 
+@compiled(_TABLE, _NUMBERS, _NUMBERS, _TABLE, _TABLE, "int64", nogil=False)
+def lay_out(extents: Array, axes: Array, widths: Array, sizes: Array, offsets: Array, alignment: int) -> int:
+    """Lay trajectories out column by column; return the bytes that they take.
+
+    ``extents[i]`` are steps, batch, extra rows and bytes of the document of trajectory i, ``axes`` and ``widths`` those
+    of the columns' rows. ``sizes[i, c]`` become the bytes of its column c, ``offsets[i, c]`` where they begin.
+    """
+    end = 0
+    for c in range(len(axes)):
+        end += -end % alignment
+        for i in range(len(extents)):
+            steps, batch, extra, document = extents[i]
+            rows = (steps + extra) * batch
+            if axes[c] == SAMPLES:
+                rows = steps * batch
+            elif axes[c] == RESPONSE:
+                rows = extra
+            elif axes[c] == DOCUMENT:
+                rows = document
+            sizes[i, c] = rows * widths[c]
+            offsets[i, c] = end
+            end += sizes[i, c]
+    return end
+
+
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, nogil=False)
 def copy_few_blocks(targets: Array, sources: Array, sizes: Array) -> None:
     """Copy blocks of bytes from addresses to addresses, without letting another thread have the interpreter.
@@ -228,6 +270,43 @@ def copy_blocks(targets: Array, sources: Array, sizes: Array) -> None:
     """Copy blocks of bytes from addresses to addresses."""
     for i in range(len(sizes)):
         _memcpy(targets[i], sources[i], sizes[i])
+
+
+@compiled(_TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64", "float32", "boolean[::1]", nogil=False)
+def find_sound(
+    addresses: Array,
+    places: Array,
+    tokens: Array,
+    response: Array,
+    starts: Array,
+    width: int,
+    most: float,
+    sound: Array,
+) -> None:
+    """Say of rollouts of one schema which of them are certainly sound, see ``trajstore.columns.doubts.sound``.
+
+    Rollout i has its columns at ``addresses[i]``; ``places`` are those of ids (64 bits), of the masks of all tokens and
+    of the response (``width`` bytes each) and of two kinds of log-probs (32 bits), -1 where there is none.
+    """
+    for i in range(len(addresses)):
+        fine: Any = True
+        if places[0] >= 0:
+            ids = _array_at(_int64_at(addresses[i, places[0]]), tokens[i])
+            signs = np.int64(0)
+            for k in range(tokens[i]):
+                signs |= ids[k]
+            fine = signs >= 0
+        if fine and places[1] >= 0 and places[2] >= 0 and starts[i] >= 0:
+            written = addresses[i, places[1]] + starts[i] * width
+            fine = _memcmp(written, addresses[i, places[2]], response[i] * width) == 0
+        for place in places[3:]:
+            if fine and place >= 0:
+                log_probs = _array_at(_float32_at(addresses[i, place]), response[i])
+                wrong = 0
+                for k in range(response[i]):
+                    wrong += not (-np.inf < log_probs[k] <= most)
+                fine = wrong == 0
+        sound[i] = fine
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int64")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.stores import nothing_can_be_deleted, writer_to
+from tests.stores import another_writer, nothing_can_be_deleted, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.files.local import LocalDirectory
 from trajstore.inspection.verify import verify
 from trajstore.testing.witness import witness
 
@@ -72,31 +73,97 @@ def test_the_latest_counts_and_the_history_stays(path: Path) -> None:
     assert values_of(path, 1) == history
 
 
+def beside(target: Callable[..., None], *arguments: object) -> int | None:
+    """Do something in a process of its own; return how it ended."""
+    process = forking().Process(target=target, args=arguments)
+    process.start()
+    process.join(300)
+    return process.exitcode
+
+
+def _annotate_once(path: Path, who: str) -> None:
+    annotate(path, [0, 3], {"score": [1, 2]}, who=who)
+
+
 def test_another_process_annotates_while_the_writer_writes_and_after(path: Path) -> None:
-    script = "import sys, trajstore; trajstore.annotate(sys.argv[1], [0, 3], {'score': [1, 2]}, who=sys.argv[2])"
     with writer_to(path) as writer:
-        subprocess.run([sys.executable, "-c", script, str(path), "beside"], check=True)
+        assert beside(_annotate_once, path, "beside") == 0
         deadline = time.monotonic() + 120
         while not values_of(writer, 3) and time.monotonic() < deadline:
             time.sleep(0.05)  # the writer looks by itself
         assert column(writer, "score") == [1.0, None, None, 2.0]
-    subprocess.run([sys.executable, "-c", script, str(path), "after"], check=True)
+    assert beside(_annotate_once, path, "after") == 0
     assert values_of(path, 0) == [("score", 1.0, "beside"), ("score", 1.0, "after")]
     assert os.listdir(path / "inbox") == []
 
 
+def _annotate_all(path: Path, who: str) -> None:
+    for at in range(8):
+        annotate(path, at % 4, {"score": at}, who=who)
+
+
 def test_processes_that_annotate_at_once_leave_nothing_in_the_inbox(path: Path) -> None:
-    script = (
-        "import sys, trajstore\n"
-        "for at in range(8): trajstore.annotate(sys.argv[1], at % 4, {'score': at}, who=sys.argv[2])"
-    )
-    words = [sys.executable, "-c", script, str(path)]
-    processes = [subprocess.Popen([*words, name]) for name in ("a", "b", "c")]
-    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    processes = [forking().Process(target=_annotate_all, args=(path, name)) for name in ("a", "b", "c")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     for number in range(4):
         found = sorted((note.who, note.value) for note in notes_of(path, number))
         assert found == [(who, float(value)) for who in "abc" for value in (number, number + 4)]
     assert os.listdir(path / "inbox") == []
+
+
+def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
+    """In the order in which it will be taken in, whatever the clocks of those who gave it say."""
+    with another_writer(path) as writer:
+        os.kill(writer, signal.SIGSTOP)
+        annotate(path, 0, {"race": 0.5})
+        (ahead,) = (path / "inbox").iterdir()
+        ahead.rename(ahead.with_name("09" + ahead.name[2:]))  # given by a clock that is ahead
+        with pytest.raises(ConfigurationError, match="race: a text, but the values of this name are numbers here"):
+            annotate(path, 0, {"race": "good"})
+        annotate(path, 1, {"late": "x", "n": 1})
+        annotate(path, 1, {"late": None})
+        annotate(path, 1, {"n": 2})
+        with pytest.raises(ConfigurationError, match="64 names"):
+            annotate(path, 1, {f"n{number}": 1 for number in range(62)})
+        assert verify(path).sound
+    writer_to(path).close()
+    assert values_of(path, 0) == [("race", 0.5, "")]
+    assert values_of(path, 1) == [("late", "x", ""), ("n", 1.0, ""), ("late", None, ""), ("n", 2.0, "")]
+    assert os.listdir(path / "inbox") == []
+
+
+def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with another_writer(path) as writer:
+        os.kill(writer, signal.SIGSTOP)
+        annotate(path, 0, {"race": 0.5})
+        (first,) = (path / "inbox").iterdir()
+        first.rename(path / "first")  # it is not there yet when the other looks
+        annotate(path, [0, 1], {"race": ["good", None], "other": 1}, who="anna")
+        (path / "first").rename(first)
+    writer_to(path).close()
+    assert caplog.text.count("the values race, other of trajectories 0 to 1, given by anna, are refused") == 1
+    caplog.clear()
+    (aside,) = (path / "inbox").iterdir()
+    assert aside.suffix == ".refused"
+    assert values_of(path, 0) == [("race", 0.5, "")]
+    found = verify(path)
+    assert found.sound
+    assert found.notes == [
+        f"inbox/{aside.name}: the values race, other of trajectories 0 to 1, given by anna, are refused and reach no "
+        "trajectory: race: a text, but the values of this name are numbers here; take another name; the file has them, "
+        "and may be deleted"
+    ]
+    annotate(path, 0, {"race": 1})
+    with writer_to(path) as again:
+        assert column(again, "race") == [1.0, None, None, None]
+    assert "refused" not in caplog.text, "only who sets them aside says so"
+    assert list((path / "inbox").iterdir()) == [aside]
 
 
 def _annotate_often(path: Path, who: str) -> None:
@@ -150,6 +217,27 @@ def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
         annotate(tmp_path, ["2/0"], {"score": 1})
 
 
+def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in range(3):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            writer.add_trajectories([rollout(0)])
+            if rank == 1:
+                annotate(writer, 0, {"advantages": [torch.zeros(4)], "score": 1})
+    said = "advantages: a number, but the values of this name are rows of float32 in rank 1 of the run"
+    with pytest.raises(ConfigurationError, match=said):
+        annotate(tmp_path, ["0/0", "2/0"], {"advantages": 1, "score": 1})
+    with pytest.raises(ConfigurationError, match="score: a text, but the values of this name are numbers in rank 1"):
+        annotate(tmp_path, "2/0", {"score": "high"})
+    annotate(tmp_path / "rank_2", 0, {"advantages": 1})  # nobody is asked
+    annotate(tmp_path, "2/0", {"advantages": 2, "score": 2})
+    assert values_of(tmp_path, "2/0") == [("advantages", 1.0, ""), ("advantages", 2.0, ""), ("score", 2.0, "")]
+    (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
+    annotate(tmp_path, "0/0", {"fresh": "high"})
+    assert "rank 1 was not asked for its names of values" in caplog.text
+
+
 def test_a_rollback_takes_values_back_and_take_back_returns_them(path: Path) -> None:
     with writer_to(path) as writer:
         annotate(writer, 0, {"score": 1})
@@ -190,6 +278,20 @@ def test_values_stay_with_pins_and_go_into_checkpoints(path: Path, tmp_path: Pat
     assert values_of(tmp_path / "checkpoint", 1) == [("tag", "live", ""), ("tag", "again", "")]
 
 
+def test_a_name_keeps_its_kind_but_in_stores_that_are_made_of_its_store(path: Path, tmp_path: Path) -> None:
+    with writer_to(path) as writer:
+        annotate(writer, 0, {"tag": "x"})
+        writer.points.save(1)
+        annotate(writer, 0, {"tag": None})
+        with pytest.raises(ConfigurationError, match="tag: a number, but the values of this name are texts here; take"):
+            annotate(writer, 0, {"tag": 1})
+        writer.save_checkpoint(tmp_path / "checkpoint")
+        writer.points.rollback(1)
+        assert column(writer, "tag") == ["x", None, None, None]
+    annotate(tmp_path / "checkpoint", 0, {"tag": 1})
+    assert values_of(tmp_path / "checkpoint", 0) == [("tag", 1.0, "")]
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 0], {"score": 1}, "twice"),
     ([0, 1], {"score": [1]}, "1 values for 2"),
@@ -203,7 +305,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 1], {"new": [1, "x"]}, "numbers and texts"),
     (0, {"task": "t"}, "stays as it is"),
     (0, {"Outcome": 1}, "the fact outcome has this name but for the case of letters"),
-    (0, {"not a name": 1}, "digits and underscores"),
+    (0, {"Score": 1}, "there are values score, which differ in the case of letters alone; write score, or"),
+    (0, {"new": 1, "NEW": 1}, "differ in the case of letters alone"),
+    (0, {"not a name": 1}, "a-z, A-Z, 0-9 and _"),
     (0, {"new": "\ud800"}, "no Unicode"),
     (0, {"new": "x" * 5000}, "5,000 characters"),
     (0, {f"n{number}": 1 for number in range(64)}, "64 names"),
@@ -284,26 +388,27 @@ def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
         assert list((path / "inbox").iterdir()) == []
 
 
+def _annotate_until_killed(path: Path, left: int) -> None:
+    """Annotate, and be killed before the change of the directory that has this number."""
+    changes = itertools.count(1)
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **named: Any) -> Any:
+            if next(changes) == left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return change(*arguments, **named)
+
+        return counting
+
+    for name in ("publish", "append", "remove", "create", "cut"):
+        setattr(LocalDirectory, name, counted(getattr(LocalDirectory, name)))
+    annotate(path, [0, 1], {"score": [1, 2]})
+
+
 @pytest.mark.parametrize("at", range(1, 7))
 def test_a_kill_between_two_calls_of_the_directory_loses_and_doubles_nothing(path: Path, at: int) -> None:
     """Whoever annotates is killed before its ``at``-th change of the directory; then the store is opened."""
-    script = (
-        "import os, signal, sys\n"
-        "from trajstore import annotate\n"
-        "from trajstore.files.local import LocalDirectory\n"
-        "left = int(sys.argv[2])\n"
-        "def counted(call):\n"
-        "    def counting(*args, **kwargs):\n"
-        "        global left\n"
-        "        left -= 1\n"
-        "        if not left: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        return call(*args, **kwargs)\n"
-        "    return counting\n"
-        "for name in ('publish', 'append', 'remove', 'create', 'cut'):\n"
-        "    setattr(LocalDirectory, name, counted(getattr(LocalDirectory, name)))\n"
-        "annotate(sys.argv[1], [0, 1], {'score': [1, 2]})\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", script, str(path), str(at)], check=False).returncode
+    killed = beside(_annotate_until_killed, path, at)
     assert killed in (0, -signal.SIGKILL)
     with writer_to(path) as writer:
         found = [note.value for note in notes_of(writer, 0)]

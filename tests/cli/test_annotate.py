@@ -52,14 +52,40 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     told = capsys.readouterr()
     assert "only the first 1 trajectories" in told.out
     assert "id 9" in told.err
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"trajectory_id": 9, "a": 1}\n'))
+    assert main(["annotate", str(store), "--file", "-"]) == 2
+    assert "none of the trajectories of - have their values" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "words",
-    [["0"], ["--set", "a=1"], ["0", "--set", "a"], ["0", "--set", "a=[1]", "--file", "x"], ["--file", "absent"]],
+    [
+        *(["0"], ["--set", "a=1"], ["0", "--set", "a"], ["0", "--set", "a=[1]", "--file", "x"], ["--file", "absent"]),
+        *(["0", "--set", f"a={value}"] for value in ("nan", "NaN", " -inf", "Infinity", "+INF", "1e400")),
+    ],
 )
 def test_wrong_words_change_nothing(store: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["annotate", str(store), *words]) == 2
     assert capsys.readouterr().err
     assert notes_of(store, 0) == []
     assert not (store / "inbox").exists()
+
+
+def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["annotate", str(store), "0", "--set", "a=nan"]) == 2
+    said = (
+        """--set a=nan: nan is no finite number; null says that there is none, and a text is quoted: --set 'a="nan"'"""
+    )
+    assert said in capsys.readouterr().err
+    assert main(["annotate", str(store), "0", "--set", 'a="nan"', "--set", "b=nanny"]) == 0
+    assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", "nan"), ("b", "nanny")]
+
+
+def test_who_may_be_an_empty_text_which_says_nothing(store: Path) -> None:
+    assert main(["annotate", str(store), "0", "--set", "a=1", "--who", ""]) == 0
+    assert [note.who for note in notes_of(store, 0)] == [""]
+
+
+def test_a_name_is_of_the_letters_that_the_message_says(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["annotate", str(store), "0", "--set", "caf\u00e9=1"]) == 2
+    assert "must be a name of up to 64 of a-z, A-Z, 0-9 and _, and begin with no digit" in capsys.readouterr().err

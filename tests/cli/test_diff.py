@@ -110,6 +110,28 @@ def test_what_people_see_of_two_rollouts(store: Path, run: Run) -> None:
     assert "one and the same trajectory" in run("diff", store, 1, 1)[1]
 
 
+def test_rewards_are_those_in_force_and_what_was_recorded_stands_beside(tmp_path: Path, run: Run) -> None:
+    said = Reward(outcome=1.0, metadata={"judge": 0.25})
+    store = write(tmp_path / "store", rollout(["a"], [1, 2, 3], reward=said), rollout(["a"], [1, 2, 3], reward=said))
+    annotate(store, 0, {"outcome": 0.5, "reward_judge": 0.75, "success_rate": 0.5})
+    annotate(store, 0, {"outcome": 0.0})
+    facts = {one["name"]: (one["left"], one["right"]) for one in report(run, store, 0, 1)["facts"]}
+    assert (facts["reward.outcome"], facts["recorded.outcome"]) == ((0.0, 1.0), (1.0, None))
+    assert (facts["reward.metadata.judge"], facts["recorded.reward_judge"]) == ((0.75, 0.25), (0.25, None))
+    assert facts["reward.success_rate"] == (0.5, None)
+    assert not any("trajstore." in name for name in facts)
+    _, out, _ = run("inspect", store, "--trajectory", 0)
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert {"outcome 0.0 (recorded: 1.0)", "success rate 0.5 (recorded: none)", "judge 0.75 (recorded: 0.25)"} <= {
+        *rows
+    }
+    _, out, _ = run("inspect", store, "--trajectory", 0, "--json")
+    found = json.loads(out)
+    assert (found["reward"]["outcome"], found["recorded"]["outcome"]) == (0.0, 1.0)
+    annotate(store, 0, {"outcome": None, "reward_judge": None, "success_rate": None})
+    assert "recorded" not in run("inspect", store, "--trajectory", 0)[1]
+
+
 def test_columns_of_rollouts_are_compared_over_tokens_that_are_equal(tmp_path: Path, run: Run) -> None:
     """Scored anew, one with a longer prompt: values of one token stand beside each other."""
     ids = [1, 2, 3, 4, 5, 6]

@@ -53,6 +53,8 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     }
     assert report["policy"]["ages"]["max"] == 3
     assert report["rewards"] is None
+    annotate(path, 1, {"outcome": 0.0})
+    assert inspect(path)["agents"]["outcomes"] == {"min": 0.0, "mean": 0.25, "max": 1.0}
     code, out, _ = run("inspect", path, "--trajectory", 1)
     assert code == 0
     assert "2 + 2?" in out

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.stores import Run
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, main
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range, visible
 
@@ -26,15 +28,6 @@ def test_a_path_without_store_is_told_in_one_line(command: str, run: Run, tmp_pa
         assert str(path) in err
         assert err.count("\n") == 1
         assert err.startswith("trajstore: ")
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_file_is_no_store(command: str, run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("no store")
-    code, _, err = run(command, path)
-    assert code == FAILED
-    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["demo", "--updates", "0"], ["demo", "--task", "x"]])
@@ -134,3 +127,53 @@ def test_what_a_terminal_obeys_is_shown() -> None:
         "\n"
     }
     assert json.loads(stream.getvalue()) == {"text": "\x9b\u202e\ud800\x7f ü"}
+
+
+# -- A locale without UTF-8: reports escape what it cannot show, and names that it cannot have are refused by name --
+
+
+PIN_AND_LOOK = """
+import sys
+from trajstore import TrajectoryReplayBuffer
+from trajstore.cli import main
+from trajstore.errors import ConfigurationError, CorruptStoreError
+
+plain, pinned = sys.argv[1:]
+with TrajectoryReplayBuffer(auto_save=True, auto_save_path=plain) as buffer:
+    try:
+        buffer.points.pin("n\\u00e4del")
+    except ConfigurationError as error:
+        assert "PYTHONUTF8=1" in str(error)
+    else:
+        raise SystemExit("pinned")
+    assert buffer.points.pin("plain")
+try:
+    TrajectoryReplayBuffer.open(pinned)
+except CorruptStoreError as error:
+    assert "PYTHONUTF8=1" in str(error)
+else:
+    raise SystemExit("opened")
+assert main(["inspect", plain]) == 0
+assert main(["inspect", plain, "--json"]) == 0
+"""
+
+
+def test_a_locale_without_utf_8(tmp_path: Path) -> None:
+    for name, pin in (("plain", "kept"), ("pinned", "nädel")):
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / name) as buffer:
+            buffer.add_trajectories(
+                [Trajectory(rewards=torch.zeros(3, 2, 1), curr_obs={"größe": torch.zeros(3, 2, 1)})]
+            )
+            buffer.points.pin(pin)
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", PIN_AND_LOOK, tmp_path / "plain", tmp_path / "pinned"],
+        env=environment,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    report, text = done.stdout.decode("ascii").split("\n{", 1)
+    assert "curr_obs.gr\\xf6\\xdfe" in report
+    assert "curr_obs.größe" in {column["name"] for column in json.loads("{" + text)["columns"]}

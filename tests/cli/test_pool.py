@@ -130,6 +130,7 @@ def test_what_is_not_there_is_told(run: Run, tmp_path: Path) -> None:
         code, _, err = run("pool", *words)
         assert code == FAILED
         assert f"{tmp_path / 'no'}: no such directory" in err
+    assert not (tmp_path / "pool").exists()
 
 
 def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
@@ -205,11 +206,6 @@ def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path
             assert message in err, words
         assert files_of(tmp_path / place) == before
     assert not (tmp_path / "new").exists()
-
-
-def test_nothing_is_begun_where_there_is_nothing_to_import(run: Run, tmp_path: Path) -> None:
-    assert run("pool", "import", tmp_path / "pool", tmp_path / "absent")[0] == FAILED
-    assert not (tmp_path / "pool").exists()
 
 
 def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path) -> None:

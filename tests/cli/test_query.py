@@ -32,7 +32,7 @@ def test_list_shows_the_newest_first_and_says_how_many_there_are(run: Run, store
     code, out, _ = run("list", store, "--limit", 3)
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[:-1]] == ["trajectory_id", "8", "7", "6"]
-    assert out.splitlines()[-1] == "3 of 9 trajectories; --limit 0 shows all"
+    assert out.splitlines()[-1] == "3 of 9 trajectories; --limit 0 shows all, --offset 3 goes on"
     assert "\x1b" not in out
     _, out, _ = run(
         "list", store, "--where", "outcome > 0", "--columns", "trajectory_id,reward_judge", "--sort", "reward_judge"
@@ -47,6 +47,34 @@ def test_list_shows_the_newest_first_and_says_how_many_there_are(run: Run, store
     assert code == 0
     assert out.splitlines()[0].split() == ["trajectory_id", "steps", "batch", "version_high", "committed"]
     assert "reward_NAME" not in out
+
+
+def test_list_begins_with_what_was_committed_last_in_any_rank(run: Run, tmp_path: Path) -> None:
+    with writer_to(tmp_path / "rank_0") as first, writer_to(tmp_path / "rank_1") as second:
+        for number in range(3):
+            for writer in (second, first):
+                writer.add_trajectories([rollout(f"t{number}", None if number == 1 else number / 2)])
+                writer.flush()
+    expected, shown = ["0/2", "1/2", "0/1", "1/1", "0/0", "1/0"], []
+    for passed in (0, 4):
+        _, out, _ = run("list", tmp_path, "--limit", 4, "--offset", passed)
+        shown += [line.split()[0] for line in out.splitlines()[1:-1]]
+    assert [one if "/" in one else f"0/{one}" for one in shown] == expected
+    assert out.splitlines()[-1] == "5 to 6 of 6 trajectories; --limit 0 shows all"
+    for way in ("asc", "desc"):
+        _, out, _ = run("list", tmp_path, "--sort", f"round(outcome, 1) {way}, trajectory_id", "--csv")
+        assert [line.split(",")[1] for line in out.splitlines()[-2:]] == ["t1", "t1"]
+    assert "must be" in run("list", tmp_path, "--offset", "-1")[2]
+
+
+def test_an_empty_store_is_said_to_be_empty(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with writer_to(tmp_path / "store"):
+        pass
+    for words, answer in ((["list"], []), (["query", "select count(*) as n from trajectories"], [{"n": 0}])):
+        caplog.clear()
+        code, out, _ = run(words[0], tmp_path / "store", *words[1:], "--json")
+        assert (code, json.loads(out)) == (0, answer)
+        assert "store: there are no trajectories" in caplog.text
 
 
 def test_query_answers_in_three_forms(run: Run, store: Path) -> None:

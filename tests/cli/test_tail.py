@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
-import signal
-import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.stores import opened
+from tools.crash.forked import forking
 from trajstore.cli import main
 from trajstore.testing.witness import witness
 
@@ -90,24 +92,32 @@ def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, capsys: pytest
     assert [*shown, *more, *tailed(capsys, tmp_path, "--since", cursor)[0]] == ["0", "1/0", "1/1", "1", "1/2"]
 
 
+def follow(path: Path, cursor: list[str], told: Connection) -> None:
+    sys.stdout = os.fdopen(told.fileno(), "w")
+    main(["tail", str(path), "--json", "--follow", "--every", "0.05", *cursor])
+
+
 def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Path) -> None:
     path, found = tmp_path / "store", list[str]()
-    words = [sys.executable, "-m", "trajstore.cli", "tail", str(path), "--json", "--follow", "--every", "0.05"]
     cursor: list[str] = []
     with opened(path) as store:
         for turn in range(3):
             store.add_trajectories([witness(2 * turn), witness(2 * turn + 1)])
             store.flush()
-            with subprocess.Popen([*words, *cursor], stdout=subprocess.PIPE, text=True) as follower:
-                assert follower.stdout is not None
+            heard, told = multiprocessing.Pipe(duplex=False)
+            follower = forking().Process(target=follow, args=(path, cursor, told))
+            follower.start()
+            told.close()
+            with os.fdopen(os.dup(heard.fileno())) as lines:
                 for at in range(3):
                     if at == 2:  # while it follows
                         store.add_trajectories([witness(100 + turn)])
                         store.flush()
-                    line = json.loads(follower.stdout.readline())
+                    line = json.loads(lines.readline())
                     found.append(line["trajectory_id"])
                     cursor = ["--since", line["cursor"]]
-                follower.send_signal(signal.SIGKILL)
+                follower.kill()
+                follower.join()
         assert found == [str(number) for number in store.trajectory_ids.tolist()]
 
 

@@ -36,7 +36,7 @@ def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> 
     assert json.loads(run("inspect", store, "--json")[1])["waiting"] == {
         "files": 2,
         "values": 7,
-        "refused": 0,
+        "refused": [],
         "written": False,
     }
     assert told in run("inspect", store.parent)[1], "a run tells what waits in its parts"
@@ -80,18 +80,30 @@ def test_files_that_no_writer_takes_in_are_problems_and_hide_no_other(store: Pat
     assert "6 values in 1 file of inbox/" in out
 
 
-def test_a_text_where_the_store_has_numbers_is_told_before_a_writer_refuses_it(
+def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with writer_to(tmp_path / "store") as writer:
+    path = tmp_path / "run" / "rank_0"
+    with writer_to(path) as writer:
         writer.add_trajectories([witness(0)])
     with monkeypatch.context() as patch:
         patch.setattr(Inbox, "look", lambda _: True)
-        annotate(tmp_path / "store", 0, {"score": "high"})
-    with monkeypatch.context() as patch:
-        patch.setattr(Inbox, "look", lambda _: True)
-        with writer_to(tmp_path / "store") as writer:
+        annotate(path, 0, {"score": "high"}, who="anna")
+        with writer_to(path) as writer:
             annotate(writer, 0, {"score": 1})
-    code, out, _ = run("verify", tmp_path / "store")
-    assert code == 1
-    assert "score: a text, but the values of this name are numbers here" in out
+    told = "the values score of trajectories 0, given by anna, are refused and reach no trajectory: score: a text, but"
+    for taken_in in (False, True):
+        if taken_in:
+            writer_to(path).close()
+        (file,) = (path / "inbox").iterdir()
+        code, out, _ = run("verify", path)
+        assert (code, f"note: inbox/{file.name}: {told}" in out) == (0, True)
+        code, out, _ = run("inspect", path)
+        assert (code, "refused values" in out, told in out) == (0, True, True)
+        assert "values that wait" not in out
+        (refused,) = json.loads(run("inspect", path.parent, "--json")[1])["waiting"]["refused"]
+        assert refused.startswith(f"rank_0/inbox/{file.name}: {told}")
+    assert file.suffix == ".refused"
+    file.write_bytes(file.read_bytes()[:-9])
+    code, out, _ = run("verify", path)
+    assert (code, f"inbox/{file.name}: is damaged" in out) == (1, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory
 from trajstore.columns.conversion import flatten
-from trajstore.columns.doubts import doubts
+from trajstore.columns.doubts import doubts, sound
 from trajstore.columns.schema import dtypes
 
 _WHOLE = [dtype for dtype in dtypes().values() if not dtype.is_floating_point and not dtype.is_complex]
@@ -78,4 +79,23 @@ def test_doubts_are_those_of_the_twin(data: st.DataObject) -> None:
         old_log_probs=data.draw(st.none() | st.builds(log_probs)),
         rollout_log_probs=data.draw(st.none() | st.builds(log_probs)),
     )
-    assert list(doubts(flatten(rollout), rollout.response_start)) == list(_twin(rollout))
+    flat, wrong = flatten(rollout), list(_twin(rollout))
+    assert list(doubts(flat, rollout.response_start)) == wrong
+    assert not (sound([flat])[0] and wrong)
+
+
+def test_rollouts_of_the_usual_dtypes_are_told_apart_at_once() -> None:
+    def rollout(token: int = 1, wrote: int = 1, log_prob: float = -0.5, **fields: Any) -> AgentTrajectory:
+        mask = torch.tensor([0, 1, wrote])
+        return AgentTrajectory(
+            input_ids=torch.tensor([2, 1, token]),
+            loss_mask=mask,
+            response_start=1,
+            **{"response_mask": torch.tensor([1, 1]), "old_log_probs": torch.tensor([-1.0, log_prob]), **fields},
+        )
+
+    fine = [rollout(), rollout(response_mask=None), rollout(log_prob=1e-3), rollout(old_log_probs=None)]
+    wrong = [rollout(token=-1), rollout(wrote=0), rollout(log_prob=0.5), rollout(log_prob=float("nan"))]
+    wrong += [rollout(rollout_log_probs=torch.tensor([-float("inf"), 0]))]
+    mixed = [one for pair in zip(fine, wrong, strict=False) for one in pair] + wrong[4:]
+    assert sound([flatten(one) for one in mixed]) == [any(one is other for other in fine) for one in mixed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.columns.fields import Axis, axis_of, join_name, nest, skip_extra_rows, split_name, walk
+from trajstore.columns.portions import portions
 from trajstore.errors import InvalidTrajectoryError
 
 KEYS = st.lists(st.text(max_size=4), min_size=1, max_size=4)
@@ -90,3 +92,32 @@ def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: 
     assert first[skip_extra_rows(Axis.FIRST_EXTRA, sample, batch, steps_each * batch)] == sample
     assert last[skip_extra_rows(Axis.LAST_EXTRA, sample, batch, steps_each * batch)] == sample
     assert skip_extra_rows(Axis.SAMPLES, sample, batch, 0) == sample
+
+
+# -- Items in portions --
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), max_size=20), limit=st.integers(0, 20), most=st.integers(1, 5))
+def test_portions_are_the_list_within_their_bounds_and_as_long_as_they_can_be(
+    sizes: list[int], limit: int, most: int
+) -> None:
+    found = list(portions(sizes, limit, int, most=most))
+    assert [size for portion, _ in found for size in portion] == sizes
+    for at, (portion, total) in enumerate(found):
+        assert total == sum(portion)
+        assert len(portion) == 1 or (total <= limit and len(portion) <= most)
+        if at + 1 < len(found):
+            assert total + found[at + 1][0][0] > limit or len(portion) == most
+
+
+def test_items_are_taken_as_portions_are_asked_for() -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for number in range(10):
+            taken.append(number)
+            yield number
+
+    assert next(portions(items(), 100, lambda number: 50)) == ([0, 1], 100)
+    assert taken == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""A short campaign of SIGKILLs; the long one is behind the slow marker. See docs/crash-testing.md."""
+"""Short campaigns of kills, freezes and lost nodes; long ones are behind the slow marker. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import pytest
 
 from tools.crash.campaign import run_campaign
 from tools.crash.forked import forking
+from tools.crash.frozen.campaign import run_campaign as freeze
 from tools.crash.journal import KEEP, Journal, Promises, read_journal
+from tools.crash.node.campaign import run as lose_nodes
+from tools.crash.node.campaign import s3
+from tools.crash.resume.campaign import MOMENTS
+from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 
 
 def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
@@ -70,3 +75,55 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     assert promises.gone_rightly(1, [2])
     assert promises.gone_rightly(0, range(2, KEEP + 1))
     assert not promises.gone_rightly(2, range(3, KEEP + 2))
+
+
+# -- around the checkpoints of a loop --
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    result = kill_around_checkpoints(tmp_path, kills=6, seed=2)
+    assert result.problems == []
+    assert result.counts["kills"] == 6
+    assert result.counts["steps compared"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_resumed_a_hundred_times_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    result = kill_around_checkpoints(tmp_path, kills=100, seed=0)
+    assert result.problems == []
+    assert all(result.counts[f"killed {moment}"] for moment in MOMENTS)
+    assert result.counts["killed between point and model"] >= 50
+
+
+# -- a node is lost with its disk, and its store is made anew of the mirror --
+
+
+def test_nothing_on_the_mirror_is_lost_with_the_node(tmp_path: Path) -> None:
+    result = lose_nodes(tmp_path, str(tmp_path / "mirrors"), {}, rounds=3, seed=3)
+    assert result.problems == []
+    assert result.counts["nodes lost"] == 3
+    assert result.counts["compared in all"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nothing_on_a_mirror_in_s3_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    with s3() as (url, options):
+        result = lose_nodes(tmp_path, url, options, rounds=60, seed=4)
+    assert result.problems == []
+    assert result.counts["nodes lost"] == 60
+
+
+# -- writers that are frozen and lose their store --
+
+
+@pytest.mark.parametrize("freezes", [1, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+def test_a_frozen_writer_overwrites_nothing(tmp_path: Path, freezes: int) -> None:
+    pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
+    pytest.importorskip("moto.server", reason="needs moto[server]")
+    result = freeze(tmp_path, freezes, seed=7)
+    assert result.problems == []
+    assert result.counts["writers frozen"] == freezes
+    assert result.counts["trajectories compared"] > freezes

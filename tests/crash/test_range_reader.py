@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_it_reads_by_obstore(store: str, s3_options: dict[str, Any], monkeypatch
     asked: list[int] = []
     real = bucket_ranges.BucketRanges.fetch
 
-    def fetch(self: Any, pieces: Sequence[Any]) -> list[Any]:
+    def fetch(self: Any, pieces: Sequence[Any]) -> Any:
         asked.append(len(pieces))
         return real(self, pieces)
 
@@ -59,14 +59,15 @@ def test_what_comes_wrong_is_told(
 ) -> None:
     real = bucket_ranges.BucketRanges.fetch
 
-    def fetch(self: Any, pieces: Sequence[tuple[str, int, int]]) -> list[Any]:
+    def fetch(self: Any, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Any], None, None]:
         if fault == "swapped":  # whole files are those of the next trajectory, each row as if it were right
             names = sorted({name for name, _, _ in pieces})
             pieces = [(names[names.index(name) - 1], start, stop) for name, start, stop in pieces]
-        found = [one if isinstance(one, OSError) else bytes(one) for one in real(self, pieces)]
-        if fault == "others":
-            return [one if isinstance(one, OSError) else one[:-700] + bytes(700) for one in found]
-        return [OSError(5, "gone")] * len(pieces) if fault == "absent" else found
+        for place, one in real(self, pieces):
+            if fault == "absent" or isinstance(one, OSError):
+                yield place, OSError(5, "gone")
+            else:
+                yield place, bytes(one)[:-700] + bytes(700) if fault == "others" else one
 
     monkeypatch.setattr(bucket_ranges.BucketRanges, "fetch", fetch)
     rows = RangeRows(s3_options)

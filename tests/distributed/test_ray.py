@@ -156,46 +156,48 @@ def test_facts_of_all_stores_are_asked(cluster: Cluster, tmp_path: Path) -> None
         handle.stop()
 
 
-@pytest.mark.parametrize("together", [3, 1024])
 def test_rows_of_all_stores_are_asked(
-    cluster: Cluster, tmp_path: Path, together: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    monkeypatch.setattr(relations, "TOGETHER", together)
-    with create(f"rows{together}", tmp_path / "run", stores=2) as handle:
-        assert handle.query("messages").rows() == []
-        said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
-        ids = []
-        for n in range(12):
-            rollout = AgentTrajectory(
-                input_ids=torch.arange(n + 1),
-                messages=said[: 1 + n % 3],
-                task_id=f"t{n % 3}",
-                reward=Reward(outcome=float(n % 2)),
-            )
-            added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
-            ids.append(added.committed(120)[0])
-        assert {number % 1024 for number in ids} == {0, 1}
-        asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
-        expected = [
-            (ids[n], f"t{n % 3}", at, said[at]["role"])
-            for n in range(1, 12, 2)
-            for at in range(1 + n % 3)
-            if at or n % 3 == 0
-        ]
-        columns = ("trajectory_id", "task", "message", "role")
-        assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
-        assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
-        assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
-        text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
-        assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
-        steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
-        assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
-        stream = handle.query("tokens").select("trajectory_id").stream()
-        handle.evict(ids[:2])
-        with caplog.at_level(logging.WARNING):
-            assert sum(len(part) for part in stream) == sum(range(3, 13))
-        assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
+    with create("rows", tmp_path / "run", stores=2) as handle:
+        for together in (3, 1024):
+            monkeypatch.setattr(relations, "TOGETHER", together)
+            handle.clear()
+            caplog.clear()
+            assert handle.query("messages").rows() == []
+            said = [{"role": "user", "content": "Sort."}, {"role": "assistant", "content": "3"}, {"role": "tool"}]
+            ids = []
+            for n in range(12):
+                rollout = AgentTrajectory(
+                    input_ids=torch.arange(n + 1),
+                    messages=said[: 1 + n % 3],
+                    task_id=f"t{n % 3}",
+                    reward=Reward(outcome=float(n % 2)),
+                )
+                added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
+                ids.append(added.committed(120)[0])
+            assert {number % 1024 for number in ids} == {0, 1}
+            asked = handle.query("messages").where("outcome > 0").where("role != 'user' or task = 't0'")
+            expected = [
+                (ids[n], f"t{n % 3}", at, said[at]["role"])
+                for n in range(1, 12, 2)
+                for at in range(1 + n % 3)
+                if at or n % 3 == 0
+            ]
+            columns = ("trajectory_id", "task", "message", "role")
+            assert [tuple(row.values()) for row in asked.select(*columns).rows()] == expected
+            assert pl.DataFrame(asked.select(*columns).stream()).rows() == expected
+            assert asked.limit(2).ids().tolist() == list(dict.fromkeys(row[0] for row in expected[:2]))
+            text = "select task, count(*) as n from tokens where input_ids > 0 group by task order by task"
+            assert handle.query().sql(text).rows() == [("t0", 18), ("t1", 22), ("t2", 26)]
+            steps = handle.query("steps").select("count(*) as n", "count(distinct trajectory_id) as of").rows()
+            assert steps == [{"n": sum(int(witness(n).rewards.shape[:2].numel()) for n in (0, 4, 8)), "of": 3}]
+            stream = handle.query("tokens").select("trajectory_id").stream()
+            handle.evict(ids[:2])
+            with caplog.at_level(logging.WARNING):
+                assert sum(len(part) for part in stream) == sum(range(3, 13))
+            assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
         parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")], ContentWatch()), Arena(0))])
         clock = max(ids) + 1
         for rank in (0, 1):  # as where the first did not answer, and is back

@@ -19,12 +19,19 @@ from trajstore.columns.conversion import flatten
 from trajstore.columns.fields import nest
 from trajstore.columns.memory import Arena
 from trajstore.distributed.census import Census
+from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
 from trajstore.distributed.packed import Part, request, united
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, split, unpack
 from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
 from trajstore.distributed.shipment import Watermarks
-from trajstore.errors import ConfigurationError, EmptyBufferError, StoreLockedError, TrajectoryUnavailableError
+from trajstore.errors import (
+    ConfigurationError,
+    EmptyBufferError,
+    StoreLockedError,
+    StoreWriteError,
+    TrajectoryUnavailableError,
+)
 from trajstore.sampling.draws import Draws
 from trajstore.sampling.weighted import WeightedSampler
 from trajstore.testing.witness import check_trajectory, witness
@@ -239,12 +246,11 @@ def test_the_census_follows_additions_evictions_and_new_starts(tmp_path: Path) -
     for key in range(8):
         keys[ids_of(one.add(parcel_of([witness(key)]), 1))[0]] = key
         keys[ids_of(two.add(parcel_of([witness(100 + key)]), 1))[0]] = 100 + key
+        one.flush()  # what retention lets go of is gone before anybody looks
         look(census, {0: one, 1: two})
         here = {rank: store.trajectories for rank, store in ((0, one), (1, two))}
         for number in census.ids.tolist():
             assert check_trajectory(here[number % MOST_STORES]([number])[0]) == keys[number]
-    one.flush()
-    look(census, {0: one})
     assert len(census) == 6 + 8
     gone = next(number for number, key in keys.items() if key == 4)
     one.evict([gone])
@@ -301,3 +307,79 @@ def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
     assert one.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
     assert one.news("", -1, False).changes[0].tasks is None
     one.close()
+
+
+# -- A store that is held while all stores of a run are saved: who waits, who is let through, who is told --
+
+
+def test_changes_wait_until_they_are_let_through() -> None:
+    hold, done = Hold(), threading.Event()
+
+    def change() -> None:
+        with hold.changing():
+            done.set()
+
+    hold.begin("a", 600.0)
+    hold.begin("a", 600.0)  # a caller that got no answer asks again
+    thread = threading.Thread(target=change)
+    thread.start()
+    with hold.keeping("a"):
+        assert not done.is_set()
+    hold.end("b")  # not its own
+    assert not done.is_set()
+    hold.end("a")
+    thread.join()
+    assert done.is_set()
+
+
+def test_a_holder_that_says_nothing_more_is_forgotten() -> None:
+    hold = Hold()
+    hold.begin("a", 0.05)
+    with hold.changing():  # after that time
+        pass
+    with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
+        pass
+    hold.begin("a", 0.05)
+    hold.begin("b", 600.0)  # waits for it
+    with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
+        pass
+    with pytest.raises(StoreWriteError, match="another handle"):
+        hold.begin("c", 0.01)
+    hold.end("b")
+    with hold.changing(), pytest.raises(StoreWriteError, match="has not ended"):
+        hold.begin("d", 0.01)
+    with hold.changing():
+        pass
+
+
+def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
+    store = StoreServer(str(tmp_path / "run"), 0, {}, ("host", "node", "first"))
+    for save in (
+        lambda: store.save_point("a", 1, {}, 1),
+        lambda: store.prepare_checkpoint("a", str(tmp_path / "saved")),
+        lambda: store.pin("a", "name"),
+        lambda: store.rollback("a", 1, True),
+    ):
+        with pytest.raises(StoreWriteError, match="let go before it was saved"):
+            save()
+    store.hold("a", 600.0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rank_0").mkdir()
+    (tmp_path / "other" / "rank_0" / "text").write_text("of somebody")
+    with pytest.raises(ConfigurationError, match="holds other files"):
+        store.prepare_checkpoint("a", str(tmp_path / "other"))
+    link = tmp_path / "link"
+    (tmp_path / "far").mkdir()
+    link.symlink_to(tmp_path / "far")
+    for _ in range(2):  # a second one takes the place of the first
+        for target in (tmp_path / "saved", link):
+            store.prepare_checkpoint("a", str(target))
+            store.prepare_checkpoint("a", str(target))
+            store.publish_checkpoint("a", str(target))
+            store.publish_checkpoint("a", str(target))
+    store.release("a")
+    store.close()
+    for folder in (tmp_path / "saved", tmp_path / "far"):
+        assert [path.name for path in folder.iterdir()] == ["rank_0"]
+        with TrajectoryReplayBuffer.open(folder) as reader:
+            assert len(reader) == 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
+import multiprocessing
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.experience.conftest import build
+from tools.crash.forked import forking
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
@@ -59,35 +58,24 @@ def test_a_pool_is_found_again_in_its_directory(make: Make, tmp_path: Path, kind
     store.close()
 
 
-PROGRAM = textwrap.dedent(
-    """
-    import sys
-    from tests.experience.conftest import build
-    from tests.experience.test_buffer_store import RULES, train
-    from trajstore.experience import BufferStore, ExperienceManager
-
-    manager = ExperienceManager(RULES, store=BufferStore.open(sys.argv[1]))
+def train_until_killed(path: Path, told: Connection) -> None:
+    manager = ExperienceManager(RULES, store=BufferStore.open(path))
     for number in range(10**6):
         train(manager, build, number)
         if number % 7 == 0:
             manager.flush()
-            print(number, flush=True)
-    """
-)
+            told.send(number)
 
 
 @pytest.mark.parametrize("promised", [1, 4, 19])
-def test_a_killed_process_leaves_at_least_what_it_flushed(
-    make: Make, tmp_path: Path, project_root: Path, promised: int
-) -> None:
+def test_a_killed_process_leaves_at_least_what_it_flushed(make: Make, tmp_path: Path, promised: int) -> None:
     path = tmp_path / "pool"
-    environment = {**os.environ, "PYTHONPATH": str(project_root)}
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(path)], stdout=subprocess.PIPE, env=environment, cwd=project_root
-    ) as child:
-        assert child.stdout is not None
-        flushed = [int(child.stdout.readline()) for _ in range(promised)][-1]
-        child.send_signal(signal.SIGKILL)
+    heard, told = multiprocessing.Pipe(duplex=False)
+    child = forking().Process(target=train_until_killed, args=(path, told))
+    child.start()
+    flushed = [heard.recv() for _ in range(promised)][-1]
+    child.kill()
+    child.join()
     store = BufferStore.open(path)
     manager = ExperienceManager(RULES, store=store)
     found = view(manager)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed
 from torch.utils.data import DataLoader
 
 from tests.feeding.test_loader import block, fill, reader, rewards
+from tools.crash.forked import forking
+from trajstore import saved_state
 from trajstore.errors import StoreClosedError
 from trajstore.feeding import ReplayLoader
 
@@ -29,66 +34,53 @@ def opened(folder: Path) -> list[str]:
     return sorted(name for name in names if name.startswith(f"{folder.resolve()}/"))
 
 
-_RANK = """
-import json, sys
-import torch.distributed as dist
-from tests.feeding.test_loader import fill, reader
-from trajstore import saved_state
-from trajstore.feeding import ReplayLoader
-from pathlib import Path
-
-folder, rank, world, begins = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "begin"
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{world}-{begins}", rank=rank, world_size=world)
-if begins:  # rank 0 is the store's writer
-    buffer = fill(folder / "store", range(10)) if rank == 0 else reader(folder / "store")
-else:
-    buffer = reader(folder / "store", "step-4")
-loader = ReplayLoader(buffer, 16, rank=(rank, world))
-if not begins:
-    loader.load_state_dict(saved_state(folder / "store", 4)["loader"])
-for _ in range(4):
-    parts = [None] * world
-    dist.all_gather_object(parts, next(loader)["rewards"].reshape(-1).tolist())
-    if rank == 0:
-        print(json.dumps([value for part in parts for value in part]), flush=True)
-if begins and rank == 0:
-    buffer.points.save(4, {"loader": loader})
-dist.barrier()
-loader.close()
-buffer.close()
-dist.destroy_process_group()  # at the interpreter's end its threads may end the process with SIGABRT
-"""
+def rank_of(folder: Path, rank: int, world: int, begins: bool, told: Connection) -> None:
+    """Draw four batches with all ranks; the first one tells what was drawn."""
+    meet = f"file://{folder}/meet-{world}-{begins}"
+    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+    if begins:  # rank 0 is the store's writer
+        buffer = fill(folder / "store", range(10)) if rank == 0 else reader(folder / "store")
+    else:
+        buffer = reader(folder / "store", "step-4")
+    loader = ReplayLoader(buffer, 16, rank=(rank, world))
+    if not begins:
+        loader.load_state_dict(saved_state(folder / "store", 4)["loader"])
+    for _ in range(4):
+        parts: list[Any] = [None] * world
+        torch.distributed.all_gather_object(parts, rewards(next(loader)))
+        if rank == 0:
+            told.send([value for part in parts for value in part])
+    if begins and rank == 0:
+        buffer.points.save(4, {"loader": loader})
+    torch.distributed.barrier()
+    loader.close()
+    buffer.close()
+    torch.distributed.destroy_process_group()  # at the interpreter's end its threads may end the process with SIGABRT
 
 
-def _run(folder: Path, world: int, what: str, root: Path) -> list[list[float]]:
-    command = [sys.executable, "-c", _RANK, str(folder)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), what],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
-        for rank in range(world)
-    ]
-    output = [rank.communicate(timeout=400)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world
-    return [json.loads(line) for line in output[0].splitlines()]
+def _run(folder: Path, world: int, begins: bool) -> list[list[float]]:
+    heard, told = multiprocessing.Pipe(duplex=False)
+    ranks = [forking().Process(target=rank_of, args=(folder, rank, world, begins, told)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(400)
+    assert [rank.exitcode for rank in ranks] == [0] * world
+    return [heard.recv() for _ in range(4)]
 
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 2, 8))])
 def test_ranks_that_talk_over_gloo_resume_from_a_saved_point_on_another_number_of_them(
-    tmp_path: Path, project_root: Path, world: int
+    tmp_path: Path, world: int
 ) -> None:
     fill(tmp_path / "store", range(10)).close()
     with ReplayLoader(reader(tmp_path / "store"), 16) as alone:
         expected = [sorted(rewards(next(alone))) for _ in range(8)]
-    first = _run(tmp_path, 2, "begin", project_root)
+    first = _run(tmp_path, 2, begins=True)
     with fill(tmp_path / "store", range(0)) as writer:  # goes on after the point
         writer.add_trajectories([block(99)])
         writer.evict([0, 5])
-    second = _run(tmp_path, world, "resume", project_root)
+    second = _run(tmp_path, world, begins=False)
     assert [sorted(batch) for batch in first + second] == expected
 
 

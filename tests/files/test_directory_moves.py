@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.errors import StoreNotFoundError
 from trajstore.files.local import LocalDirectory
@@ -312,21 +314,19 @@ time.sleep(600)
 
 # -- descriptors ------------------------------------------------------------------------------------------
 
-_FEW_DESCRIPTORS = """
-import gc, os, resource, sys
-from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.witness import check_batch, check_trajectory
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
-reader.load_checkpoint(sys.argv[1])
-check_batch(reader.sample(16))
-before = len(os.listdir("/proc/self/fd"))
-for _ in range(8):
-    check_batch(reader.sample(4096))
-for number in reader.trajectory_ids.tolist():
-    check_trajectory(reader.get(number))
-print(len(reader), int(reader.get_stats()["mapped_shards"]), len(os.listdir("/proc/self/fd")) - before)
-"""
+
+def read_with_few_descriptors(path: Path, shards: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
+    reader.load_checkpoint(path)
+    check_batch(reader.sample(16))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        check_batch(reader.sample(4096))
+    for number in reader.trajectory_ids.tolist():
+        check_trajectory(reader.get(number))
+    assert (len(reader), int(reader.get_stats()["mapped_shards"])) == (shards, shards)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_mapped_shards_keep_no_descriptors(tmp_path: Path, fmt: str, shards: int
     options = WriterOptions(shard_bytes=1, commit_interval=0.0)
     with failing_disk(FaultPlan()), writer_to(tmp_path, trajectory_format=fmt, writer=options) as buffer:
         buffer.add_trajectories([witness(key) for key in range(shards)])  # nothing fails, but nothing is synced either
-    done = subprocess.run(
-        [sys.executable, "-c", _FEW_DESCRIPTORS, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == [str(shards), str(shards), "0"], done.stderr
+    child = forking().Process(target=read_with_few_descriptors, args=(tmp_path, shards))
+    child.start()
+    child.join()
+    assert child.exitcode == 0

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
+import itertools
+import json
+import multiprocessing
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.guidance.rollouts import rollout
+from tools.crash.forked import forking
 from trajstore.errors import StoreWriteError
 from trajstore.experience import BufferStore, MemoryStore
 from trajstore.guidance import (
     EXPERIENCE_TEMPLATE,
+    EndpointSummarizer,
     Experience,
     ExperienceTemplate,
     ExtractiveSummarizer,
@@ -123,50 +129,35 @@ def test_a_closed_maker_says_so() -> None:
         assert caught.value.kind == "closed"
 
 
-CHILD = """
-import itertools
-import sys
-from tests.guidance.rollouts import rollout
-from trajstore.experience import BufferStore
-from trajstore.guidance import LocalMaker
-
-maker = LocalMaker(BufferStore.open(sys.argv[1]))
-print("ready", flush=True)
-for number in itertools.count(int(sys.argv[2])):
-    assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
-    print(number, flush=True)
-"""
+def summarize_until_killed(path: Path, start: int, told: Connection) -> None:
+    maker = LocalMaker(BufferStore.open(path))
+    for number in itertools.count(start):
+        assert maker.summarize([rollout(f"task {number}", f"reply {number}")]) == 1
+        told.send(number)
 
 
-def killed_run(project_root: Path, path: Path, start: int, acknowledged: int) -> list[int]:
+def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:
     """Summarize in a child until it has acknowledged some, and kill it; return what it acknowledged."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(path), str(start)],
-        cwd=project_root,
-        env={**os.environ, "PYTHONPATH": str(project_root)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline() == "ready\n"
-        told = [int(child.stdout.readline()) for _ in range(acknowledged)]
-    finally:
-        child.send_signal(signal.SIGKILL)
-        rest = child.stdout.read()
-        child.wait()
-    return told + [int(line) for line in rest.splitlines(keepends=True) if line.endswith("\n")]
+    heard, told = multiprocessing.Pipe(duplex=False)
+    child = forking().Process(target=summarize_until_killed, args=(path, start, told))
+    child.start()
+    told.close()
+    numbers = [heard.recv() for _ in range(acknowledged)]
+    child.kill()
+    child.join()
+    with suppress(EOFError, OSError):  # what it said last may be cut off
+        while True:
+            numbers.append(heard.recv())
+    return numbers
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1200)
-def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothing(
-    project_root: Path, tmp_path: Path, kills: int
-) -> None:
+def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothing(tmp_path: Path, kills: int) -> None:
     path = tmp_path / "experience"
     acknowledged: list[int] = []
     for kill in range(kills):
-        acknowledged += killed_run(project_root, path, 10_000 * kill, 3 + 2 * kill)
+        acknowledged += killed_run(path, 10_000 * kill, 3 + 2 * kill)
     store = BufferStore.open(path)
     maker = LocalMaker(store)
     for number in acknowledged:
@@ -179,3 +170,77 @@ def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothin
     for number in acknowledged[:3]:
         assert f"reply {number}" in maker.retrieve(f"task {number}", 1).text
     store.close()
+
+
+# -- A language model behind an OpenAI-compatible endpoint as summarizer --
+
+
+SAID = 'Here it is:\n```json\n{"when_to_use": "looking for a cup", "experience": "go {kitchen}"}\n```'
+
+
+class Endpoint:
+    """Answers chat calls with ``content``; keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.content: Any = SAID
+        self.bodies: list[Any] = []
+        self.keys: list[str | None] = []
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                endpoint.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                endpoint.keys.append(self.headers["Authorization"])
+                data = json.dumps({"choices": [{"message": {"content": endpoint.content}}]}).encode()
+                self.send_response(200 if self.path == "/v1/chat/completions" else 404)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+def test_the_model_reads_tries_with_their_scores_and_its_answer_is_an_experience(endpoint: Endpoint) -> None:
+    maker = LocalMaker(summarizer=EndpointSummarizer(endpoint.url, "m", api_key="secret", most_rollouts=2))
+    tries = [rollout("cup", f"go {number}", number / 4, str(number)) for number in range(5)]
+    assert maker.summarize([*tries, rollout("book", "?", None)]) == 1, "a task without outcomes is not asked for"
+    [body] = endpoint.bodies
+    assert endpoint.keys == ["Bearer secret"]
+    assert body["model"] == "m"
+    prompt = body["messages"][0]["content"]
+    assert "Score 1.0" in prompt
+    assert "Score 0.0" in prompt
+    assert "Score 0.5" not in prompt
+    found = maker.retrieve("cup", 1)
+    assert "go {kitchen}" in found.text
+
+
+@pytest.mark.parametrize(
+    "content", ["no object", '{"when_to_use": "x"}', '{"when_to_use": "", "experience": "x"}', None, 3]
+)
+def test_an_answer_without_an_experience_is_garbage(endpoint: Endpoint, content: Any) -> None:
+    endpoint.content = content
+    with pytest.raises(MakerError, match="holds no experience") as caught:
+        EndpointSummarizer(endpoint.url, "m")([rollout("cup", "go", 1.0)])
+    assert caught.value.kind == "garbage"
+
+
+def test_another_address_is_refused(endpoint: Endpoint) -> None:
+    with pytest.raises(MakerError, match="HTTP 404") as caught:
+        EndpointSummarizer(endpoint.url + "/x", "m")([rollout("cup", "go", 1.0)])
+    assert caught.value.kind == "refused"

@@ -18,6 +18,9 @@ from tests.test_golden import GOLDEN
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.formats import FORMATS
+from trajstore.inspection.export import export_rollouts
+from trajstore.inspection.mending import prune
+from trajstore.inspection.moving import split
 from trajstore.querying import FACTS, readable
 from trajstore.reading.contents import Contents
 from trajstore.sampling import GroupSampler
@@ -120,6 +123,28 @@ def test_columns_without_a_name_are_called_as_they_are_written(text: str, names:
         {"lower(task)": "a", "avg(outcome)": 1.0, "max(outcome)": 2.0, "count(*)": 2},
     ]
     assert buffer.query().select("task", "outcome + 1", "turns as t").table().columns == ["task", "outcome + 1", "t"]
+
+
+@pytest.mark.parametrize(
+    ("order", "tasks"),
+    [
+        ("count(*) desc", "cba"),
+        ("COUNT( * )", "abc"),
+        ("n desc", "cba"),
+        ("avg(outcome)", "cba"),
+        ("sum(outcome) * 2.0 desc", "acb"),
+        ("lower(task) desc", "cba"),
+        ("n * mean desc", "acb"),
+    ],
+)
+def test_groups_are_sorted_by_what_is_selected(order: str, tasks: str) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([rollout(one, {"a": 8.0, "b": 1.0, "c": 0.9}[one]) for one in "abcbcc"])
+    grouped = buffer.query().group_by("lower(task) as task")
+    asked = grouped.select("count(*) as n", "avg(outcome) as mean", "sum(outcome) * 2.0")
+    assert "".join(row["task"] for row in asked.order_by(order).rows()) == tasks
+    assert asked.order_by(order).limit(1).rows() == asked.order_by(order).rows()[:1]
+    assert [row["count(*)"] for row in grouped.order_by("count(*) desc").rows()] == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -248,8 +273,8 @@ def test_ranks_of_a_run_are_asked_together(tmp_path: Path) -> None:
             buffer.add_trajectories([rollout(f"of {rank}")])
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         assert reader.query().group_by("rank", "task").rows() == [
-            {"rank": 0, "task": "of 0", "count": 1},
-            {"rank": 1, "task": "of 1", "count": 1},
+            {"rank": 0, "task": "of 0", "count(*)": 1},
+            {"rank": 1, "task": "of 1", "count(*)": 1},
         ]
         number = int(reader.query().where("rank = 1").ids()[0])
         assert reader.get(number).task_id == "of 1"
@@ -270,6 +295,104 @@ def test_a_condition_of_a_thousand_parts_is_answered() -> None:
     buffer.add_trajectories([rollout(f"t{number}") for number in range(3)])
     condition = " or ".join(f"task = 't{number}'" for number in range(1, 1000))
     assert buffer.query().where(condition).ids().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "count(*) > 3",
+        "count(task) > 3",
+        "avg(outcome) > 0 or turns > 1",
+        "outcome > avg(outcome)",
+        "quantile_cont(outcome, 0.5) > 0",
+        "corr(outcome, turns) > 0.5 and turns > 1",
+        "string_agg(task, ',') = 'a'",
+        "sum(outcome) over (partition by task) > 1",
+        "row_number() over (order by outcome) > 1",
+        "lag(turns) over (order by outcome) = 1",
+        "outcome > (select avg(outcome) from trajectories)",
+        "exists(select 1)",
+    ],
+)
+def test_a_condition_is_about_one_row(tmp_path: Path, condition: str) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout("Len"), rollout("select")])
+        question = writer.query()
+        assert question.where("task = 'Len' or task = 'avg(outcome)'").ids().tolist() == [0]
+        assert question.where("task in ('select') and turns > 0").ids().tolist() == [1]
+    for ask in (
+        lambda: question.where(condition).ids(),
+        lambda: question.group_by("task").where(condition).rows(),
+        lambda: writer.query("messages").where(condition).ids(),
+        lambda: prune(tmp_path / "store", condition, dry_run=False),
+        lambda: export_rollouts(tmp_path / "store", tmp_path / "out", "jsonl", where=condition),
+        lambda: split(tmp_path / "store", tmp_path / "out", where=condition),
+    ):
+        with pytest.raises(ConfigurationError, match=r"where: .*: a condition is about one row.* HAVING for groups"):
+            ask()
+    assert len(TrajectoryReplayBuffer.open(tmp_path / "store")) == 2
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> Any:
+    """Three rollouts with a judge's verdict as a text."""
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([rollout(f"t{at}", at / 4) for at in range(3)])
+        annotate(writer, [0, 1, 2], {"judge": ["9.4", "10.2", "none"]})
+        yield writer
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "judge < 9.5",
+        "9.5 > judge",
+        "judge = 9.4",
+        "judge in (9.4, 10.2)",
+        "judge between .5 and 9.5",
+        "not judge is distinct from 9.4",
+        "task > 0.5",
+        "judge < 9",
+        "judge > outcome",
+        "judge = steps",
+        "split_part(task, 't', 2) > 0.5",
+        "case when judge < 9.5 then true else false end",
+    ],
+)
+def test_texts_are_not_compared_with_numbers(judged: Any, condition: str) -> None:
+    for ask in (
+        lambda: judged.query().where(condition).ids(),
+        lambda: judged.query().select(f"{condition} as found").rows(),
+        lambda: judged.query().sql(f"select task from trajectories where {condition}"),
+        lambda: judged.query().sql(f"select sum(case when {condition} then 1 else 0 end) from trajectories"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"try_cast\(NAME as double\) makes a number of a text"):
+            ask()
+
+
+def test_numbers_with_a_point_are_floats(judged: Any) -> None:
+    assert judged.query().where("try_cast(judge as double) < 9.5 and outcome in (0.0, 0.25)").ids().tolist() == [0]
+    assert judged.query().where("task = '0.5' or judge = '9.4' -- 0.5\n").ids().tolist() == [0]
+    text = "select count(*) * 1.0 / 7, avg(outcome) * .1 as tenth, quantile_cont(outcome, 0.5) as mid, 1.5e-3 as small"
+    answer = judged.query().sql(f"{text}, '1.5' as \"2.5\" from trajectories")
+    assert answer.rows() == [(3 / 7, 0.25 * 0.1, 0.25, 0.0015, "1.5")]
+    assert answer.columns == ["count(*) * 1.0 / 7", "tenth", "mid", "small", "2.5"]
+    assert judged.query().select("count(*) / 4.0").rows() == [{"count(*) / 4.0": 0.75}]
+
+
+def test_a_pattern_that_escapes_is_refused() -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    said = ["100% done", "100\\% done", r"\boxed{4}", "1000 done"]
+    buffer.add_trajectories([AgentTrajectory(messages=[{"role": "assistant", "content": one}]) for one in said])
+    asked = buffer.query("messages")
+    for condition in (r"content like '%100\% done%'", r"content not ilike 'a\_b'", "content like '%100!%%' escape '!'"):
+        with pytest.raises(ConfigurationError, match="like cannot escape % and _; a regular expression finds them"):
+            asked.where(condition).ids()
+        with pytest.raises(ConfigurationError, match=r"sql: .*like cannot escape"):
+            buffer.query().sql(f"select content from messages where {condition}")
+    assert asked.where("content ~ '100% done'").ids().tolist() == [0]
+    assert asked.where(r"content like '%\boxed{4}%'").ids().tolist() == [2]
 
 
 def test_a_directory_of_rlinf_is_asked(shared_fixtures: Path) -> None:
@@ -321,17 +444,42 @@ def test_other_tools_read_the_table() -> None:
             "where: 'outcome > > 1': expected an expression, found: >$",
         ),
         (lambda question: question.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
-        (lambda question: question.where("avg(outcome) > 0").ids(), "one value for all rows"),
         (lambda question: question.where("outcome > 'x'").ids(), "cannot compare"),
         (lambda question: question.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
         (lambda question: question.where("committed > timestamp '2026-01-31'").ids(), "like this: cast"),
         (lambda question: question.where(3), "where: 3, must be an expression of SQL"),
         (lambda question: question.where(" "), "must be an expression of SQL"),
         (lambda question: question.where("task = '\udcff'").ids(), "where: .*: is no Unicode"),
+        (lambda question: question.select("task, turns").rows(), "select: 'task, turns': these are several; give each"),
+        (lambda question: question.order_by("lower(task), turns desc").ids(), "order_by: .* as an argument of its own"),
+        (lambda question: question.select("(select 1)").rows(), "select: .*: sql has subqueries"),
         (lambda question: question.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
         (lambda question: question.group_by("task").ids(), "ids: .* rows have no ids"),
         (lambda question: question.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
         (lambda question: question.limit(-1), "limit"),
+        (lambda question: question.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
+        (
+            lambda question: question.where("data_source = 1").ids(),
+            "no column .data_source.; .*metadata has is none until",
+        ),
+        (
+            lambda question: question.group_by("task").select("count(*) as n", "task").rows(),
+            "select: 'task': is in the answer already, as all columns of group_by are",
+        ),
+        (
+            lambda question: question.group_by("low").select("lower(task) as low").rows(),
+            r"group_by: 'low': select is too late to name it; group_by('lower(task) as low') does",
+        ),
+        (lambda question: question.order_by("count(*) desc").ids(), "order_by: 'count(.)' is one value for all rows"),
+        (lambda question: question.order_by("1").ids(), "order_by: '1' is one value for all rows"),
+        (
+            lambda question: question.group_by("task").select("count(*) as n").order_by("max(n)").rows(),
+            "order_by: 'max(n)' is one value for all rows; .*groups by what select has",
+        ),
+        (
+            lambda question: question.group_by("task").order_by("max(turns) / 2").rows(),
+            "order_by: .* no column 'turns'; .*; groups are sorted by what select has of them",
+        ),
         (lambda question: question.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
         (lambda question: question.sql("selec"), "sql: .selec.: it must be a SELECT"),
         (lambda question: question.sql("drop table trajectories"), "sql: .*must be a SELECT"),

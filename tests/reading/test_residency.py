@@ -13,6 +13,9 @@ from tests.interrupting import Tracer
 from trajstore.columns.fields import Axis
 from trajstore.columns.schema import ColumnSpec, Extent, Schema
 from trajstore.files.partial import PartialMap
+from trajstore.reading.addresses import Addresses
+from trajstore.reading.column_numbers import ColumnNumbers, axes_of
+from trajstore.reading.map_limit import MapLimit
 from trajstore.reading.residency import HeldRows, MappedShard, Residency
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
@@ -140,3 +143,108 @@ def test_what_holds_rows_holds_the_memory_in_which_they_lie() -> None:
     del held
     gc.collect()
     assert gone() is None
+
+
+# -- The table of addresses: what is resident, and that a running copy keeps the table that it was given --
+
+
+def test_a_slot_is_resident_from_set_to_clear() -> None:
+    table = Addresses()
+    table.reserve(3, 4)
+    assert (table.signature[:3] == -1).all()
+    table.set(1, np.array([0, 3]), [100, 200], [1, 2], 7)
+    assert table.signature[:3].tolist() == [-1, 7, -1]
+    assert table.first[1, [0, 3]].tolist() == [100, 200]
+    assert table.axes[1, [0, 3]].tolist() == [1, 2]
+    table.clear(1)
+    assert table.signature[1] == -1
+    assert table.first[1, 0] == 100  # a copy that was told so may still read there
+
+
+def test_it_grows_beside_the_arrays_that_a_copy_has() -> None:
+    table = Addresses()
+    table.reserve(1, 1)
+    table.set(0, np.array([0]), [42], [1], 5)
+    given = table.first
+    table.reserve(1000, 30)
+    assert given is not table.first
+    assert (table.first[0, 0], table.axes[0, 0], table.signature[0], table.signature[999]) == (42, 1, 5, -1)
+    table.set(0, np.array([0]), [43], [1], 5)
+    assert given[0, 0] == 42
+    same = table.first
+    table.reserve(1000, 30)
+    assert table.first is same
+
+
+# -- Numbers of columns, and signatures: equal where trajectories can be sampled together as they are --
+
+
+X = ColumnSpec("x", "float32", (2,), Axis.SAMPLES)
+DONES = ColumnSpec("dones", "bool", (), Axis.FIRST_EXTRA)
+DOCUMENT = ColumnSpec("document", "uint8", (), Axis.DOCUMENT)
+
+
+def test_columns_of_one_name_dtype_and_shape_have_one_number() -> None:
+    columns = ColumnNumbers()
+    numbers, _ = columns.of(Schema("step", (X, DONES)))
+    again, _ = columns.of(Schema("step", (DONES, X, ColumnSpec("x", "float64", (2,), Axis.SAMPLES))))
+    assert numbers.tolist() == [0, 1]
+    assert again.tolist() == [1, 0, 2]
+    assert [(spec.name, spec.dtype) for spec in columns.specs] == [
+        ("x", "float32"),
+        ("dones", "bool"),
+        ("x", "float64"),
+    ]
+
+
+def test_a_signature_tells_what_can_be_sampled_in_whatever_order_and_the_kind() -> None:
+    columns = ColumnNumbers()
+    _, plain = columns.of(Schema("step", (X, DONES)))
+    _, turned = columns.of(Schema("step", (DONES, X)))
+    _, documented = columns.of(Schema("step", (X, DONES, DOCUMENT)))
+    _, fewer = columns.of(Schema("step", (X,)))
+    _, agent = columns.of(Schema("agent", (X, DONES)))
+    assert plain == turned == documented
+    assert len({plain, fewer, agent}) == 3
+    assert columns.sampled(plain) == (0, 1)
+    assert (columns.kind(plain), columns.kind(agent)) == ("step", "agent")
+
+
+def test_the_axis_is_each_schemas_own() -> None:
+    columns = ColumnNumbers()
+    moved = ColumnSpec("dones", "bool", (), Axis.LAST_EXTRA)
+    _, one = columns.of(Schema("step", (DONES,)))
+    _, other = columns.of(Schema("step", (moved,)))
+    assert one == other
+    assert axes_of(Schema("step", (DONES, moved, DOCUMENT))) == [Axis.FIRST_EXTRA, Axis.LAST_EXTRA, 0]
+
+
+# -- How many files are mapped: the oldest shards go first, but never what a batch needs --
+
+
+def test_the_oldest_go_until_the_limit_holds() -> None:
+    maps = MapLimit(4)
+    for slot, count in ((7, 2), (8, 1), (9, 1)):
+        maps.add(slot, count)
+    assert not maps.is_over
+    maps.add(3, 2)
+    assert maps.is_over
+    assert maps.too_old(keep=()) == [7]
+    assert maps.too_old(keep={7}) == [8, 9]
+    assert maps.too_old(keep={7, 8, 9, 3}) == []
+    assert len(maps) == 4  # who unmaps them says so
+    maps.remove(7)
+    assert not maps.is_over
+    assert 7 not in maps
+
+
+def test_what_is_mapped_once_more_counts_once_and_is_the_newest() -> None:
+    maps = MapLimit(2)
+    maps.add(1, 1)
+    maps.add(2, 1)
+    maps.add(1, 1)
+    assert not maps.is_over
+    maps.add(3, 1)
+    assert maps.too_old(keep=()) == [2]
+    maps.remove(5)
+    assert len(maps) == 3

@@ -26,8 +26,9 @@ from trajstore.experience.persistence import read_pool
 CHILD = Path(__file__).with_name("killed_run.py")
 
 
-@pytest.mark.parametrize("config", [SORT, HOUSEHOLD], ids=lambda one: one.environment)
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize(
+    ("config", "on_disk"), [(SORT, False), (HOUSEHOLD, True)], ids=["sort-memory", "household-disk"]
+)
 def test_a_resumed_run_equals_the_uninterrupted_one(
     make: Train, tmp_path: Path, config: TrainerConfig, on_disk: bool
 ) -> None:

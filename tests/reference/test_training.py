@@ -81,8 +81,7 @@ def watched(trainer: ReferenceTrainer) -> Iterator[Spy]:
         yield spy
 
 
-@pytest.mark.parametrize("config", [SORT, HOUSEHOLD], ids=lambda one: one.environment)
-@pytest.mark.parametrize("histories", [1, 2])
+@pytest.mark.parametrize(("config", "histories"), [(SORT, 1), (HOUSEHOLD, 2)], ids=["sort", "household"])
 def test_the_loss_receives_replayed_rows_exactly_as_they_were_stored(
     make: Train, store: dict[str, str], config: TrainerConfig, histories: int
 ) -> None:

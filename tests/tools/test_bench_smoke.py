@@ -18,6 +18,8 @@ from tools.bench.report import Figure, Options, SkippedError, table
 
 # The first two have no sizes to make smaller; the others start servers.
 NOT_TRIED = ("t11", "t12", "t16", "t16rows", "t19", "t20")
+LONG = ("t21", "t22")
+"""Start a browser and servers, or a cluster of their own."""
 
 
 def in_process(module: str, *arguments: object) -> Any:
@@ -28,7 +30,14 @@ def in_process(module: str, *arguments: object) -> Any:
     return json.loads(written.getvalue())
 
 
-@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name not in NOT_TRIED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
+        for name in BENCHMARKS
+        if name not in NOT_TRIED
+    ],
+)
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (t08_open, t14_memory, t21_view):
         monkeypatch.setattr(module, "in_child", in_process)

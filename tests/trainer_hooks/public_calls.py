@@ -1,8 +1,10 @@
-"""Every public method of hooks, pool and guidance with good arguments."""
+"""Every public method of hooks, pool and guidance with good arguments: those that have no default, or need another."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -91,14 +93,24 @@ def template() -> ChatTemplate:
     return ChatTemplate(lambda messages, ask: "".join(map(str, messages)), lambda text: [1, 2], {2})
 
 
+def with_defaults(function: Callable[..., Any], given: Mapping[str, Any]) -> Call:
+    """Return a call with what is given, and with the default of every other argument that has one."""
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    if dataclasses.is_dataclass(function):
+        made = {one.name: one.default_factory for one in dataclasses.fields(function)}
+        defaults |= {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
+    return function, defaults | given
+
+
 def methods(make: Callable[[], Any], arguments: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name, given in arguments.items():
-        yield f"{make.__name__}.{name}", lambda name=name, given=given: (getattr(make(), name), given)
+        yield f"{make.__name__}.{name}", lambda name=name, given=given: with_defaults(getattr(make(), name), given)
 
 
 def plain(*functions: tuple[Callable[..., Any], Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     for function, given in functions:
-        yield function.__qualname__, lambda function=function, given=given: (function, given)
+        yield function.__qualname__, lambda function=function, given=given: with_defaults(function, given)
 
 
 mixed = MixedTasks(("a",), ("b",))
@@ -124,13 +136,7 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
                 "response_mask": mask,
             },
             "regularizer_masks": {"batch": batch},
-            "loss_computed": {
-                "batch": batch,
-                "rows": [0, 1],
-                "loss": loss,
-                "advantages": rows,
-                "cliprange_low": 0.2,
-            },
+            "loss_computed": {"batch": batch, "rows": [0, 1], "loss": loss, "advantages": rows, "cliprange_low": 0.2},
             "watch": {"figures": {}},
             "step_done": {"batch": batch, "fresh": rollouts(), "old_log_probs": rows, "entropys": rows},
             "rollouts_done": {
@@ -149,7 +155,7 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
     yield from methods(
         guidance_hook,
         {
-            "before_rollout": {"plan": plan, "mode": "sample"},
+            "before_rollout": {"plan": plan},
             "context": {"messages": MESSAGES, "config": TrajExpConfig()},
             "training_messages": {"messages": MESSAGES, "config": TrajExpConfig()},
             "finished": {"trajectory": rollouts()[0], "config": TrajExpConfig()},
@@ -174,19 +180,15 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
             "admit": {"rollouts": rollouts(), "asked": {"a": 2}},
             "save_trajectories_to_memory": {"trajectories": rollouts()},
             "seed": {"demonstrations": rollouts()},
-            "sample_tasks_from_replaypool": {"num_tasks": 1, "difficulty": None, "strategy": "by_task", "exclude": ()},
-            "get_offpolicy_trajectories_from_memory": {"task_id": "a", "num_trajectories": 1},
-            "get_offpolicy_batch": {"tasks": TASKS, "num_trajectories_per_task": 1},
-            "count_offpolicy": {"tasks": TASKS, "n": 1},
+            "sample_tasks_from_replaypool": {"num_tasks": 1, "strategy": "by_task"},
+            "get_offpolicy_trajectories_from_memory": {"task_id": "a"},
+            "get_offpolicy_batch": {"tasks": TASKS},
+            "count_offpolicy": {"tasks": TASKS},
             "get_all_candidates_batch": {"tasks": TASKS},
             "hold": {"cuts": []},
             "load_state_dict": {"state": filled().state_dict()},
             "save_experience_pool_to_disk": {"directory": tmp_path / "saved"},
-            "load_experience_pool_from_disk": {
-                "directory": tmp_path / "saved",
-                "same_run": True,
-                "global_steps": 1,
-            },
+            "load_experience_pool_from_disk": {"directory": tmp_path / "saved", "global_steps": 1},
         },
     )
 
@@ -196,7 +198,7 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
     yield from methods(
         collate,
         {
-            "__call__": {"training_tasks": TASKS, "training_progress": 0.5, "enable_replay": True},
+            "__call__": {"training_tasks": TASKS, "training_progress": 0.5},
             "get_histories": {"experience_tasks": TASKS},
             "count_histories": {"experience_tasks": TASKS},
             "fresh_rollouts": {"experience_tasks": TASKS, "on_policy_tasks": TASKS, "histories": {}},
@@ -238,7 +240,7 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
         LocalMaker,
         {
             "get": {"name": "0"},
-            "retrieve": {"query": "go", "k": 1, "without": ()},
+            "retrieve": {"query": "go", "k": 1},
             "summarize": {"rollouts": rollouts()},
             "add": {"experiences": [experience], "step": 1},
         },
@@ -248,13 +250,10 @@ def calls_of_methods(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Call]]]
         {
             "add": {"keys": [0], "texts": ["go"]},
             "remove": {"keys": []},
-            "search": {"query": "go", "k": 1, "without": ()},
+            "search": {"query": "go", "k": 1},
         },
     )
     yield from methods(WorthLedger, {"note": {"rollouts": rollouts()}})
     client = functools.partial(EMClient, "http://127.0.0.1:9", retries=0, retrieve_timeout=5.0, summary_timeout=5.0)
     client.__name__ = "client"  # type: ignore[attr-defined]
-    yield from methods(
-        client,
-        {"retrieve": {"query": "go", "k": 1, "without": ()}, "summarize": {"rollouts": []}},
-    )
+    yield from methods(client, {"retrieve": {"query": "go", "k": 1}, "summarize": {"rollouts": []}})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.test_docs import blocks
 from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.dataproto import loss_arguments, replace_old_log_probs, step_done, to_dataproto
@@ -126,3 +128,10 @@ def test_a_training_loop_replays_history_with_the_log_probs_of_its_time() -> Non
     for one in held:
         assert one.old_log_probs is not None
         assert one.old_log_probs.equal(sampled[one.task_id, one.rollout_id][2])
+
+
+def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: another one would spend seconds on importing verl."""
+    monkeypatch.chdir(tmp_path)
+    page = project_root / "docs" / "howto" / "dataproto.md"
+    exec(compile("\n".join(blocks(page, "python")), page, "exec"), {"__name__": "__main__"})

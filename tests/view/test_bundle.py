@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -23,6 +21,7 @@ from tests.stores import writer_to
 from tests.view.rollouts import rollout
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
+from tools.crash.forked import forking
 from trajstore import Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.testing.witness import witness
@@ -323,25 +322,25 @@ def test_too_much_is_refused_and_the_remedy_named(
     assert os.listdir(tmp_path) == ["store"]
 
 
+def write_until_killed(store: Path, target: Path, by: signal.Signals) -> None:
+    def progress(done: int, total: int) -> None:
+        if done == 2:
+            os.kill(os.getpid(), by)
+
+    os.close(2)  # what Python says of an interrupt
+    bundle.write_bundle(Living(shown_at(store)), target, progress=progress)
+
+
 def test_a_kill_leaves_the_earlier_bundle_whole(tmp_path: Path) -> None:
     with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout(number) for number in range(3)])
     target = bundled(tmp_path / "store", tmp_path / "out")
     before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
-    script = (
-        "import os, signal, sys\n"
-        "from trajstore.view.bundle import write_bundle\n"
-        "from trajstore.view.living import Living\n"
-        "from trajstore.view.shown import shown_at\n"
-        "def progress(done, total):\n"
-        "    if done == 2:\n"
-        "        os.kill(os.getpid(), int(sys.argv[3]))\n"
-        "write_bundle(Living(shown_at(sys.argv[1])), sys.argv[2], progress=progress)\n"
-    )
-    for number in (signal.SIGKILL, signal.SIGINT):
-        command = [sys.executable, "-c", script, str(tmp_path / "store"), str(target), str(int(number))]
-        killed = subprocess.run(command, check=False, stderr=subprocess.DEVNULL)
-        assert killed.returncode != 0
+    for by in (signal.SIGKILL, signal.SIGINT):
+        killed = forking().Process(target=write_until_killed, args=(tmp_path / "store", target, by))
+        killed.start()
+        killed.join()
+        assert killed.exitcode != 0
         assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
     bundled(tmp_path / "store", target)
     assert sorted(os.listdir(tmp_path)) == ["out", "store"]

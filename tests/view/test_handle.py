@@ -26,7 +26,7 @@ from trajstore.distributed import DistributedReplayBuffer  # noqa: E402
 def handle(tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
     if ray.is_initialized():
         pytest.skip("another test's Ray session is running in this process")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with DistributedReplayBuffer.create(
             "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0

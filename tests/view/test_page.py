@@ -58,17 +58,6 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.until("document.querySelector('.refused').textContent.includes(\"there is no column 'taks'\")")
 
 
-def test_a_long_table_is_scrolled_to_any_row(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(number, messages=[], metadata={}) for number in range(3000)])
-    page.open(f"{serve(tmp_path)}/#/table?order=trajectory_id")
-    page.until(f"{ROWS}[0] === '0'")
-    page.run("const grid = document.querySelector('.grid'); grid.scrollTop = grid.scrollHeight")
-    page.until(f"{ROWS}.at(-1) === '2999'")
-    page.run("document.querySelector('.grid').scrollTop = 34 * 1500")
-    page.until(f"{ROWS}.includes('1500')")
-
-
 def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
     odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
     with writer_to(tmp_path) as writer:

@@ -70,7 +70,7 @@ def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
     assert len(set(uuids)) == len(uuids) == len(ids)
     for number, group in enumerate(groups):
         assert (group.ticket, group.last) == (number, group.ids[-1])
-        schemas = [{id(item.flat.schema) for item in part.owned} for part in group.parts]
+        schemas = [{id(item.schema) for item in part.owned} for part in group.parts]
         assert sum(map(len, schemas)) == len(group.parts) == len(set.union(*schemas))
         assert all(part.ids == sorted(part.ids) for part in group.parts)
         assert group.nbytes == sum(part.nbytes for part in group.parts)

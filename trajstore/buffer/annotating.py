@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from trajstore.columns.values import as_tensor
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
+    StoreError,
     StoreLockedError,
     StoreNotFoundError,
     StoreWriteError,
@@ -28,11 +31,13 @@ from trajstore.files.opening import check_options, open_directory
 from trajstore.querying.facts import FACTS
 from trajstore.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore.store.catalog import Catalog
-from trajstore.store.notes import OVER_FACTS, Note, Said, Value, check_name, check_names
+from trajstore.store.notes import OVER_FACTS, Note, Said, Value, check_given, check_name, check_names, check_same_kinds
 from trajstore.store.row_notes import Rows
 from trajstore.store.run_ids import ids_from, own_id, rank_of_id, shown_id
-from trajstore.writing.inbox import Inbox, put, waiting
+from trajstore.writing.inbox import Inbox, kinds_to_come, put, waiting
 from trajstore.writing.unattended import held_log
+
+logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any] | torch.Tensor
 
@@ -64,17 +69,18 @@ def annotate(
             is; one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
             ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
             Rows take the process that writes the store, which is given as its buffer.
-        who: gives them, for the history; None: nobody says.
+        who: gives them, for the history; None or an empty text: nobody says.
         storage_options: passed on to the fsspec file system.
 
     Raises:
-        ConfigurationError: a name or value cannot be kept, or contradicts the kind that a name has; nothing was given.
+        ConfigurationError: a name or value cannot be kept, or contradicts the kind that a name has in the store or, if
+            it is new there, in another rank of the run; nothing was given.
         TrajectoryUnavailableError: an id is not in the store; nothing was given.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
         StoreWriteError: it could not be written.
     """
-    said, rows = _said(ids, values, "" if who is None else text("who", who))
+    said, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
     if isinstance(store, TrajectoryReplayBuffer):
         if said.ids and (said.values or rows):
             internals_of(store).backing.annotate(said, rows)
@@ -85,7 +91,7 @@ def annotate(
             "its buffer, TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), instead of the path"
         )
     stores = _stores(store, storage_options or {})
-    parts = []
+    parts, known = [], {}
     for rank in sorted({rank_of_id(number) for number in said.ids}):
         if rank not in stores:
             there = ", ".join(map(str, sorted(stores)))
@@ -94,14 +100,40 @@ def annotate(
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)
-        catalog.notes.check(part)
+        known[rank] = kinds_to_come(catalog, part.values.keys())
+        check_given(part, known[rank])
         parts.append((stores[rank], catalog.store_id, part))
+    new = {name: some for name, some in said.values.items() if not all(name in kinds for kinds in known.values())}
+    if new:
+        _check_ranks(replace(said, values=new), stores, known)
     for directory, store_id, part in parts if said.values else ():
         try:
             put(directory, store_id, part)
         except OSError as error:
             raise StoreWriteError(f"{error}: nothing was given to the trajectories of {directory.url}") from error
         _take_in(directory)
+
+
+def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int, Mapping[str, str]]) -> None:
+    """Refuse new names that stand for values of another kind in some rank of the run.
+
+    Args:
+        said: the values of these names.
+        stores: of the run.
+        known: kinds of names, by rank, where they are known already.
+
+    Raises:
+        ConfigurationError: names the rank.
+    """
+    for rank, directory in stores.items():
+        kinds = known.get(rank)
+        if kinds is None:
+            try:
+                kinds = kinds_to_come(Catalog.open(directory), said.values.keys())
+            except StoreError as error:  # which is no reason to give nothing to the other ranks
+                logger.warning("annotate: rank %d was not asked for its names of values: %s", rank, error)
+                continue
+        check_same_kinds(said, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
 
 
 def notes_of(

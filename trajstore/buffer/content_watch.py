@@ -6,8 +6,10 @@ Takes no lock: of two threads that add at once, both may tell the same.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
+from collections.abc import Sequence
 
-from trajstore.columns.doubts import doubts
+from trajstore.columns.doubts import doubts, sound
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.limits import shown
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
@@ -25,13 +27,17 @@ class ContentWatch:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._newest: dict[int, None] = {}
+        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict looks for its first one past all that went
 
-    def look(self, trajectory: AnyTrajectory, flat: FlatTrajectory) -> None:
-        """Look at a trajectory that is about to be added, as it came and as columns."""
-        if not isinstance(trajectory, AgentTrajectory):
-            return
-        found = [*doubts(flat, trajectory.response_start)]
+    def look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
+        """Look at trajectories that are about to be added, as they came and as columns."""
+        pairs = zip(trajectories, flats, strict=True)
+        rollouts = [(one, flat) for one, flat in pairs if isinstance(one, AgentTrajectory)]
+        for (rollout, flat), fine in zip(rollouts, sound([flat for _, flat in rollouts]), strict=True):
+            if not fine or rollout.rollout_id:
+                self._look(rollout, [] if fine else [*doubts(flat, rollout.response_start)])
+
+    def _look(self, trajectory: AgentTrajectory, found: list[str]) -> None:
         if trajectory.rollout_id and self._was_added(trajectory):
             found.append("the task_id, rollout_id and policy_version of another one")
         for doubt in found:
@@ -51,5 +57,5 @@ class ContentWatch:
             return True
         self._newest[key] = None
         if len(self._newest) > _REMEMBERED:
-            self._newest.pop(next(iter(self._newest)))
+            self._newest.popitem(last=False)
         return False

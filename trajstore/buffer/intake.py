@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -15,7 +16,7 @@ from trajstore.buffer.view import View
 from trajstore.columns.conversion import flatten
 from trajstore.columns.flat import FlatTrajectory
 from trajstore.columns.memory import Arena
-from trajstore.columns.owned import copied, needed
+from trajstore.columns.owned import copied
 from trajstore.columns.portions import portions
 from trajstore.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, PartlyAddedError, listed
@@ -33,7 +34,7 @@ def flatten_all(trajectories: Iterable[AnyTrajectory], watch: ContentWatch) -> l
 
     Args:
         trajectories: what is to be added.
-        watch: looks at each of them, once all have been checked.
+        watch: looks at them, once all have been checked.
 
     Raises:
         InvalidTrajectoryError: one of them cannot be stored and read back; names the field.
@@ -52,8 +53,7 @@ def flatten_all(trajectories: Iterable[AnyTrajectory], watch: ContentWatch) -> l
             stored.append(trajectory)
         except NothingToStoreError:
             empty.append(place)
-    for trajectory, flat in zip(stored, flats, strict=True):
-        watch.look(trajectory, flat)
+    watch.look(stored, flats)
     if empty:
         logger.warning(
             "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
@@ -151,7 +151,7 @@ class StoreIntake(Intake):
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         ids: list[int] = []
-        pieces = list(portions(flats, self._shard_bytes, needed))
+        pieces = list(portions(flats, self._shard_bytes, attrgetter("nbytes")))
         total: int | None = sum([nbytes for _, nbytes in pieces])
         for piece, nbytes in pieces:
             given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]

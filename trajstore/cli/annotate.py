@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from trajstore.errors import ConfigurationError, TrajstoreError
 _TOGETHER = 10_000
 """Trajectories in one commit."""
 
+_NOT_FINITE = re.compile(r"\s*[+-]?(nan|inf|infinity)\s*", re.IGNORECASE)
+
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store or run directory; path or URL")
@@ -26,7 +29,8 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a number, true, false, null (takes back what there is), or else a text; may come several times",
+        help="a number as JSON writes it (0.5, -3), true or false (1 or 0), null, which takes back what there is; "
+        "anything else is a text, and so is what stands in double quotes ('NAME=\"7\"'); may come several times",
     )
     parser.add_argument(
         "--file", metavar="FILE", help='JSON lines: {"trajectory_id": "3/17", "NAME": VALUE, ...}; - = standard input'
@@ -52,7 +56,8 @@ def _run(options: Namespace, out: Output) -> int:
                     annotate(options.path, ids, columns, who=options.who)
                     given += len(ids)
             except TrajstoreError:
-                out.line(f"{options.path}: only the first {given:,} trajectories of {options.file} have their values")
+                done = f"only the first {given:,} trajectories" if given else "none of the trajectories"
+                out.line(f"{options.path}: {done} of {options.file} have their values")
                 raise
     if options.json:
         out.json({"path": options.path, "trajectories": given})
@@ -65,6 +70,11 @@ def _assignment(item: str) -> tuple[str, Any]:
     name, equals, value = item.partition("=")
     if not equals:
         raise ConfigurationError(f"annotate: --set {item}: must be NAME=VALUE")
+    if _NOT_FINITE.fullmatch(value):
+        raise ConfigurationError(
+            f"annotate: --set {item}: {value.strip()} is no finite number; null says that there is none, and a text is "
+            f"quoted: --set '{name}=\"{value.strip()}\"'"
+        )
     try:
         found = json.loads(value)
     except json.JSONDecodeError:

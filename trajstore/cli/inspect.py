@@ -26,6 +26,7 @@ MOST_EXPERIENCES = 10
 """Experiences whose worth is written for people, those that helped most."""
 
 MOST_READERS = 5
+MOST_REFUSED = 10
 """Live readers that are written for people."""
 
 
@@ -273,11 +274,16 @@ def _readers(readers: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [("" if at else "readers", text) for at, text in enumerate(texts)]
 
 
-def _waiting(waiting: dict[str, Any] | None) -> str:
-    """Return which values no writer has taken in yet; files that none can take in are among the problems."""
+def _waiting(waiting: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Return which values no writer has taken in yet, and which were refused."""
     from trajstore.inspection.late_values import waiting_in_words
 
-    return "" if waiting is None else waiting_in_words(waiting)
+    if waiting is None:
+        return []
+    refused = waiting["refused"]
+    texts = refused if len(refused) <= MOST_REFUSED else [*refused[:MOST_REFUSED], "and more; --json has all"]
+    rows = [("values that wait", waiting_in_words(waiting))] if waiting["files"] else []
+    return rows + [("" if at else "refused values", text) for at, text in enumerate(texts)]
 
 
 def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -293,7 +299,7 @@ def _content(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("pins", ", ".join(report.get("pins", ()))),
         ("mirror", _mirror(report.get("mirror"))),
         *_readers(report.get("readers") or []),
-        ("values that wait", _waiting(report.get("waiting"))),
+        *_waiting(report.get("waiting")),
         *_agents(report, note),
         *_experiences(report.get("experiences"), note),
     ]

@@ -24,7 +24,9 @@ def _configure_split(parser: ArgumentParser) -> None:
     into = parser.add_mutually_exclusive_group(required=True)
     into.add_argument("--ranks", type=int, metavar="N", help="into a run of N ranks, rank_0 and so on")
     into.add_argument("--count", type=int, metavar="N", help="into part_0 and so on, of N trajectories each")
-    into.add_argument("--where", metavar="CONDITION", help="into matching, of which it holds, and rest")
+    into.add_argument(
+        "--where", metavar="CONDITION", help="into OUT/matching (the condition holds) and OUT/rest (it does not)"
+    )
 
 
 def _configure_convert(parser: ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import ArgumentParser, Namespace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from polars import DataFrame
 
     from trajstore.querying import Query
+
+logger = logging.getLogger(__name__)
 
 SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version_high", "committed")
 """Facts that ``list`` shows unless told otherwise, those left out that are null for all."""
@@ -36,9 +39,13 @@ def _configure_list(parser: ArgumentParser) -> None:
     parser.add_argument("--where", metavar="CONDITION", help='show those of which it holds, e.g. "outcome > 0"')
     parser.add_argument("--columns", metavar="NAMES", help=f"facts to show, with commas (default: {','.join(SHOWN)})")
     parser.add_argument(
-        "--sort", metavar="NAMES", default="trajectory_id desc", help="facts to sort by (default: %(default)s)"
+        "--sort",
+        metavar="NAMES",
+        default="committed desc, trajectory_id desc",
+        help="facts or expressions to sort by, with commas; what is null comes last (default: %(default)s)",
     )
     parser.add_argument("--limit", metavar="N", type=int, default=20, help="show N; 0 = all (default: %(default)s)")
+    parser.add_argument("--offset", metavar="N", type=int, default=0, help="pass over the first N (default: 0)")
     parser.add_argument(
         "--facts",
         action="store_true",
@@ -61,7 +68,10 @@ def _configure_form(parser: ArgumentParser) -> None:
 def _query(options: Namespace) -> Query:
     from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 
-    return TrajectoryReplayBuffer.open(options.path, pin=options.pin).query()
+    reader = TrajectoryReplayBuffer.open(options.path, pin=options.pin)
+    if not len(reader):
+        logger.warning("%s: there are no trajectories", options.path)
+    return reader.query()
 
 
 def _run_query(options: Namespace, out: Output) -> int:
@@ -81,23 +91,26 @@ def _run_list(options: Namespace, out: Output) -> int:
         below = [(f"{name}.{column}", what) for name, own in RELATIONS.items() for column, what in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), *below])
         return 0
-    question = _query(options).order_by(*_names(options.sort))
+    from trajstore.arguments import whole
+    from trajstore.querying.words import split
+
+    question = _query(options).order_by(*split(options.sort))
     if options.where:
         question = question.where(options.where)
-    total = question.count()
-    found = (question.limit(options.limit) if options.limit else question).table()
+    total, passed = question.count(), whole("--offset", options.offset, 0)
+    found = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
     if options.columns:
-        found = found.select(*_known(_names(options.columns), found))
+        names = [name.strip() for name in options.columns.split(",") if name.strip()]
+        found = found.select(*_known(names, found))
     else:
         found = found.select(name for name in SHOWN if name == SHOWN[0] or found[name].null_count() < len(found))
     _write(found, options, out)
     if not (options.json or options.csv) and len(found) < total:
-        out.line(f"{len(found):,} of {total:,} trajectories; --limit 0 shows all")
+        end = passed + len(found)
+        which = f"{passed + 1:,} to {end:,}" if passed and len(found) else f"{len(found):,}"
+        more = f", --offset {end} goes on" if end < total else ""
+        out.line(f"{which} of {total:,} trajectories; --limit 0 shows all{more}")
     return 0
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _known(names: list[str], table: DataFrame) -> list[str]:
@@ -145,8 +158,8 @@ LIST = Command(
     name="list",
     summary="list trajectories and their facts",
     description=(
-        "List trajectories of a store, checkpoint, run directory or directory of RLinf, the newest first, with facts "
-        "such as task, outcome and policy version. Needs Polars (extra 'query')."
+        "List trajectories of a store, checkpoint, run directory or directory of RLinf with facts such as task, "
+        "outcome and policy version, those that were committed last first. Needs Polars (extra 'query')."
     ),
     configure=_configure_list,
     run=_run_list,

@@ -68,16 +68,19 @@ def _cell(value: Any) -> str:
 
 
 def _write_rollout(report: dict[str, Any], out: Output) -> None:
-    reward = report["reward"] or {}
+    reward, recorded = report["reward"] or {}, report["recorded"]
     rows = [
         ("task", report["task_id"]),
         ("data", report["data_id"]),
         ("rollout", report["rollout_id"]),
         ("query", report["query"]),
-        ("outcome", reward.get("outcome")),
-        ("success rate", reward.get("success_rate")),
+        ("outcome", _corrected(reward.get("outcome"), "outcome", recorded)),
+        ("success rate", _corrected(reward.get("success_rate"), "success_rate", recorded)),
         ("reward", reward.get("description")),
-        *((f"  {name}", value) for name, value in reward.get("metadata", {}).items()),
+        *(
+            (f"  {name}", _corrected(value, f"reward_{name}", recorded))
+            for name, value in reward.get("metadata", {}).items()
+        ),
         ("policy version", report["policy_version"]),
         ("weights", report["model_weights_id"]),
         ("terminated", None if report["is_terminated"] is None else "yes" if report["is_terminated"] else "no"),
@@ -101,6 +104,13 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
         out.table([(name, shown_value(value)) for name, value in more.items()])
     _write_parts(report, out)
     _write_columns(report, out)
+
+
+def _corrected(value: Any, name: str, recorded: dict[str, Any]) -> Any:
+    """Return a value of the reward, with what was recorded beside it where a value that came late took its place."""
+    if name not in recorded:
+        return value
+    return f"{value} (recorded: {'none' if recorded[name] is None else recorded[name]})"
 
 
 def _turns(report: dict[str, Any]) -> str | None:

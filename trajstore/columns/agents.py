@@ -134,18 +134,19 @@ def _agent_columns(
         if value is None:
             continue
         tensor = as_tensor(name, value)
-        if tensor.dim() != 1:
-            raise InvalidTrajectoryError(f"field {name}: shape {list(tensor.shape)}, must have one dimension")
-        if name in _WHOLE and (tensor.is_floating_point() or tensor.is_complex()):
-            raise InvalidTrajectoryError(f"field {name}: {str(tensor.dtype)[6:]}, must be whole numbers, or bool")
-        size = tensor.shape[0]  # its len goes through Python
+        shape, dtype = tensor.shape, tensor.dtype
+        if len(shape) != 1:
+            raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must have one dimension")
+        if name in _WHOLE and (dtype.is_floating_point or dtype.is_complex):
+            raise InvalidTrajectoryError(f"field {name}: {str(dtype)[6:]}, must be whole numbers, or bool")
+        (size,) = shape
         if size > MAX_STEPS:
             raise InvalidTrajectoryError(f"field {name}: has {size} entries, must have at most {MAX_STEPS}")
         if length is None:
             length, first = size, name
         elif length != size:
             raise InvalidTrajectoryError(f"field {name}: has {size} entries, but {first} has {length}")
-        columns.append((name, tensor.dtype, (), axis))
+        columns.append((name, dtype, (), axis))
         tensors.append(tensor)
     return length
 

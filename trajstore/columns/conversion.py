@@ -28,7 +28,9 @@ def flatten(trajectory: AnyTrajectory) -> FlatTrajectory:
             names the field, and its shape or value.
     """
     try:
-        _refuse_notes(getattr(trajectory, "notes", {}))
+        notes = getattr(trajectory, "notes", None)
+        if type(notes) is not dict or notes:
+            _refuse_notes(notes)
         if isinstance(trajectory, AgentTrajectory):
             return flatten_agent(trajectory)
         return flatten_step(trajectory)

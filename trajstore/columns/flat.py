@@ -20,28 +20,46 @@ from trajstore.columns.schema import Extent, Schema
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Block:
+    """Columns of trajectories of one schema in one piece of memory.
+
+    Attributes:
+        schema: the columns.
+        lease: what holds the memory.
+        addresses: address of the first byte of each column, ``[trajectories, columns]``.
+        sizes: bytes of each column, ``[trajectories, columns]``.
+    """
+
+    schema: Schema
+    lease: Lease
+    addresses: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    def bytes_at(self, address: int, nbytes: int) -> memoryview:
+        """Return bytes of the block, not copied."""
+        start = address - self.lease.address
+        return self.lease.data[start : start + nbytes]
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class BlockTensors(Sequence[torch.Tensor]):
-    """Columns in one block of memory, made into tensors only where somebody asks for one.
+    """Columns of one trajectory in a block of memory, made into tensors only where somebody asks for one.
 
     Most trajectories are written without anybody asking, and a tensor costs more than a small column's bytes.
     """
 
-    schema: Schema
+    block: Block
+    at: int
+    """Which of the block's trajectories this is."""
     extent: Extent
-    lease: Lease
-    addresses: npt.NDArray[np.int64]
-    """Address of each column's first byte, ``[columns]``."""
-    sizes: npt.NDArray[np.int64]
-    """Bytes of each column, ``[columns]``."""
 
     def __len__(self) -> int:
-        return len(self.addresses)
+        return len(self.block.schema.columns)
 
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
-        start = int(self.addresses[column]) - self.lease.address
-        rows = self.extent.rows(self.schema.columns[column].axis)
-        return self.lease.data[start : start + rows * self.schema.row_nbytes[column]]
+        block = self.block
+        return block.bytes_at(int(block.addresses[self.at, column]), int(block.sizes[self.at, column]))
 
     @overload
     def __getitem__(self, at: int) -> torch.Tensor: ...
@@ -50,7 +68,7 @@ class BlockTensors(Sequence[torch.Tensor]):
     def __getitem__(self, at: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
-        spec = self.schema.columns[at]
+        spec = self.block.schema.columns[at]
         shape = (self.extent.rows(spec.axis), *spec.row_shape)
         data = self.column_bytes(at)
         if not data.nbytes:
@@ -58,9 +76,9 @@ class BlockTensors(Sequence[torch.Tensor]):
         return torch.frombuffer(data, dtype=torch.uint8).view(spec.torch_dtype).reshape(shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class FlatTrajectory:
-    """One trajectory as columns.
+    """One trajectory as columns. Nobody changes it; that Python would see to that makes it five times as dear.
 
     ``tensors[i]`` is contiguous, on the CPU, and holds ``extent.rows(axis) x row_shape`` values of
     ``schema.columns[i]``; its own shape may still be ``[T, B, ...]``.
@@ -77,19 +95,6 @@ class FlatTrajectory:
     facts: Mapping[str, Any] | None = None
     """Of a rollout, as :func:`~trajstore.columns.facts.facts_of` tells them."""
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> FlatTrajectory:
-        """Return the same trajectory with its columns elsewhere."""
-        return FlatTrajectory(
-            self.schema,
-            self.extent,
-            tensors,
-            self.num_samples,
-            self.max_episode_length,
-            self.model_weights_id,
-            self.versions,
-            self.facts,
-        )
-
     @property
     def nbytes(self) -> int:
         """Bytes of all columns."""
@@ -99,7 +104,7 @@ class FlatTrajectory:
     def sizes(self) -> list[int]:
         """Bytes of each column."""
         if isinstance(self.tensors, BlockTensors):
-            sizes: list[int] = self.tensors.sizes.tolist()
+            sizes: list[int] = self.tensors.block.sizes[self.tensors.at].tolist()
             return sizes
         return [tensor.nbytes for tensor in self.tensors]
 
@@ -107,7 +112,7 @@ class FlatTrajectory:
     def addresses(self) -> list[int]:
         """Address of each column's first byte, for as long as this object lives; of one without bytes any number."""
         if isinstance(self.tensors, BlockTensors):
-            addresses: list[int] = self.tensors.addresses.tolist()
+            addresses: list[int] = self.tensors.block.addresses[self.tensors.at].tolist()
             return addresses
         return [tensor.data_ptr() for tensor in self.tensors]
 

@@ -2,77 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
-from trajstore.columns.flat import BlockTensors, FlatTrajectory
-from trajstore.columns.memory import Arena, Lease, aligned
-from trajstore.columns.schema import Schema
+from trajstore.columns.flat import Block, BlockTensors, FlatTrajectory
+from trajstore.columns.memory import ALIGNMENT, Arena
+from trajstore.columns.portions import portions
 from trajstore.machine_code import kernels
 
 _FEW_BYTES = 4 << 20
 
-
-@dataclass(slots=True)
-class OwnedTrajectory:
-    """A flat trajectory whose tensors lie in one block of memory of its own.
-
-    Attributes:
-        flat: schema, extent and numbers; its columns are views of ``memory``.
-        memory: what holds the block.
-        addresses: address of each column's first row, ``[columns]``.
-        sizes: bytes of each column, ``[columns]``.
-        nbytes: bytes of the block.
-    """
-
-    flat: FlatTrajectory
-    memory: npt.NDArray[np.uint8]
-    addresses: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    nbytes: int
-
-    @property
-    def schema(self) -> Schema:
-        """Columns of the trajectory."""
-        return self.flat.schema
+_BLOCK_BYTES = 1 << 20
+"""Most bytes of a block of several trajectories: it stays as long as one of them is needed."""
 
 
-def needed(flat: FlatTrajectory) -> int:
-    """Return the bytes that :func:`copied` takes for a trajectory."""
-    return sum([aligned(size) for size in flat.sizes])
+@dataclass(slots=True, eq=False)
+class OwnedTrajectory(FlatTrajectory):
+    """A flat trajectory whose columns lie in memory of their own, those of several one after the other."""
+
+    tensors: BlockTensors
 
 
 def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[OwnedTrajectory]:
     """Return copies of trajectories in memory of the arena; the caller may then change or free their tensors."""
-    blocks: list[tuple[Lease, int]] = []
-    targets: list[int] = []
-    sources: list[int] = []
-    sizes: list[int] = []
-    for flat in flats:
-        nbytes = flat.sizes
-        taken = sum([aligned(size) for size in nbytes])
-        lease, offset = arena.take(taken)
-        blocks.append((lease, taken))
-        sources += flat.addresses
-        sizes += nbytes
-        address = lease.address + offset
-        for size in nbytes:
-            targets.append(address)
-            address += aligned(size)
-    addresses, lengths = np.array(targets, np.int64), np.array(sizes, np.int64)
-    few = sum(sizes) <= _FEW_BYTES
-    copy = kernels().copy_few_blocks if few else kernels().copy_blocks
-    copy(addresses, np.array(sources, np.int64), lengths)
-    owned = []
-    start = 0
-    for flat, (lease, taken) in zip(flats, blocks, strict=True):
-        columns = slice(start, start + len(flat.tensors))
-        start = columns.stop
-        block = BlockTensors(flat.schema, flat.extent, lease, addresses[columns], lengths[columns])
-        owned.append(
-            OwnedTrajectory(flat.with_tensors(block), lease.memory, addresses[columns], lengths[columns], taken)
-        )
+    owned: list[OwnedTrajectory] = []
+    for _, run in groupby(flats, attrgetter("schema")):
+        for portion, _ in portions(run, _BLOCK_BYTES, attrgetter("nbytes")):
+            owned += _in_one_block(portion, arena)
     return owned
+
+
+def _in_one_block(flats: Sequence[FlatTrajectory], arena: Arena) -> Iterator[OwnedTrajectory]:
+    schema = flats[0].schema
+    extents = np.array([flat.extent for flat in flats], np.int64)
+    sources = np.array([flat.addresses for flat in flats], np.int64)
+    sizes, targets = np.empty_like(sources), np.empty_like(sources)
+    nbytes = kernels().lay_out(extents, *schema.layout, sizes, targets, ALIGNMENT)
+    lease, offset = arena.take(nbytes)
+    targets += lease.address + offset
+    copy = kernels().copy_few_blocks if nbytes <= _FEW_BYTES else kernels().copy_blocks
+    copy(targets.reshape(-1), sources.reshape(-1), sizes.reshape(-1))
+    block = Block(schema, lease, targets, sizes)
+    for at, flat in enumerate(flats):
+        yield OwnedTrajectory(
+            schema,
+            flat.extent,
+            BlockTensors(block, at, flat.extent),
+            flat.num_samples,
+            flat.max_episode_length,
+            flat.model_weights_id,
+            flat.versions,
+            flat.facts,
+        )

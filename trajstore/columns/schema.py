@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.columns.fields import Axis
@@ -88,7 +90,9 @@ class Schema:
 
     def nbytes(self, extent: Extent) -> int:
         """Return the bytes of all columns of a trajectory."""
-        return sum([extent.rows(axis) * width for axis, width in self._used_axes])
+        steps, batch, extra, document = extent
+        samples, first, last, response, text = self.axis_nbytes  # 0 for an axis that no column is on
+        return steps * batch * samples + (steps + extra) * batch * (first + last) + extra * response + document * text
 
     @cached_property
     def axis_nbytes(self) -> tuple[int, ...]:
@@ -99,9 +103,9 @@ class Schema:
         return tuple(total)
 
     @cached_property
-    def _used_axes(self) -> tuple[tuple[Axis, int], ...]:
-        used = {column.axis for column in self.columns}
-        return tuple((axis, width) for axis, width in zip(Axis, self.axis_nbytes, strict=True) if axis in used)
+    def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Axis, and bytes of one row, of each column."""
+        return np.array([column.axis for column in self.columns], np.int64), np.array(self.row_nbytes, np.int64)
 
     def to_json(self) -> dict[str, Any]:
         """Return the schema as JSON values."""
@@ -133,8 +137,7 @@ class Schema:
             raise CorruptStoreError(f"not a trajectory schema: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """How many rows a trajectory has on each axis.
 
     Attributes:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.columns.flat import BlockTensors, FlatTrajectory
+from trajstore.columns.flat import Block, BlockTensors, FlatTrajectory
 from trajstore.columns.memory import Arena, Lease, aligned
 from trajstore.columns.portions import portions
 from trajstore.columns.schema import Extent, Schema, intern_schema
@@ -132,7 +132,8 @@ def _unpack(piece: Piece) -> list[FlatTrajectory]:
             addresses.append(start)
             sizes.append(extent.rows(spec.axis) * width)
             start += aligned(sizes[-1])
-        tensors = BlockTensors(schema, extent, lease, np.array(addresses, np.int64), np.array(sizes, np.int64))
+        block = Block(schema, lease, np.array([addresses], np.int64), np.array([sizes], np.int64))
+        tensors = BlockTensors(block, 0, extent)
         flats.append(
             FlatTrajectory(schema, extent, tensors, samples, longest, weights, versions and tuple(versions), facts)
         )

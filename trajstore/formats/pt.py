@@ -46,7 +46,7 @@ class PtFormat(TrajectoryFormat):
             "version": SHARD_VERSION,
             "kind": schema.kind,
             "columns": slots,
-            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in content.extents],
+            "trajectories": list(map(list, content.extents)),
         }
         written, offsets = write_torch_zip(document)
         return EncodedShard(

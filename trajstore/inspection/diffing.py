@@ -80,7 +80,8 @@ def difference(left: Single, right: Single, decode_left: Decode | None, decode_r
     Returns:
         ``left`` and ``right`` (``trajectory_id``, ``uuid``, ``kind``, ``task``), ``same_task`` (None unless both are
         rollouts that name one), ``equal`` (whether nothing below differs), ``facts`` (those that differ: ``name``,
-        ``left``, ``right``), ``messages`` and ``tokens`` (of two rollouts that have them, else None) and ``columns``
+        ``left``, ``right``; ``reward.*`` is in force, ``recorded.*`` what a late value took the place of),
+        ``messages`` and ``tokens`` (of two rollouts that have them, else None) and ``columns``
         (see :func:`trajstore.inspection.column_difference.column_difference`; of two rollouts with tokens, over the
         tokens before the first that differs).
 
@@ -138,11 +139,13 @@ def _facts_of(one: Single) -> Iterator[tuple[str, Any]]:
     if isinstance(rollout, AgentTrajectory):
         for name in _WORDS:
             yield name, getattr(rollout, name) if getattr(rollout, name) != "" else None
-        for name, value in ({} if rollout.reward is None else asdict(rollout.reward)).items():
+        reward, recorded = one.reward_in_force()
+        for name, value in ({} if reward is None else asdict(reward)).items():
             if name == "metadata":
                 yield from ((f"reward.metadata.{key}", some) for key, some in value.items())
             else:
                 yield f"reward.{name}", value
+        yield from ((f"recorded.{name}", value) for name, value in recorded.items())
         yield "tokens", None if rollout.input_ids is None else len(rollout.input_ids)
         yield "response_start", rollout.response_start
         yield "messages", len(rollout.messages)

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +109,7 @@ def export_rollouts(
     with TrajectoryReplayBuffer.open(source, pin=pin) as reader:
         question = reader.query() if where is None else reader.query().where(where)
         late = _late_columns(reader, question)
-        given = [name for name, kind in late.items() if not kind.is_nested()]
+        given = [name for name, kind in late.items() if not kind.is_nested()]  # the others come with the rollouts
         columns = ("trajectory_id", "kind", "committed", "bytes", *(f'"{name}"' for name in given))
         rows = question.select(*columns).rows()
         done = Exported(str(target), steps=sum(row["kind"] != "agent" for row in rows))
@@ -117,7 +117,7 @@ def export_rollouts(
         with _appearing(target) as folder:
             write = _lines(folder / target.name) if form == "jsonl" else _parts(folder / target.name, late)
             for some, _ in portions(rows, _PART_BYTES, lambda row: row["bytes"]):
-                write(list(_read(reader, some, given, done)))
+                write(list(_read(reader, some, late, done)))
                 progress(done.rollouts + len(done.problems), len(rows))
     return done
 
@@ -128,16 +128,18 @@ def _late_columns(reader: TrajectoryReplayBuffer, question: Query) -> dict[str, 
     facts = question.limit(0).table().schema
     found = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
     by_row = internals_of(reader).late_rows("tokens")
-    if both := sorted(found.keys() & by_row.keys()):
-        raise ConfigurationError(
-            f"export: values {', '.join(both)} are by row in one rank and one for each trajectory in another; export "
-            "the ranks one by one"
+    found |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
+    if both := sorted(facts.keys() & by_row.keys()):
+        logger.warning(
+            "export: values %s are by row in one rank and one for each trajectory in another, and are left out; export "
+            "the ranks one by one to have them",
+            ", ".join(both),
         )
-    return found | {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
+    return {name: kind for name, kind in found.items() if name not in both}
 
 
 def _read(
-    reader: TrajectoryReplayBuffer, rows: Sequence[Mapping[str, Any]], late: Sequence[str], done: Exported
+    reader: TrajectoryReplayBuffer, rows: Sequence[Mapping[str, Any]], late: Collection[str], done: Exported
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of rollouts; what cannot be read is noted."""
     for row in rows:
@@ -151,16 +153,16 @@ def _read(
             done.problems[name] = "it is a step trajectory by now"
             continue
         done.rollouts += 1
-        given = {one: row[one] for one in late if row[one] is not None}
+        given = {one: row[one] for one in late if row.get(one) is not None}
+        given |= {one: _list(one, rows) for one, rows in rollout.notes.items() if one in late}
         yield {"trajectory_id": name, "committed": row["committed"], **_fields(rollout, given)}
 
 
 def _fields(rollout: AgentTrajectory, late: Mapping[str, Any]) -> dict[str, Any]:
     values = vars(rollout)
     tensors = {name: _list(name, values[name]) for name in _TENSORS}
-    notes = {**late, **{name: _list(name, rows) for name, rows in rollout.notes.items()}}
     reward = None if rollout.reward is None else vars(rollout.reward)
-    return {**values, **tensors, "reward": reward, "notes": notes}
+    return {**values, **tensors, "reward": reward, "notes": late}
 
 
 def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:

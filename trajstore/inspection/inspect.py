@@ -63,16 +63,17 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where they are
         known, ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all files of shards, needed or not),
         ``mirror`` (what its mirror has, None if it has none), ``readers`` (who shows which generation now), ``waiting``
-        (values that came late and are not taken in yet: ``files``, ``values``, ``refused``, and whether the store is
-        ``written`` now; None for none), ``saved_points``, ``aside`` (what rollbacks set aside), ``pins`` (names),
-        ``stores`` (``"shared"``: one store, from which all ranks draw; ``"per_rank"``: one of the ``rank_*`` stores of
-        a run), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
-        agent trajectories, ``response_tokens_known`` (of how many R is known), ``pool`` (of an experience pool's store;
-        then the figures are of its trajectories), ``rewards``, ``episodes``, ``agents``, ``policy``, ``ids``,
-        ``integrity``. What is not known is None or absent, never 0. A folder has ``parts``, a report each, what they
-        add up to, and ``run_points`` (saved points by step, with the ranks that lack each). One with ``rank_*`` has
-        ``ranks`` (how many), ``opened`` (trajectories that opening it shows) and ``beside`` (folders with stores that
-        this does not show). A part of the kind ``"unreadable"`` has only its files counted.
+        (values that came late and are not taken in: ``files`` and ``values`` that wait, a sentence for each file that
+        was ``refused``, and whether the store is ``written`` now; None for none), ``saved_points``, ``aside`` (what
+        rollbacks set aside), ``pins`` (names), ``stores`` (``"shared"``: one store, from which all ranks draw;
+        ``"per_rank"``: one of the ``rank_*`` stores of a run), ``format``, ``columns``, ``steps`` (T), ``batch`` (B),
+        ``tokens`` (L) and ``response_tokens`` (R) of agent trajectories, ``response_tokens_known`` (of how many R is
+        known), ``pool`` (of an experience pool's store; then the figures are of its trajectories), ``rewards``,
+        ``episodes``, ``agents``, ``policy``, ``ids``, ``integrity``. What is not known is None or absent, never 0. A
+        folder has ``parts``, a report each, what they add up to, and ``run_points`` (saved points by step, with the
+        ranks that lack each). One with ``rank_*`` has ``ranks`` (how many), ``opened`` (trajectories that opening it
+        shows) and ``beside`` (folders with stores that this does not show). A part of the kind ``"unreadable"`` has
+        only its files counted.
 
     Raises:
         StoreNotFoundError: nothing there.
@@ -128,20 +129,21 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "episodes": merge_episodes([part.get("episodes") for part in parts]),
         "agents": merge_agents([part.get("agents") for part in parts]),
         "policy": merge_policies([part.get("policy") for part in parts]),
-        "waiting": _waiting(parts),
+        "waiting": _waiting(place, parts),
         "run_points": run_points_report(parts),
         "integrity": {"problems": problems},
         "parts": parts,
     }
 
 
-def _waiting(parts: Sequence[Report]) -> Report | None:
-    """Return the values that wait in the inboxes of all parts; a part is written if each that has some is."""
-    found = [part["waiting"] for part in parts if part.get("waiting")]
+def _waiting(place: Place, parts: Sequence[Report]) -> Report | None:
+    """Return the values in the inboxes of all parts; the parts are written if each is in whose inbox some wait."""
+    found = {at.name: part["waiting"] for at, part in zip(place.parts, parts, strict=True) if part.get("waiting")}
     if not found:
         return None
-    counts: Report = {name: sum(one[name] for one in found) for name in ("files", "values", "refused")}
-    return counts | {"written": all(one["written"] for one in found)}
+    counts: Report = {name: sum(one[name] for one in found.values()) for name in ("files", "values")}
+    refused = [f"{name}/{text}" for name, one in found.items() for text in one["refused"]]
+    return counts | {"refused": refused, "written": all(one["written"] for one in found.values() if one["files"])}
 
 
 def _shown(place: Place, parts: Sequence[Report]) -> Report:
@@ -257,7 +259,7 @@ def _report(
         "shards": int(catalog.needed_shards().sum()),
         "pinned": len(catalog.pinned),
         **points_report(catalog),
-        "waiting": late.to_json() if late.files else None,
+        "waiting": late.to_json(),
         "next_id": catalog.next_id,
         "columns": _columns(catalog),
         "steps": range_of(index["steps"][of_steps]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ from trajstore.columns.schema import DOCUMENT, Schema
 from trajstore.errors import CorruptStoreError
 from trajstore.guidance.worth import GuidanceRecords
 from trajstore.inspection.statistics import RewardStatistics, Seam, range_of
+from trajstore.reading.late import outcomes_given
 from trajstore.reading.shard_access import ShardAccess, extent_at
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryIndex
@@ -141,8 +143,11 @@ class _Measurement:
         turns = turns_of(trajectory)
         if turns is not None:
             self._turns.append(turns)
-        if trajectory.reward is not None and trajectory.reward.outcome is not None:
-            self._outcomes.append(trajectory.reward.outcome)
+        outcome = float(outcomes_given(index, np.array([position]))[0])
+        if math.isnan(outcome) and trajectory.reward is not None and trajectory.reward.outcome is not None:
+            outcome = trajectory.reward.outcome
+        if not math.isnan(outcome):
+            self._outcomes.append(outcome)
 
     def report(self) -> Report:
         agents = None

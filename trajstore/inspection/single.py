@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from trajstore.columns.facts import RECORDED, SCORE
 from trajstore.columns.schema import DOCUMENT
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
 from trajstore.files.base import Directory
 from trajstore.inspection.live import announced, needed_now
+from trajstore.reading.late import with_notes
 from trajstore.reading.places import find_place, is_of_rank, rank_of
 from trajstore.reading.shard_access import ShardAccess
 from trajstore.store.catalog import Catalog
 from trajstore.store.index import TrajectoryEntry
-from trajstore.store.notes import Note
+from trajstore.store.notes import OVER_FACTS, Note
 from trajstore.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.store.salvage import open_leniently
-from trajstore.trajectory import AnyTrajectory
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,10 @@ class Single:
         kind: ``"agent"`` or ``"step"``.
         shard: the first file of its shard.
         entry: of the index.
-        trajectory: itself.
+        trajectory: itself, as it was recorded.
         tensors: its columns but the document, ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent).
         notes: values that came late, the earliest first.
+        given: the latest of them that are in force, by name.
     """
 
     url: str
@@ -44,6 +48,15 @@ class Single:
     trajectory: AnyTrajectory
     tensors: dict[str, torch.Tensor]
     notes: list[Note]
+    given: dict[str, float | str]
+
+    def reward_in_force(self) -> tuple[Reward | None, dict[str, Any]]:
+        """Return a rollout's reward with what was said of it late, and the recorded values that this replaces."""
+        if not isinstance(self.trajectory, AgentTrajectory):
+            return None, {}
+        replaced = {n: value for n, value in self.given.items() if n in OVER_FACTS or n.startswith(SCORE)}
+        corrected = with_notes(self.trajectory, replaced)
+        return corrected.reward, corrected.metadata[RECORDED] if replaced else {}
 
 
 def read_single(path: str | Path, trajectory_id: int | str) -> Single:
@@ -80,6 +93,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
         trajectory=trajectory,
         tensors={name: tensor for name, tensor in columns.items() if name != DOCUMENT},
         notes=catalog.notes.history(entry.trajectory_id),
+        given=catalog.index.given(position),
     )
 
 

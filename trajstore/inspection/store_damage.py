@@ -67,11 +67,12 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
 
 
 def _check_inbox(catalog: Catalog, result: Verification) -> None:
-    """Tell of values that no writer has taken in yet, and of files that none can take in."""
+    """Tell of values that no writer has taken in yet, of those that were refused, and of files that are damaged."""
     found = waiting_values(catalog)
     result.problems += [Problem(name, text) for name, text in found.problems()]
-    if said := waiting_in_words(found.to_json()):
-        result.notes.append(f"values that came late wait: {said}")
+    result.notes += [f"{name}: {text}" for name, text in found.notes()]
+    if found.files:
+        result.notes.append(f"values that came late wait: {waiting_in_words(found.to_json() or {})}")
 
 
 def _open(directory: Directory, result: Verification) -> Catalog:

@@ -52,7 +52,7 @@ class Cursor:
                 if type(newest) is not int or not -1 <= newest < ID_LIMIT:
                     raise ValueError("id")
         except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigurationError(f"cursor: {text!r} is none; give one that tail has written") from error
+            raise ConfigurationError(f"cursor: {text!r} is no cursor; give one that tail has written") from error
         return cls(stores)
 
 

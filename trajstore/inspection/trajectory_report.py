@@ -39,6 +39,9 @@ def inspect_trajectory(
 ) -> Report:
     """Return a report on one trajectory of a store or a run directory, or on one of its samples.
 
+    The ``reward`` of a rollout is the one in force; ``recorded`` has what of it was recorded otherwise: ``outcome``,
+    ``success_rate`` and ``reward_NAME`` that came late took its place.
+
     Args:
         path: local path or URL.
         trajectory_id: its id; of a run directory as a number, or as it is shown (``"3/17"``: 17 of rank 3).
@@ -70,6 +73,8 @@ def inspect_trajectory(
         if sample is not None:
             return report | _token(trajectory, number, tensors, sample, decode)
         report |= _agent_report(trajectory, decode)
+        reward, recorded = found.reward_in_force()
+        report |= {"reward": None if reward is None else asdict(reward), "recorded": recorded}
         if tokens:
             report["tokens_by_column"] = _tokens_by_column(trajectory, tensors, decode)
     elif tokens:
@@ -109,7 +114,6 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
         part["text"] = None if decode is None else decode(_ids(trajectory, part["first"], part["last"] + 1))
     return {
         **{name: _known(getattr(trajectory, name)) for name in _WORDS},
-        "reward": None if trajectory.reward is None else asdict(trajectory.reward),
         "tokens": None if trajectory.input_ids is None else len(trajectory.input_ids),
         "turns": turns_of(trajectory),
         "token_parts": parts,

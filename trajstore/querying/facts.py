@@ -37,7 +37,7 @@ FACTS: Mapping[str, str] = {
     "samples": "T * B of a block; 1 of a rollout",
     "steps": "T of a block; tokens of a rollout",
     "batch": "B of a block; 1 of a rollout",
-    "response": "tokens of the response that have a value each, such as a log-probability; 0 of a block",
+    "response": "length of the response's columns, such as old_log_probs; 0 of a block, or without any",
     "bytes": "bytes of the tensors and the document",
     "version_low": "lowest policy version",
     "version_high": "highest policy version",

@@ -6,11 +6,10 @@ import re
 from typing import TYPE_CHECKING
 
 from trajstore.querying.engine import polars
+from trajstore.querying.words import parts
 
 if TYPE_CHECKING:
     from polars import Expr, LazyFrame
-
-_PARTS = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|--[^\n]*|/\*.*?\*/|\w+|.""", re.DOTALL)
 
 _OF_TABLE = re.compile(r'[^\W\d]\w*\."?\w+"?')
 """A column that is named with its table."""
@@ -60,7 +59,7 @@ def _called(item: str) -> str | None:
 def _items(statement: str) -> list[str]:
     """Return what the outermost SELECT of a statement lists; nothing where it lies in parentheses."""
     items, depth, begun = [""], 0, False
-    for part in _PARTS.findall(statement):
+    for part in parts(statement):
         word = part.lower()
         if part.startswith(("--", "/*")):
             continue

@@ -17,6 +17,7 @@ from trajstore.querying.engine import polars
 from trajstore.querying.naming import named, named_columns
 from trajstore.querying.relations import RELATIONS, TRAJECTORIES, shown_columns
 from trajstore.querying.stream import Stream
+from trajstore.querying.words import for_polars, split, words
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ORDER = re.compile(r"(?P<what>.+?)(?:\s+(?P<way>asc|desc))?\s*", re.IGNORECASE | re.DOTALL)
+
+_OF_SEVERAL_ROWS = re.compile(
+    r'"(Agg|Over|Quantile|Correlation|Explode)":|(?<!"Column":)(?<!"String":)"Len"'  # as Polars writes expressions down
+)
 
 _SELECT = re.compile(r"(\s|--[^\n]*\n|/\*.*?\*/|\()*(select|with|from)\b", re.IGNORECASE | re.DOTALL)
 
@@ -150,8 +155,9 @@ class Query:
             frames |= {name: self.scan(name, shown) for name in RELATIONS}
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
+        statement = for_polars("sql", text)
         try:
-            answer = _answered("sql", (text,), names, lambda: _checked(context.execute(text, eager=False)))
+            answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
             return named_columns(answer, text)
         except ConfigurationError as error:
             if "relation" not in str(error):
@@ -166,10 +172,17 @@ class Query:
         """
         kept = self._kept()
         if self._groups:
-            groups = [named(_expression("group_by", one, kept), one) for one in self._groups]
-            columns = [named(_expression("select", one, kept), one) for one in self._columns or ("count(*) as count",)]
+            groups = [self._group(one, kept) for one in self._groups]
+            columns = [named(_expression("select", one, kept), one) for one in self._columns or ("count(*)",)]
+            twice = {_name_of(one) for one in groups}
+            for text, column in zip(self._columns, columns, strict=False):
+                if _name_of(column) in twice:
+                    raise ConfigurationError(
+                        f"select: {text!r}: is in the answer already, as all columns of group_by are"
+                    )
             grouped = kept.group_by(groups, maintain_order=True).agg(columns)
-            return self._limited(self._sorted(_answered("select", self._columns, kept, lambda: _checked(grouped))))
+            checked = _answered("select", self._columns, kept, lambda: _checked(grouped))
+            return self._limited(self._sorted(checked, (*groups, *columns)))
         ordered = self._sorted(kept)  # all of it: what is selected may be an aggregate
         if self._columns:
             chosen = ordered.select([named(_expression("select", one, kept), one) for one in self._columns])
@@ -177,6 +190,16 @@ class Query:
         if not every and self.relation != TRAJECTORIES:
             ordered = ordered.select(shown_columns(self.relation))
         return self._limited(ordered)
+
+    def _group(self, text: str, table: LazyFrame) -> Expr:
+        """Return what rows are grouped by; a name that only :meth:`select` gives is none yet."""
+        if text not in table.collect_schema():
+            for one in self._columns:
+                if _name_of(_expression("select", one, table)) == text:
+                    raise ConfigurationError(
+                        f"group_by: {text!r}: select is too late to name it; group_by({one!r}) does"
+                    )
+        return named(_expression("group_by", text, table), text)
 
     def _kept(self) -> LazyFrame:
         """Return the rows of which all conditions hold."""
@@ -186,11 +209,17 @@ class Query:
             table = table.filter(_mask(text, table))
         return table
 
-    def _sorted(self, table: LazyFrame) -> LazyFrame:
+    def _sorted(self, table: LazyFrame, made_of: Sequence[Expr] = ()) -> LazyFrame:
+        """Return the rows in their order.
+
+        Args:
+            table: of the rows.
+            made_of: what its columns are, of groups: an aggregate is sorted by where it is one of them.
+        """
         if not self._order:
             return table
         parts = [_ORDER.fullmatch(text) for text in self._order]
-        by = [_expression("order_by", part["what"], table) for part in parts if part]
+        by = [_key(part["what"], table, made_of) for part in parts if part]
         down = [(part["way"] or "asc").lower() == "desc" for part in parts if part]
         ordered = table.sort(by, descending=down, nulls_last=True, maintain_order=True)
         return _answered("order_by", self._order, table, lambda: _checked(ordered))
@@ -203,6 +232,32 @@ class Query:
         return _answered("query", texts, plan, lambda: plan.collect(engine="streaming"))
 
 
+def _name_of(column: Expr) -> str | None:
+    return column.meta.output_name(raise_if_undetermined=False)
+
+
+def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
+    """Return what rows are sorted by."""
+    if made_of and text not in table.collect_schema():
+        asked = _answered("order_by", (text,), table, lambda: _parsed("order_by", text)).meta.undo_aliases()
+        for one in made_of:
+            if one.meta.undo_aliases().meta.eq(asked):
+                column: Expr = polars().col(_name_of(one))
+                return column
+    try:
+        key = _expression("order_by", text, table)
+    except ConfigurationError as error:
+        if not made_of:
+            raise
+        raise ConfigurationError(f"{error}; groups are sorted by what select has of them") from None
+    none = polars().DataFrame(schema=table.collect_schema()).lazy().select(key)
+    if len(_answered("order_by", (text,), table, none.collect)):
+        raise ConfigurationError(
+            f"order_by: {text!r} is one value for all rows; sort by columns, groups by what select has of them"
+        )
+    return key
+
+
 def _checked(table: LazyFrame) -> LazyFrame:
     """Return a table whose columns can be named: Polars refuses here what does not fit."""
     table.collect_schema()
@@ -213,15 +268,22 @@ def _mask(text: str, table: LazyFrame) -> Expr:
     """Return of which rows a condition holds."""
     pl = polars()
     condition = _expression("where", text, table)
+    if _OF_SEVERAL_ROWS.search(condition.meta.serialize(format="json")):
+        raise _not_of_a_row(text)
     none = pl.DataFrame(schema=table.collect_schema())
     as_it_is = pl.QueryOptFlags.none()  # optimizing takes the cube of the number of parts: 20 s of 1,000
     look = none.lazy().select(condition)
     found: Series = _answered("where", (text,), table, lambda: look.collect(optimizations=as_it_is).to_series())
     if found.dtype not in (pl.Boolean, pl.Null):
         raise ConfigurationError(f"where: {text!r} is {found.dtype}, not true or false for each row")
-    if len(found) and condition.meta.root_names():
-        raise ConfigurationError(f"where: {text!r} is one value for all rows; group_by has aggregates")
     return condition.cast(pl.Boolean) if found.dtype == pl.Null else condition
+
+
+def _not_of_a_row(text: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"where: {text!r}: a condition is about one row, without aggregates, windows and subqueries; sql has them, "
+        "with HAVING for groups: select task, count(*) as n from trajectories group by task having count(*) > 300"
+    )
 
 
 def _text(where: str, text: Any) -> str:
@@ -234,9 +296,14 @@ def _text(where: str, text: Any) -> str:
     return text
 
 
-def _parsed(text: str) -> Expr:
+def _parsed(where: str, text: str) -> Expr:
     """Return an expression; of one that is not whole the error says what is lacking, which ``sql_expr`` does not."""
     pl = polars()
+    if "select" in words(text):
+        raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
+    if where != "where" and len(split(text)) > 1:
+        raise ConfigurationError(f"{where}: {text!r}: these are several; give each as an argument of its own")
+    text = for_polars(where, text)
     try:
         parsed: Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:
@@ -258,7 +325,7 @@ def _expression(where: str, text: str, table: LazyFrame) -> Expr:
     if text in names:  # also one that is called as it was written, "avg(outcome)"
         column: Expr = polars().col(text)
         return column
-    expression: Expr = _answered(where, (text,), table, lambda: _parsed(text))
+    expression: Expr = _answered(where, (text,), table, lambda: _parsed(where, text))
     unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:
         raise _refusal(where, text, "", names, unknown[0])
@@ -284,8 +351,14 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
         reason = str(error).split("\n")[0].strip()
         if "atetime" in reason:
             reason += "; compare times like this: cast(committed as timestamp) > timestamp '2026-01-31 12:00:00'"
+        if "string with numeric type" in reason or "check for String values" in reason:
+            reason += "; try_cast(NAME as double) makes a number of a text, null where it is none"
         unknown = re.search(r'column "([^"]*)"', reason) if "valid columns" in reason else None
         raise _refusal(where, ", ".join(texts), reason, names, unknown[1] if unknown else None) from None
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _refusal(
@@ -294,6 +367,13 @@ def _refusal(
     if unknown is not None:
         names = names if isinstance(names, Sequence) else names.collect_schema().names()
         close = get_close_matches(unknown, names, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {listed(names, 40)}"
-        reason = f"there is no column {unknown!r}; {hint}"
+        reason = f"there is no column {unknown!r}; "
+        if close:
+            reason += f"did you mean {close[0]!r}?"
+        elif f'"{unknown}"' in text:
+            reason += f"a text takes single quotes: {_quoted(unknown)}"
+        else:
+            reason += f"there are {listed(names, 40)}"
+            if "trajectory_id" in names:
+                reason += "; what a rollout's metadata has is none until annotate gives it"
     return ConfigurationError(f"{where}: {text!r}: {reason}")

@@ -200,14 +200,12 @@ class Contents:
 
         All of them are shown at once. If this raises, call :meth:`retract`.
         """
-        flats = [item.flat for item in owned]
         with self.lock:
-            columns = columns_of(flats, ids, uuids, self.index.texts, microseconds())
+            columns = columns_of(owned, ids, uuids, self.index.texts, microseconds())
             columns |= {name: np.zeros(len(ids), np.int64) for name in STARTS}
-            for at in range(len(flats)):
-                item = owned[at]
+            for at, item in enumerate(owned):
                 slot = self.residency.add_memory(item)
-                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item.flat)
+                self._held[ids[at]] = Held(slot, item.nbytes, None, pending, item)
                 if self.cache is not None:
                     self.cache.put(ids[at], item.nbytes)
             columns["slot"] = np.array([self._held[number].slot for number in ids], np.int32)

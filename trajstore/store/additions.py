@@ -31,7 +31,7 @@ def entries_to_json(flats: Sequence[FlatTrajectory], ids: Sequence[int], uuids: 
     """
     return {
         "ids": ranges_of(ids),
-        "extents": [[r.extent.steps, r.extent.batch, r.extent.extra, r.extent.document] for r in flats],
+        "extents": [tuple(flat.extent) for flat in flats],
         "max_episode_length": [flat.max_episode_length for flat in flats],
         "versions": [flat.versions for flat in flats],
         "weights": [flat.model_weights_id for flat in flats],

@@ -48,13 +48,10 @@ def columns_of(
         texts: table that takes their texts.
         committed: when, in µs since 1970; of what is in memory, when it was added.
     """
+    unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
     numbers = np.array(
         [
-            (
-                *(flat.num_samples, flat.extent.steps, flat.extent.batch, flat.extent.extra),
-                *(flat.extent.document, flat.nbytes, flat.max_episode_length),
-                *(flat.versions or (UNKNOWN_VERSION, UNKNOWN_VERSION)),
-            )
+            (flat.num_samples, *flat.extent, flat.nbytes, flat.max_episode_length, *(flat.versions or unknown))
             for flat in flats
         ],
         np.int64,

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +105,7 @@ class Said:
         who: gives them.
         time: when, in µs since 1970.
         source: file of the inbox that they come from; an empty text for none.
+        refused: why the writer did not take them in, of a file that it has set aside; else an empty text.
         rows: values by row, one for each of them too; None for none.
     """
 
@@ -113,13 +114,14 @@ class Said:
     who: str
     time: int
     source: str = ""
+    refused: str = ""
     rows: RowShard | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a record or a file has it, but for values by row."""
         values = {name: list(some) for name, some in self.values.items()}
         told = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
-        return {**told, "source": self.source} if self.source else told
+        return told | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
 
     @classmethod
     def from_json(cls, value: Any) -> Said:
@@ -129,11 +131,13 @@ class Said:
             CorruptStoreError: it does not describe values.
         """
         try:
-            who, source, values = value["who"], value.get("source", ""), value["values"]
-            if not isinstance(who, str) or not isinstance(source, str) or not isinstance(values, dict):
-                raise TypeError("who, source or values")
+            who, values = value["who"], value["values"]
+            source, refused = value.get("source", ""), value.get("refused", "")
+            if not all(isinstance(one, str) for one in (who, source, refused)) or not isinstance(values, dict):
+                raise TypeError("who, source, refused or values")
             ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
-            said = cls(ids, {name: tuple(some) for name, some in values.items()}, who, natural(value["time"]), source)
+            given = {name: tuple(some) for name, some in values.items()}
+            said = cls(ids, given, who, natural(value["time"]), source, refused)
             said.check()
         except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
             raise CorruptStoreError(f"not values of trajectories: {error}") from error
@@ -144,6 +148,15 @@ class Said:
         stay = [at for at, number in enumerate(self.ids) if number not in ids]
         values = {name: [some[at] for at in stay] for name, some in self.values.items()}
         return replace(self, ids=tuple(self.ids[at] for at in stay), values=values)
+
+    @property
+    def kinds(self) -> dict[str, str | None]:
+        """By name, see :attr:`Notes.kinds`; None where the values only take back what there is."""
+        found = {
+            name: next((_kind(name, value) for value in values if value is not None), None)
+            for name, values in self.values.items()
+        }
+        return found if self.rows is None else {**found, **self.rows.kinds}
 
     def check(self) -> None:
         """Refuse what no trajectory can be given.
@@ -175,7 +188,7 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name):
         raise ConfigurationError(
-            f"annotate: {name!r}, must be a name of up to 64 letters, digits and underscores that begins with no digit"
+            f"annotate: {name!r}, must be a name of up to 64 of a-z, A-Z, 0-9 and _, and begin with no digit"
         )
 
 
@@ -230,6 +243,63 @@ def _check_unicode(name: str, value: str) -> None:
         value.encode()
     except UnicodeEncodeError as error:
         raise ConfigurationError(f"annotate: {name}: a text that is no Unicode: {error}") from error
+
+
+def check_given(said: Said, known: Mapping[str, str]) -> None:
+    """Refuse values that a store is not to be given.
+
+    Args:
+        said: the values.
+        known: kinds of its names.
+
+    Raises:
+        ConfigurationError: they contradict its values, or a new name differs from another in the case of letters alone.
+    """
+    _check_kinds(said, known)
+    names = known.keys() | said.kinds.keys()
+    for name in said.kinds.keys() - known.keys():
+        for other in names - {name}:
+            if other.lower() == name.lower():
+                raise ConfigurationError(
+                    f"annotate: {name}: there are values {other}, which differ in the case of letters alone; write "
+                    f"{other}, or take another name"
+                )
+
+
+def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
+    """Refuse values of another kind than those that a name has.
+
+    Args:
+        said: the values.
+        known: kinds of names.
+        where: of whom these are, in words.
+
+    Raises:
+        ConfigurationError: a name stands for values of another kind.
+    """
+    for name, kind in said.kinds.items():
+        before = known.get(name, kind)
+        if kind is not None and kind != before:
+            what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
+            raise ConfigurationError(
+                f"annotate: {name}: {what}, but the values of this name are {_in_words(str(before))} {where}; "
+                "take another name"
+            )
+
+
+def _check_kinds(said: Said, known: Mapping[str, str]) -> None:
+    """Refuse values that contradict those of a store, where its log has them, too.
+
+    Raises:
+        ConfigurationError: a name stands for values of the other kind, or there would be too many names.
+    """
+    check_same_kinds(said, known, "here")
+    given = said.kinds
+    for name, kind in given.items():
+        if kind is None and name not in known:
+            raise ConfigurationError(f"annotate: {name}: there is no value of this name to be taken back")
+    if len(known.keys() | given.keys()) > MOST_NAMES:
+        raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
 
 
 def _in_words(kind: str) -> str:
@@ -306,29 +376,26 @@ class Notes:
             )
 
     def check(self, said: Said) -> None:
-        """Refuse values that contradict those that are here.
+        """Refuse values that contradict those that are here, see :func:`check_given`."""
+        check_given(said, self._kinds)
 
-        Raises:
-            ConfigurationError: a name stands for values of the other kind, or there would be too many names.
+    def foreseen(self, waiting: Iterable[Said]) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the kinds of names once the values that wait are taken in; and by file, why some will not be.
+
+        Args:
+            waiting: in the order in which they are taken in.
         """
-        rows = {} if said.rows is None else said.rows.kinds
-        given = {name: self._kind_of(name, values) for name, values in said.values.items()} | rows
-        for name, kind in given.items():
-            known = self._kinds.get(name)
-            if kind is not None and known is not None and kind != known:
-                what = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
-                raise ConfigurationError(
-                    f"annotate: {name}: {what}, but the values of this name are {_in_words(known)} here"
-                )
-            if kind is None and known is None:
-                raise ConfigurationError(f"annotate: {name}: there is no value of this name to be taken back")
-        if len(self._kinds.keys() | given.keys()) > MOST_NAMES:
-            raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
-
-    @staticmethod
-    def _kind_of(name: str, values: Sequence[Value]) -> str | None:
-        """Return the kind of values, None where they only take back what there is."""
-        return next((_kind(name, value) for value in values if value is not None), None)
+        kinds, refused = dict(self._kinds), {}
+        for said in waiting:
+            if said.source in self.sources:
+                continue
+            try:
+                check_given(said, kinds)
+            except ConfigurationError as error:
+                refused[said.source] = str(error)
+            else:
+                kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
+        return kinds, refused
 
     def add(self, said: Said, generation: int, shard: int = _NO_SHARD) -> Noted:
         """Take in values; return what they are as columns of the index.
@@ -339,17 +406,16 @@ class Notes:
             shard: row, in the shard table, of those that are rows.
 
         Raises:
-            ConfigurationError: see :meth:`check`; nothing was taken in.
+            ConfigurationError: they contradict those that are here; nothing was taken in.
         """
-        self.check(said)
+        _check_kinds(said, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
+        self._kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
         for name, values in said.values.items():
-            self._kinds.setdefault(name, cast(str, self._kind_of(name, values)))
             numbers = np.array([np.nan if isinstance(value, str | None) else value for value in values], np.float64)
             texts = np.array([self._words.add(one) if isinstance(one, str) else _NO_TEXT for one in values], np.int32)
             columns |= self._append(said, name, generation, numbers=numbers, texts=texts)
         if said.rows is not None:
-            self._kinds |= said.rows.kinds
             for name, starts in said.rows.starts().items():
                 columns |= self._append(said, name, generation, shards=shard, starts=starts)
         if said.source:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trajstore.errors import ConfigurationError
 from trajstore.store.notes import Note, Notes, Said, Value
 
 Answer = dict[str, Any]
@@ -18,22 +17,23 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> An
     """Return ``{"values", "earlier", "names"}``: values, the earliest first; how many came before; kinds by name.
 
     A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``: the time in milliseconds since 1970,
-    ``place`` one of ``"store"``, ``"inbox"`` (it waits for the writer), ``"refused"`` (it is in the inbox, and ``why``
-    says why the writer does not take it in) and ``"rollback"`` (which has taken it back). ``latest`` is the one that
+    ``place`` one of ``"store"``, ``"inbox"`` (it waits for the writer), ``"refused"`` (it contradicts the store, and
+    ``why`` says how) and ``"rollback"`` (which has taken it back). ``latest`` is the one that
     counts for its name.
 
     Args:
         trajectory_id: of the trajectory, in its store.
         notes: of the store.
-        waiting: what the inbox had a moment before, the oldest first.
+        waiting: what the inbox had a moment before, also what was set aside there, the oldest first.
     """
     history = notes.history(trajectory_id)
     counts = {note.name: at for at, note in enumerate(history) if note.in_force}
     values = [_of_store(note, counts.get(note.name) == at) for at, note in enumerate(history)]
     told = values[-MOST_VALUES:]
+    _, refused = notes.foreseen(said for said in waiting if not said.refused)
     for said in waiting:
         if said.source not in notes.sources and trajectory_id in said.ids:
-            why, at = _refusal(said, notes), said.ids.index(trajectory_id)
+            why, at = said.refused or refused.get(said.source), said.ids.index(trajectory_id)
             told += [_of_inbox(said, name, some[at], why) for name, some in said.values.items()]
     return {"values": told, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
 
@@ -50,11 +50,3 @@ def _of_inbox(said: Said, name: str, value: Value, why: str | None) -> Answer:
 def _told(name: str, value: Value, who: str, time: int, place: str) -> Answer:
     told = {"name": name, "value": value, "who": who, "time": time // 1000, "place": place}
     return told | {"latest": False, "why": None}
-
-
-def _refusal(said: Said, notes: Notes) -> str | None:
-    try:
-        notes.check(said)
-    except ConfigurationError as error:
-        return str(error)
-    return None

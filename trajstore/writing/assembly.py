@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.columns.flat import Block
 from trajstore.columns.owned import OwnedTrajectory
 from trajstore.files.base import Buffer
 from trajstore.formats.base import ShardContent
 from trajstore.machine_code import kernels
 
-_JOIN_BELOW = 64 << 10
+_JOIN_BELOW = 16 << 10
 """Pieces of a column that are smaller than this, on average, are joined: a piece costs more than its bytes."""
 
 
@@ -40,18 +41,15 @@ class Scratch:
 
 def content_of(owned: Sequence[OwnedTrajectory], scratch: Scratch) -> ShardContent:
     """Return the content of a shard, its small columns joined in ``scratch``."""
-    flats = [item.flat for item in owned]
-    if len(flats) == 1:
-        return ShardContent.of(flats)
-    schema = flats[0].schema
-    shape = (len(owned), len(schema.columns))
-    sizes = np.concatenate([item.sizes for item in owned]).reshape(shape).T
-    sources = np.concatenate([item.addresses for item in owned]).reshape(shape).T
-    totals = sizes.sum(axis=1)
-    small = totals < len(owned) * _JOIN_BELOW
-    targets = np.cumsum(sizes[small]) - sizes[small].reshape(-1)
+    schema = owned[0].schema
+    runs = _runs(owned)
+    addresses = np.array([block.addresses[first] for block, first, _ in runs])
+    sizes = np.array([block.sizes[first:stop].sum(axis=0) for block, first, stop in runs])
+    totals = sizes.sum(axis=0)
+    small = (totals < len(runs) * _JOIN_BELOW) & (len(runs) > 1)
     joined = scratch.take(int(totals[small].sum()))
-    kernels().copy_blocks(targets + joined.ctypes.data, sources[small].reshape(-1), sizes[small].reshape(-1))
+    sources, lengths = addresses.T[small].reshape(-1), sizes.T[small].reshape(-1)
+    kernels().copy_blocks(np.cumsum(lengths) - lengths + joined.ctypes.data, sources, lengths)
     pieces: list[Sequence[Buffer]] = []
     position = 0
     view: Any = joined
@@ -60,5 +58,19 @@ def content_of(owned: Sequence[OwnedTrajectory], scratch: Scratch) -> ShardConte
             pieces.append([memoryview(view)[position : position + nbytes]])
             position += nbytes
         else:
-            pieces.append([flat.column_bytes(column) for flat in flats])
-    return ShardContent(schema, [flat.extent for flat in flats], pieces)
+            starts, ends = addresses[:, column].tolist(), sizes[:, column].tolist()
+            pieces.append([run[0].bytes_at(*place) for run, *place in zip(runs, starts, ends, strict=True)])
+    return ShardContent(schema, [item.extent for item in owned], pieces)
+
+
+def _runs(owned: Sequence[OwnedTrajectory]) -> list[tuple[Block, int, int]]:
+    """Return the runs of trajectories that follow each other in a block: the block, the first one, the end."""
+    runs: list[tuple[Block, int, int]] = []
+    block, first, stop = owned[0].tensors.block, owned[0].tensors.at, owned[0].tensors.at
+    for item in owned:
+        there = item.tensors
+        if there.block is not block or there.at != stop:
+            runs.append((block, first, stop))
+            block, first = there.block, there.at
+        stop = there.at + 1
+    return [*runs, (block, first, stop)]

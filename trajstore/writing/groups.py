@@ -91,9 +91,7 @@ class Part:
         """Return what is to be recorded of this part once it is published."""
         if self.manifest is None:
             raise StoreWriteError(f"shard {self.shard} was not written")  # a bug if ever
-        return NewShard(
-            self.shard, self.manifest, [item.flat for item in self.owned], self.ids, self.uuids, self.entries
-        )
+        return NewShard(self.shard, self.manifest, self.owned, self.ids, self.uuids, self.entries)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,13 +135,13 @@ def fill(group: Group, waiting: deque[Batch], shard: int, limit: int) -> None:
     nbytes = 0
     for batch in waiting:
         stop = begin = batch.start
-        schema = batch.owned[begin].flat.schema
+        schema = batch.owned[begin].schema
         for item in batch.owned[begin:] if begin else batch.owned:
             if nbytes + item.nbytes > limit and nbytes > 0:
                 break
-            if item.flat.schema is not schema:
+            if item.schema is not schema:
                 runs.setdefault(id(schema), []).append((batch, begin, stop))
-                schema, begin = item.flat.schema, stop
+                schema, begin = item.schema, stop
             nbytes += item.nbytes
             stop += 1
         if stop > begin:

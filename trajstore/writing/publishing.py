@@ -112,7 +112,7 @@ class Publisher:
             encoded = self._format.encode(name, content)
             manifests.append(manifest_of(encoded, self._format.name, name, content))
             files += encoded.files
-            part.entries = orjson.dumps(entries_to_json([item.flat for item in part.owned], part.ids, part.uuids))
+            part.entries = orjson.dumps(entries_to_json(part.owned, part.ids, part.uuids))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
             part.manifest = manifest

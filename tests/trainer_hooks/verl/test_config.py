@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
 
 from tests.trainer_hooks.verl.conftest import Compose
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.guidance_config import GuidanceConfig
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
@@ -230,3 +233,39 @@ def test_outcome(rule: OutcomeRule, score: float, extra: dict[str, Any], expecte
 def test_a_reward_that_gives_no_such_number(extra: dict[str, Any]) -> None:
     with pytest.raises(InvalidTrajectoryError, match=r"outcome\.key.*'acc'"):
         OutcomeRule(key="acc").of(1.0, extra)
+
+
+# -- The configuration file of the how-to is one that verl and the plugin understand, and says the defaults --
+
+
+OVERRIDES = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.default_local_dir=/checkpoints")
+
+
+def composed(project_root: Path) -> Any:
+    with initialize_config_dir(str(project_root / "docs" / "howto"), version_base=None):
+        return compose("verl_replay", overrides=[*OVERRIDES, "hydra.searchpath=[pkg://verl.trainer.config]"])
+
+
+def test_it_is_understood_and_says_the_defaults(project_root: Path) -> None:
+    config = composed(project_root)
+    assert config.trainer.v1.trainer_mode == "sync_replay"
+    block = ReplayBlock.from_config(config)
+    with open_dict(config):
+        config.exp_manager = {"experience_replay": {"enable": True}}
+    assert block == ReplayBlock.from_config(config)
+
+
+def test_it_names_every_option(project_root: Path) -> None:
+    block = ReplayBlock.from_config(composed(project_root))
+    given = OmegaConf.to_container(composed(project_root).exp_manager)
+    assert isinstance(given, dict)
+    for section in ("recording", "outcome", "experience_replay"):
+        known = {field.name for field in dataclasses.fields(getattr(block, section))}
+        assert known - set(given[section]) <= (
+            {"store", "success_threshold"} if section == "experience_replay" else set()
+        )
+    options = {field.name for field in dataclasses.fields(block.guidance)} - {"store"}
+    said = OmegaConf.to_container(composed(project_root).experience_maker)
+    assert isinstance(said, dict)
+    assert options <= {*said, *given}
+    assert GuidanceConfig.from_config(composed(project_root)) == GuidanceConfig()
