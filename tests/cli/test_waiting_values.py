@@ -10,8 +10,10 @@ import pytest
 from tests.cli.stores import Run
 from tests.stores import nothing_can_be_deleted, writer_to
 from trajstore import annotate
+from trajstore.files.local import LocalDirectory
+from trajstore.store.catalog import Catalog
 from trajstore.testing.witness import witness
-from trajstore.writing.inbox import Inbox
+from trajstore.writing.inbox import Inbox, InboxView
 
 
 @pytest.fixture
@@ -92,10 +94,16 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
         with writer_to(path) as writer:
             annotate(writer, 0, {"score": 1})
     told = "the values score of trajectories 0, given by anna, are refused and reach no trajectory: score: a text, but"
-    for taken_in in (False, True):
-        if taken_in:
+    for state in ("waits", "set aside, not deleted yet", "set aside"):
+        if state == "set aside":
             writer_to(path).close()
-        (file,) = (path / "inbox").iterdir()
+        elif state != "waits":
+            with nothing_can_be_deleted(monkeypatch):
+                writer_to(path).close()
+            assert len(list((path / "inbox").iterdir())) == 2
+            said = InboxView(LocalDirectory(path)).look(Catalog.open(LocalDirectory(path)).store_id)
+            assert [one.values for one in said] == [{"score": ("high",)}], "what the page is told"
+        *_, file = sorted((path / "inbox").iterdir())
         code, out, _ = run("verify", path)
         assert (code, f"note: inbox/{file.name}: {told}" in out) == (0, True)
         code, out, _ = run("inspect", path)

@@ -50,12 +50,21 @@ def put(directory: Directory, store_id: str, said: Said) -> str:
 
 def waiting(directory: Directory) -> list[str]:
     """Return the names of the files in the inbox of a store, the oldest first."""
-    return [name for name in waiting_or_refused(directory) if name.endswith(_WAITS)]
+    return sorted(name for name in directory.names(INBOX_FOLDER) if name.endswith(_WAITS))
 
 
 def waiting_or_refused(directory: Directory) -> list[str]:
-    """Return the names of the files in the inbox of a store, also of those set aside, the oldest first."""
-    return sorted(name for name in directory.names(INBOX_FOLDER) if name.endswith((_WAITS, _REFUSED)))
+    """Return the names of the files in the inbox of a store, also of those set aside, the oldest first.
+
+    A file is set aside before it is deleted; between the two only the one set aside is named.
+    """
+    there = {name for name in directory.names(INBOX_FOLDER) if name.endswith((_WAITS, _REFUSED))}
+    return sorted(name for name in there if name.endswith(_REFUSED) or _aside(name) not in there)
+
+
+def _aside(name: str) -> str:
+    """Return the name under which a file of the inbox is set aside."""
+    return name.removesuffix(_WAITS) + _REFUSED
 
 
 def said_in(directory: Directory, name: str, store_id: str) -> Said:
@@ -204,7 +213,7 @@ class Inbox:
 
     def _set_aside(self, said: Said, name: str) -> None:
         """Keep what contradicts the store under a name that says so; the file itself is deleted after that."""
-        aside = name.removesuffix(_WAITS) + _REFUSED
+        aside = _aside(name)
         line = encode_line({"store_id": self._log.catalog.store_id, **said.to_json()})
         self._directory.publish([EncodedFile(aside, [line])])
         logger.warning("%s/%s: %s", self._directory.url, aside, refused_in_words(said))
