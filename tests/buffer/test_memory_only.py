@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from trajstore import Retention, TrajectoryReplayBuffer, errors
-from trajstore.sampling.draws import Window
-from trajstore.store.index import COLUMNS, TrajectoryIndex
 from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
 
 
@@ -77,21 +75,3 @@ def test_what_was_loaded_is_drawn_across_those_that_were_lost(tmp_path: Path, fm
     again = TrajectoryReplayBuffer(sample_window_size=0)
     again.load_checkpoint(tmp_path / "second")
     assert [key_of(again.get(number)) for number in again.trajectory_ids.tolist()] == [0, 1, 2, 3, 7, 8]
-
-
-def test_windows_are_counted_as_in_a_list() -> None:
-    lengths = [3, 1, 4, 1, 5, 9]
-    index = TrajectoryIndex()
-    index.append({**{name: [0] * 6 for name in COLUMNS if name != "uuid"}, "uuid": b"", "num_samples": lengths})
-    for first in range(4):
-        index.drop_oldest(first - index.first)
-        for low in range(first, 7):
-            for high in range(low, 7):
-                readable = [at for at in range(first, 6) if not low <= at < high]
-                for size in range(8):
-                    window = Window.newest(index, size, range(low, high) if low < high else range(0))
-                    chosen = readable[-size:]
-                    assert [at for at in range(window.first, window.end) if at not in window.gap] == chosen
-                    assert len(window) == len(chosen)
-                    assert window.samples == sum(lengths[at] for at in chosen)
-                    assert window.before == sum(lengths[at] for at in chosen if at < window.gap.start)

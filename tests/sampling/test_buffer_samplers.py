@@ -44,15 +44,6 @@ def test_a_batch_says_which_rows_it_holds(buffer: TrajectoryReplayBuffer) -> Non
     assert torch.equal(buffer.read(batch.drawn)["rewards"], batch["rewards"])
 
 
-def test_drawing_and_reading_apart_gives_what_sampling_gives(buffer: TrajectoryReplayBuffer) -> None:
-    buffer.add_trajectories([block(key, steps=1 + key) for key in range(7)])
-    state = buffer.state_dict()
-    expected = buffer.sample(40)["rewards"]
-    buffer.load_state_dict(state)
-    drawn = buffer.draw(40)
-    assert torch.equal(buffer.read(drawn)["rewards"], expected)
-
-
 def test_samplers_hear_of_additions_and_evictions_and_keep_to_the_window(buffer: TrajectoryReplayBuffer) -> None:
     sampler = EpochSampler(unit="sample")
     ids = buffer.add_trajectories([block(key) for key in range(4)])
@@ -106,27 +97,6 @@ def test_what_has_left_memory_is_not_drawn() -> None:
         buffer.add_trajectories([block(key)])
         assert set(keys(buffer.sample(50, sampler=sampler))) <= {key - 2, key - 1, key}
     assert set(keys(buffer.sample(200, sampler=sampler))) == {6, 7, 8}
-
-
-def test_a_reloaded_buffer_goes_on_with_the_samplers_state(tmp_path: Path) -> None:
-    def make() -> WeightedSampler:
-        return WeightedSampler([Staleness(4)], Priorities())
-
-    with TrajectoryReplayBuffer(seed=5, auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as buffer:
-        buffer.add_trajectories([block(key) for key in range(8)])
-        sampler = make()
-        for _ in range(3):
-            batch = buffer.sample(16, sampler=sampler)
-            assert isinstance(batch, Batch)
-            buffer.update_priorities(sampler, batch.drawn, batch["rewards"].reshape(-1) % 7)
-        state = {"buffer": buffer.state_dict(), "sampler": sampler.state_dict()}
-        expected = [buffer.sample(16, sampler=sampler)["rewards"] for _ in range(4)]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, sample_window_size=0) as again:
-        other = make()
-        again.draw(1, sampler=other)  # tells it of what is there
-        again.load_state_dict(state["buffer"])
-        other.load_state_dict(state["sampler"])
-        assert all(torch.equal(again.sample(16, sampler=other)["rewards"], one) for one in expected)
 
 
 def test_agents_by_task_with_a_floor(buffer: TrajectoryReplayBuffer) -> None:

@@ -77,20 +77,6 @@ def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_ov
         sampler.draw(1, generator)
 
 
-def test_a_state_goes_on_where_it_was_taken() -> None:
-    sampler, generator = EpochSampler(), torch.Generator().manual_seed(5)
-    additions = told(dict.fromkeys(range(8), 5))
-    sampler.added(additions)
-    sampler.draw(13, generator)
-    state, rng = sampler.state_dict(), generator.get_state()
-    expected = [row for _ in range(9) for row in _rows(sampler, 7, generator)]
-    other = EpochSampler()
-    other.added(additions)
-    other.load_state_dict(state)
-    generator.set_state(rng)
-    assert [row for _ in range(9) for row in _rows(other, 7, generator)] == expected
-
-
 def test_epochs_whose_rest_was_evicted_have_ended() -> None:
     sampler, generator = EpochSampler(epochs=1), torch.Generator().manual_seed(0)
     sampler.added(told({0: 3, 1: 3}))

@@ -55,36 +55,12 @@ def test_priorities_are_chances_and_importance_weights_correct_them(per: str) ->
     assert drawn.weights.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_new_rows_get_the_largest_priority_seen() -> None:
-    sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
-    sampler.added(told({0: 2}))
-    sampler.update(np.array([0]), np.array([1]), [9.0])
-    sampler.added(told({1: 1}))
-    drawn = rows_of(sampler.draw(19_000, torch.Generator().manual_seed(0)))
-    assert fits([drawn.count(row) for row in [(0, 0), (0, 1), (1, 0)]], [1, 9, 9])
-
-
-def test_rows_that_are_gone_are_counted_when_priorities_come_back() -> None:
-    sampler = WeightedSampler(priorities=Priorities())
-    sampler.added(told({0: 2, 1: 2}))
-    sampler.evicted([0])
-    assert sampler.update(np.array([0, 1]), np.array([0, 0]), [1.0, 2.0]) == 1
-
-
 @pytest.mark.parametrize("bad", [[-1.0], [float("nan")], [float("inf")], [1.0, 2.0]])
 def test_priorities_that_are_none_are_refused(bad: list[float]) -> None:
     sampler = WeightedSampler(priorities=Priorities())
     sampler.added(told({0: 2}))
     with pytest.raises(ConfigurationError, match="priorities"):
         sampler.update(np.array([0]), np.array([0]), bad)
-
-
-def test_recency_halves_with_every_half_life() -> None:
-    sampler = WeightedSampler([Recency(2)])
-    sampler.added(told({number: number + 1 for number in range(6)}))
-    drawn = sampler.draw(20_000, torch.Generator().manual_seed(0))
-    chances = [(number + 1) * 2 ** (-(5 - number) / 2) for number in range(6)]
-    assert fits(np.bincount(drawn.ids, minlength=6).tolist(), chances)
 
 
 def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unknown_ones(
@@ -177,16 +153,6 @@ def test_of_a_window_that_is_used_up_the_error_counts_the_window() -> None:
         sampler.draw(1, generator, 15)
 
 
-def test_use_limit_and_cooldown() -> None:
-    sampler, generator = WeightedSampler([UseLimit(max_uses=2, cooldown=1)], unit="trajectory"), torch.Generator()
-    sampler.added(told(dict.fromkeys(range(4), 1)))
-    batches = [set(sampler.draw(2, generator).ids.tolist()) for _ in range(4)]
-    assert batches[0] | batches[1] == batches[2] | batches[3] == {0, 1, 2, 3}
-    assert sampler.figures() == {"used_up_trajectories": 4.0}
-    with pytest.raises(EmptyBufferError, match="after uses"):
-        sampler.draw(1, generator)
-
-
 def test_whole_trajectories_come_once_in_a_batch_with_the_chances_of_draws_one_by_one() -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=0, eps=0, per="trajectory"), unit="trajectory")
     sampler.added(told({0: 4, 1: 9, 2: 1}))
@@ -197,28 +163,6 @@ def test_whole_trajectories_come_once_in_a_batch_with_the_chances_of_draws_one_b
     assert set(pairs) == set(expected)
     assert fits([pairs.count(pair) for pair in expected], list(expected.values()))
     assert sorted(sampler.draw(10, generator).ids.tolist()) == [0, 1, 2]
-
-
-def test_a_state_goes_on_where_it_was_taken() -> None:
-    def make() -> WeightedSampler:
-        factors = [Recency(3), UseLimit(max_uses=9, cooldown=2)]
-        return WeightedSampler(factors, Priorities(per="trajectory"), unit="trajectory")
-
-    sampler, generator = make(), torch.Generator().manual_seed(0)
-    sampler.added(told(dict.fromkeys(range(40), 3)))
-    for _ in range(5):
-        drawn = sampler.draw(4, generator)
-        sampler.update(drawn.ids, drawn.samples, np.arange(4.0))
-    sampler.evicted(range(7))
-    state, rng = sampler.state_dict(), generator.get_state()
-    expected = [sampler.draw(4, generator).ids.tolist() for _ in range(10)]
-    other = make()
-    other.added(told(dict.fromkeys(range(7, 40), 3)))
-    other.load_state_dict(state)
-    generator.set_state(rng)
-    assert [other.draw(4, generator).ids.tolist() for _ in range(10)] == expected
-    with pytest.raises(ConfigurationError, match=r"is of a sampler 'weighted' with unit"):
-        WeightedSampler().load_state_dict(state)
 
 
 def test_samplers_from_configuration() -> None:
