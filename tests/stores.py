@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +16,7 @@ import pytest
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.files.local import LocalDirectory
-from trajstore.testing.witness import check_trajectory
+from trajstore.testing.witness import check_trajectory, witness
 
 
 def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
@@ -24,9 +24,23 @@ def opened(path: Path, **options: Any) -> TrajectoryReplayBuffer:
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
 
 
-def writer_to(path: Path, **options: Any) -> TrajectoryReplayBuffer:
+def writer_to(path: Path | str, **options: Any) -> TrajectoryReplayBuffer:
     """Return a buffer that writes to a path and draws from the newest trajectories; ``options`` are its own."""
     return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, **options)
+
+
+def add_each(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> None:
+    """Add witnesses, each in a commit and a shard of its own."""
+    for key in keys:
+        buffer.add_trajectories([witness(key)])
+        buffer.flush()
+
+
+def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:
+    """Write a store of witnesses, each in a shard of its own, and close it; return its path."""
+    with writer_to(path, **options) as writer:
+        add_each(writer, keys)
+    return path
 
 
 def reader_of(path: Path) -> TrajectoryReplayBuffer:
@@ -36,11 +50,36 @@ def reader_of(path: Path) -> TrajectoryReplayBuffer:
     return reader
 
 
-def contents_of(path: Path) -> list[int]:
-    """Return the keys of the witnesses in a store, each compared row by row, in their order."""
+def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+    """Return the key of each witness, by id; each is compared row by row."""
+    return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
+
+
+def keys_at(path: Path | str, *arguments: Any, **options: Any) -> dict[int, int]:
+    """Return what a reader finds at a path; the arguments are those of ``load_checkpoint``."""
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path)
-        return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+        reader.load_checkpoint(path, *arguments, **options)
+        return keys_of(reader)
+
+
+def contents_of(path: Path | str) -> list[int]:
+    """Return the keys of the witnesses in a store, in their order."""
+    return list(keys_at(path).values())
+
+
+def refused_to_all(path: Path | str, error: type[Exception], match: str = "") -> None:
+    """Fail unless readers and writers are refused what lies at a path, with one reason."""
+    for opening in (TrajectoryReplayBuffer.open, writer_to):
+        with pytest.raises(error, match=match):
+            opening(path)
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
 
 
 @contextmanager
