@@ -7,7 +7,6 @@ import pickle
 import random
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.forging import forged, forged_index, forged_log, forged_metadata
+from tests.stores import refused_to_all
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.formats import FORMATS
@@ -22,7 +23,7 @@ from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json, seal, unseal
+from trajstore.store.sealed import INDEX_NAME, METADATA_NAME, seal, unseal
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
@@ -57,14 +58,6 @@ def read(path: Path) -> dict[int, int]:
         return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
     finally:
         buffer.close()
-
-
-def resealed(path: Path, change: Callable[[Any], None]) -> None:
-    """Change the snapshot as somebody would who knows how to compute its checksum."""
-    file = path / INDEX_NAME
-    value = unseal("snapshot", file.read_bytes(), "")
-    change(value)
-    file.write_bytes(seal("snapshot", orjson.dumps(value)))
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -134,57 +127,33 @@ def test_a_torn_last_record_is_cut_off_by_the_next_writer(store: Path) -> None:
     "operation", [{"operation": "prune"}, {"operation": "evict", "ids": [[3, 1]]}, {"operation": "add"}, {}]
 )
 def test_records_that_say_nothing_sensible(store: Path, operation: dict[str, Any]) -> None:
-    (segment,) = (store / "log").iterdir()
-    generation = unseal("snapshot", (store / INDEX_NAME).read_bytes(), "")["generation"] + 1
-    segment.write_bytes(encode_line({"generation": generation, **operation}))
-    with pytest.raises(errors.CorruptStoreError, match=segment.name):
+    with forged_log(store) as records:
+        records[:] = [{"generation": records[0]["generation"], **operation}]
+    with pytest.raises(errors.CorruptStoreError, match=r"log/\d+\.log"):
         read(store)
 
 
 @pytest.mark.parametrize("ids", [[[4, 1 << 60]], [[4, 4]], [[4, 6]], []])
 def test_records_with_more_or_fewer_ids_than_trajectories(store: Path, ids: list[list[int]]) -> None:
-    (segment,) = (store / "log").iterdir()
-    record = orjson.loads(segment.read_bytes().splitlines()[-1].split(b" ", 1)[1])
-    assert record["entries"]["ids"] == [[4, 5]]
-    record["entries"]["ids"] = ids
-    segment.write_bytes(encode_line(record))
+    with forged_log(store) as records:
+        assert records[-1]["entries"]["ids"] == [[4, 5]]
+        records[-1]["entries"]["ids"] = ids
     with pytest.raises(errors.CorruptStoreError, match="2 trajectories"):
         read(store)
 
 
-@pytest.mark.parametrize("damage", ["cut", "grow", "remove"])
-def test_shards_of_another_size_are_refused_by_name(store: Path, damage: str) -> None:
-    file = next(p for p in files_of(store / "shards") if p.stat().st_size > 100)
-    if damage == "remove":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:-1] if damage == "cut" else file.read_bytes() + b"x")
-    with pytest.raises(errors.CorruptStoreError, match=file.name):
-        read(store)
-    assert not verify(store).sound
-
-
 def test_a_newer_layout(store: Path) -> None:
-    values = orjson.loads((store / METADATA_NAME).read_bytes())
-    values.pop("crc32")
-    values["layout_version"] = 99
-    (store / METADATA_NAME).write_bytes(metadata_json(values))
-    for call in (lambda: read(store), lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)):
-        with pytest.raises(errors.UnsupportedVersionError, match=r"metadata\.json.*version 99.*upgrade"):
-            call()
+    with forged_metadata(store) as values:
+        values["layout_version"] = 99
+    refused_to_all(store, errors.UnsupportedVersionError, r"metadata\.json.*version 99.*upgrade")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "shards/../../x", "shards//x", "a\0b", ""])
 def test_names_that_leave_the_directory(store: Path, name: str) -> None:
-    def rename(value: Any) -> None:
+    with forged_index(store) as value:
         value["shards"]["families"][0]["file_names"][0] = name
-
-    resealed(store, rename)
     (store.parent / "x").write_bytes(b"precious")
-    with pytest.raises(errors.UnsafeContentError):
-        read(store)
-    with pytest.raises(errors.UnsafeContentError):
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
+    refused_to_all(store, errors.UnsafeContentError)
     assert (store.parent / "x").read_bytes() == b"precious"
 
 
@@ -211,23 +180,12 @@ def test_any_value_of_the_snapshot_may_be_nonsense(store: Path) -> None:
 # -- found by tools/mutate --------------------------------------------------------------------------
 
 
-def line_changed(store: Path, change: Callable[[Any], None]) -> None:
-    """Change the first record of the log as somebody would who knows how to compute its checksum."""
-    (segment,) = (store / "log").iterdir()
-    first, *rest = segment.read_bytes().splitlines(keepends=True)
-    record = orjson.loads(first[9:])
-    change(record)
-    segment.write_bytes(b"".join([encode_line(record), *rest]))
-
-
 def test_more_samples_than_steps_are_refused(store: Path) -> None:
     """They would be read behind the end of the file's map."""
 
-    def claim(value: Any) -> None:
+    with forged_index(store) as value:
         samples = value["live"]["columns"]["num_samples"]
         value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
-
-    resealed(store, claim)
     with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*number of samples"):
         read(store)
     assert not verify(store).sound
@@ -235,7 +193,8 @@ def test_more_samples_than_steps_are_refused(store: Path) -> None:
 
 def test_a_shard_of_a_format_that_does_not_exist(tmp_path: Path) -> None:
     store = build(tmp_path / "store", "pkl")
-    line_changed(store, lambda record: record["shard"].update(format="tape"))
+    with forged_log(store) as records:
+        records[0]["shard"]["format"] = "tape"
     with pytest.raises(errors.CorruptStoreError, match="'tape', which does not exist"):
         read(store)
     assert not verify(store).sound
@@ -243,25 +202,19 @@ def test_a_shard_of_a_format_that_does_not_exist(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [METADATA_NAME, "pins/kept.json"])
 @pytest.mark.parametrize(
-    "value", [{"seed": []}, {"rng_state": 7}, {"trajectory_format": "tape"}, {"trajectory_format": [[]]}]
+    "value", [{"seed": []}, {"rng_state": 7}, *({"trajectory_format": form} for form in ("tape", [[]], 1 << 62))]
 )
 def test_a_state_that_no_buffer_can_take_up(store: Path, name: str, value: dict[str, Any]) -> None:
-    file = store / name
-    if name == METADATA_NAME:
-        values = orjson.loads(file.read_bytes())
-        del values["crc32"]
-        file.write_bytes(metadata_json(values | value))
-    else:
-        file.write_bytes(seal("pin", orjson.dumps(unseal("pin", file.read_bytes(), "") | value)))
+    with forged_metadata(store) if name == METADATA_NAME else forged(store / name, "pin") as values:
+        values |= value
     with pytest.raises(errors.CorruptStoreError):
         TrajectoryReplayBuffer().load_checkpoint(store, pin=None if name == METADATA_NAME else "kept")
     assert [problem.file for problem in verify(store).problems] == [name]
 
 
 def test_a_pin_that_names_what_was_never_committed(store: Path) -> None:
-    file = store / "pins/kept.json"
-    pin = unseal("pin", file.read_bytes(), "")
-    file.write_bytes(seal("pin", orjson.dumps(pin | {"ids": [*pin["ids"], [900, 901]]})))
+    with forged(store / "pins/kept.json", "pin") as pin:
+        pin["ids"].append([900, 901])
     with pytest.raises(errors.CorruptStoreError, match="'kept' names 2 trajectories that are missing"):
         TrajectoryReplayBuffer().load_checkpoint(store, pin="kept")
     assert [problem.file for problem in verify(store).problems] == ["pins/kept.json"]
@@ -270,20 +223,10 @@ def test_a_pin_that_names_what_was_never_committed(store: Path) -> None:
 
 @pytest.mark.parametrize("generation", [[[]], -1, None, "7"])
 def test_metadata_without_a_sensible_generation(store: Path, generation: Any) -> None:
-    values = orjson.loads((store / METADATA_NAME).read_bytes())
-    del values["crc32"]
-    (store / METADATA_NAME).write_bytes(metadata_json(values | {"generation": generation}))
+    with forged_metadata(store) as values:
+        values["generation"] = generation
     with pytest.raises(errors.CorruptStoreError, match=r"metadata\.json: generation"):
         read(store)
-
-
-def test_metadata_whose_format_is_no_text(store: Path) -> None:
-    values = orjson.loads((store / METADATA_NAME).read_bytes())
-    del values["crc32"]
-    (store / METADATA_NAME).write_bytes(metadata_json(values | {"trajectory_format": 1 << 62}))
-    with pytest.raises(errors.CorruptStoreError, match=r"metadata\.json: trajectory_format: 4611"):
-        read(store)
-    assert "trajectory_format" in inspect(store)["integrity"]["problems"][0]
 
 
 @pytest.mark.parametrize("depth", [300, 900, 100_000])
@@ -299,9 +242,7 @@ def test_metadata_that_is_nested_deeply(store: Path, depth: int) -> None:
 )
 def test_pins_that_name_nothing(store: Path, body: bytes) -> None:
     (store / "pins" / "kept.json").write_bytes(seal("pin", body))
-    for call in (lambda: read(store), lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)):
-        with pytest.raises(errors.CorruptStoreError):
-            call()
+    refused_to_all(store, errors.CorruptStoreError)
     assert not verify(store).sound
 
 
@@ -343,10 +284,8 @@ def test_a_document_that_names_other_fields(tmp_path: Path, old: bytes, new: byt
 
 
 def test_columns_that_are_no_fields(store: Path) -> None:
-    def rename(value: Any) -> None:
+    with forged_index(store) as value:
         value["shards"]["schemas"][0]["columns"][0][0] = "x"
-
-    resealed(store, rename)
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(store)
     with pytest.raises(errors.CorruptStoreError):
@@ -358,23 +297,18 @@ def test_columns_that_are_no_fields(store: Path) -> None:
 def test_epochs_that_do_not_divide_the_steps_are_refused(store: Path, extra: int) -> None:
     """Rows would be computed that lie outside of the shard."""
 
-    def claim(value: Any) -> None:
+    with forged_index(store) as value:
         columns = value["live"]["columns"]
-        fewer = unpack(columns["extra"], "<i4") * 0 + extra
-        columns["extra"] = pack(fewer)
+        columns["extra"] = pack(unpack(columns["extra"], "<i4") * 0 + extra)
         columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
-
-    resealed(store, claim)
     with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json.*epochs"):
         read(store)
 
 
 def test_weights_that_are_no_text(store: Path) -> None:
-    def spoil(value: Any) -> None:
+    with forged_index(store) as value:
         table = value["live"]["weights"]
         table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
-
-    resealed(store, spoil)
     with pytest.raises(errors.CorruptStoreError, match="string table"):
         read(store)
     assert not verify(store).sound
@@ -412,21 +346,13 @@ def test_pickles_that_would_run_code(tmp_path: Path) -> None:
         if fmt == "pkl":
             with pytest.raises((errors.UnsafeContentError, errors.CorruptStoreError), match="shard_"):
                 read(store)
+            for file in files_of(store / "shards"):
+                file.write_bytes(pickle.dumps({"layout": "something else"}).ljust(file.stat().st_size, b"\0"))
+            with pytest.raises(errors.CorruptStoreError, match="shard_"):
+                read(store)
 
 
 # -- whose directory --------------------------------------------------------------------------------
-
-
-def test_directories_of_others_are_not_written_to(tmp_path: Path, shared_fixtures: Path) -> None:
-    source = next(path for path in sorted((shared_fixtures / "rlinf").iterdir()) if (path / METADATA_NAME).exists())
-    path = tmp_path / "rlinf"
-    path.mkdir()
-    for file in source.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(errors.ConfigurationError, match="replay buffer of RLinf"):
-        TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
 def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
@@ -442,11 +368,3 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises((errors.StoreError, OSError), match="file"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "file")
-
-
-def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        with pytest.raises(errors.StoreLockedError, match=r"process \d+ on .* since"):
-            TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path)
-        buffer.add_trajectories([witness(0)])
-    assert read(tmp_path) == {0: 0}

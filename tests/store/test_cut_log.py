@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.stores import contents_of, refused_to_all
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
 from trajstore.inspection.copying import repair_store
@@ -51,12 +52,7 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
     path = tmp_path / "store"
     killed(path, pinned=True)
     cut(path, lines)
-    for opened in (
-        lambda: TrajectoryReplayBuffer.open(path),
-        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
-    ):
-        with pytest.raises(CorruptStoreError, match=f"ends with generation {lines}, and pins/step-1.json was made at"):
-            opened()
+    refused_to_all(path, CorruptStoreError, f"ends with generation {lines}, and pins/step-1.json was made at")
     found = verify(path)
     assert not found.sound
     assert any("the log was cut or lost" in problem.message for problem in found.problems)
@@ -66,8 +62,7 @@ def test_a_pin_of_a_later_commit_tells(tmp_path: Path, lines: int) -> None:
         assert keys(reader) == list(range(lines))
     if lines:
         repair_store(path, tmp_path / "new")
-        with TrajectoryReplayBuffer.open(tmp_path / "new") as reader:
-            assert keys(reader) == list(range(lines))
+        assert contents_of(tmp_path / "new") == list(range(lines))
     assert len(list((path / "shards").iterdir())) == 6
 
 
@@ -89,14 +84,8 @@ def test_ids_that_the_metadata_know_to_be_committed_tell(tmp_path: Path, whole_s
     else:
         cut(path, 3)
     left = 0 if whole_segment else 3
-    for opened in (
-        lambda: TrajectoryReplayBuffer.open(path),
-        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
-    ):
-        with pytest.raises(
-            CorruptStoreError, match=r"(ends with id 2|has no trajectory), and by metadata\.json all ids up to 4 were"
-        ):
-            opened()
+    said = r"(ends with id 2|has no trajectory), and by metadata\.json all ids up to 4 were"
+    refused_to_all(path, CorruptStoreError, said)
     assert len(list((path / "shards").iterdir())) == 6
     (problem,) = verify(path).problems
     assert (problem.lost, problem.uncounted) == (((left, 4),), True)
@@ -110,8 +99,7 @@ def test_a_log_that_lost_no_more_than_its_last_second_is_an_interrupted_commit(t
     path = tmp_path / "store"
     killed(path, pinned=False, renewed=5)
     cut(path, 5)
-    with TrajectoryReplayBuffer.open(path) as reader:
-        assert keys(reader) == list(range(5))
+    assert contents_of(path) == list(range(5))
 
 
 def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
@@ -139,15 +127,9 @@ def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:
     found = verify(path)
     assert [problem.file for problem in found.problems] == [f"log/{segment.name}"]
     assert "the line feed of its last record is damaged" in found.problems[0].message
-    for opened in (
-        lambda: TrajectoryReplayBuffer.open(path),
-        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
-    ):
-        with pytest.raises(CorruptStoreError, match="the line feed of the record at byte"):
-            opened()
+    refused_to_all(path, CorruptStoreError, "the line feed of the record at byte")
     repair_store(path, tmp_path / "new")
-    with TrajectoryReplayBuffer.open(tmp_path / "new") as reader:
-        assert keys(reader) == list(range(6))
+    assert contents_of(tmp_path / "new") == list(range(6))
 
 
 # -- What is lost where records of a log cannot be read, told by the ids of their neighbours --

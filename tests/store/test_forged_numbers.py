@@ -14,14 +14,15 @@ import numpy as np
 import orjson
 import pytest
 
+from tests.forging import forged_index, forged_log
+from tests.stores import refused_to_all
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
 from trajstore.store.index import COLUMNS
 from trajstore.store.index_file import index_from_json
-from trajstore.store.log_records import encode_line, lie_in
+from trajstore.store.log_records import lie_in
 from trajstore.store.packing import StringTable, pack
-from trajstore.store.sealed import INDEX_NAME, seal, unseal
 from trajstore.store.shard_table import ShardTable
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
@@ -222,10 +223,9 @@ def test_a_string_table_that_claims_more_than_fits_is_refused_before_it_is_unpac
 
 def test_shards_without_trajectories_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     path = store_with_log(tmp_path)
-    value = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
     rows = 10**7
-    value["shards"]["numbers"] = {"dtype": "<i8", "shape": [rows], "data": _zeros(8 * rows)}
-    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
+    with forged_index(path) as value:
+        value["shards"]["numbers"] = {"dtype": "<i8", "shape": [rows], "data": _zeros(8 * rows)}
     _refused_before_unpacking(lambda: TrajectoryReplayBuffer().load_checkpoint(path), "more shards than trajectories")
     table: dict[str, Any] = {"schemas": [], "families": [], "numbers": value["shards"]["numbers"]}
     table |= dict.fromkeys(("family", "row"), pack(np.zeros(1, np.int32)))
@@ -235,11 +235,10 @@ def test_shards_without_trajectories_are_refused_before_they_are_unpacked(tmp_pa
 @pytest.mark.parametrize("form", ["pt", "pkl"])
 def test_a_place_of_a_column_that_lies_in_no_file_is_refused(tmp_path: Path, form: str) -> None:
     path = store_with_log(tmp_path, form)
-    value = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
-    for family in value["shards"]["families"]:
-        family["column_files"] = [-1] * len(family["column_files"])
-        family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
-    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
+    with forged_index(path) as value:
+        for family in value["shards"]["families"]:
+            family["column_files"] = [-1] * len(family["column_files"])
+            family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
     with pytest.raises(errors.CorruptStoreError, match="lies in no file"):
         TrajectoryReplayBuffer().load_checkpoint(path)
     assert not verify(path).sound
@@ -248,9 +247,8 @@ def test_a_place_of_a_column_that_lies_in_no_file_is_refused(tmp_path: Path, for
 @pytest.mark.parametrize("axis", [3, 4, 5, -1])
 def test_a_column_that_counts_what_its_kind_has_not_is_refused(tmp_path: Path, axis: int) -> None:
     path = store_with_log(tmp_path)
-    value = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
-    value["shards"]["schemas"][0]["columns"][0][3] = axis
-    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
+    with forged_index(path) as value:
+        value["shards"]["schemas"][0]["columns"][0][3] = axis
     with pytest.raises(errors.CorruptStoreError, match="not a trajectory schema"):
         TrajectoryReplayBuffer().load_checkpoint(path)
     assert not verify(path).sound
@@ -258,10 +256,9 @@ def test_a_column_that_counts_what_its_kind_has_not_is_refused(tmp_path: Path, a
 
 def test_as_many_ranges_as_one_likes_cost_what_they_are_long(tmp_path: Path) -> None:
     path = store_with_log(tmp_path)
-    (log,) = (path / "log").iterdir()
     ranges = [[3 * n + 10, 3 * n + 11] for n in range(100_000)] + [[0, 1]]
-    last = orjson.loads(log.read_bytes().splitlines()[-1][9:])["generation"]
-    log.write_bytes(log.read_bytes() + encode_line({"generation": last + 1, "operation": "evict", "ids": ranges}))
+    with forged_log(path) as records:
+        records.append({"generation": records[-1]["generation"] + 1, "operation": "evict", "ids": ranges})
     buffer = TrajectoryReplayBuffer()
     buffer.load_checkpoint(path)
     assert buffer.trajectory_ids.tolist() == [2, 3, 4, 5, 6]
@@ -301,12 +298,9 @@ def test_ids_in_ranges_agree_with_a_loop() -> None:
 )
 def test_entries_of_the_log_of_the_wrong_kind(tmp_path: Path, change: dict[str, Any]) -> None:
     path = store_with_log(tmp_path)
-    (log,) = (path / "log").iterdir()
-    first, *rest = log.read_bytes().splitlines(keepends=True)
-    record = orjson.loads(first[9:])
-    record["entries"].update(change)
-    log.write_bytes(b"".join([encode_line(record), *rest]))
-    with pytest.raises(errors.CorruptStoreError, match=rf"{log.name}: generation {record['generation']}: "):
+    with forged_log(path) as (record, *_):
+        record["entries"].update(change)
+    with pytest.raises(errors.CorruptStoreError, match=rf"\.log: generation {record['generation']}: "):
         TrajectoryReplayBuffer().load_checkpoint(path)
     assert not verify(path).sound
 
@@ -317,15 +311,9 @@ def test_entries_of_the_log_of_the_wrong_kind(tmp_path: Path, change: dict[str, 
 )
 def test_counters_that_leave_no_room(tmp_path: Path, name: str, value: Any) -> None:
     path = store_with_log(tmp_path)
-    body = unseal("snapshot", (path / INDEX_NAME).read_bytes(), "")
-    body[name] = value
-    (path / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(body)))
-    for call in (
-        lambda: TrajectoryReplayBuffer().load_checkpoint(path),
-        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
-    ):
-        with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
-            call()
+    with forged_index(path) as body:
+        body[name] = value
+    refused_to_all(path, errors.CorruptStoreError, r"trajectory_index\.json")
 
 
 def test_a_log_file_named_with_digits_that_are_no_ascii(tmp_path: Path) -> None:
