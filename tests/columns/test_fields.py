@@ -43,11 +43,6 @@ def test_leaves_come_in_the_order_of_the_dicts() -> None:
     assert nest({join_name(path): leaf for path, leaf in walk(value)}) == value
 
 
-def test_keys_are_strings() -> None:
-    with pytest.raises(InvalidTrajectoryError, match=r"field curr_obs: key 3 is a int"):
-        list(walk({"curr_obs": {3: 1}}))
-
-
 @pytest.mark.parametrize(
     ("field", "rows", "expected"),
     [

@@ -47,13 +47,6 @@ def test_versions_of_any_real_dtype(dtype: torch.dtype) -> None:
     assert flatten(rollout).versions == (2, 4)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1j])
-def test_versions_that_are_no_finite_number(value: complex) -> None:
-    rollout = Trajectory(rewards=torch.ones(1, 1, 1), versions=torch.full((1, 1, 1), value))
-    with pytest.raises(errors.InvalidTrajectoryError, match="field versions"):
-        TrajectoryReplayBuffer().add_trajectories([rollout])
-
-
 def test_nested_tensors_are_refused_by_name() -> None:
     parts = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     for fields in ({"rewards": parts}, {"rewards": torch.zeros(2, 1, 1), "actions": parts}):

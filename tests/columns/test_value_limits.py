@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import enum
 import logging
-import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
 
+from tests.forging import forged_index, forged_log
+from tests.stores import keys_of, refused_to_all
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.columns.conversion import flatten
 from trajstore.inspection.verify import verify
-from trajstore.store.log_records import encode_line
 from trajstore.store.packing import pack, unpack
-from trajstore.store.sealed import INDEX_NAME, seal, unseal
+from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import check_trajectory, witness
 
 Z = torch.zeros(1, 1, 1)
@@ -293,39 +292,22 @@ def test_numpy_arrays_that_cannot_be_written_to_are_taken_without_a_warning() ->
 # -- what earlier versions stored --------------------------------------------------------------------
 
 
-def damaged(path: Path, *, clean: bool, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Make a store of five trajectories, and change what is said of the middle one as an earlier version wrote it."""
-    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
-    buffer.add_trajectories([witness(key) for key in (5, 5, 5, 5, 5)])
-    buffer.flush()
+def damaged(path: Path, clean: bool, name: str, value: int) -> Path:
+    """Make a store of five trajectories, and say of the middle one what an earlier version wrote, in index or log."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.add_trajectories([witness(5)] * 5)
+        buffer.flush()
+        crashed = copy_live(path, path.with_name("crashed"))
     if not clean:
-        (log,) = (path / "log").iterdir()
-        line = orjson.loads(log.read_bytes()[9:])
-    buffer.close()
-    file = path / INDEX_NAME
-    value = unseal("snapshot", file.read_bytes(), "")
-    if clean:
-        columns = value["live"]["columns"]
-        arrays = {name: unpack(item, item["dtype"]) for name, item in columns.items()}
-        change(arrays)
-        value["live"]["columns"] = {name: pack(array) for name, array in arrays.items()}
-    else:
-        line["generation"] = value["generation"] + 1
-        entries = line["entries"]
-        start = value["next_id"]
-        entries["ids"] = [[start, start + 4]]
-        entries["uuids"] = os.urandom(80).hex()
-        change(entries)
-        (path / "log" / f"{line['generation']:016d}.log").write_bytes(encode_line(line))
-    file.write_bytes(seal("snapshot", orjson.dumps(value)))
+        with forged_log(crashed) as (record,):
+            record["entries"][name][2] = value
+        return crashed
+    with forged_index(path) as body:
+        columns = body["live"]["columns"]
+        array = unpack(columns[name], columns[name]["dtype"])
+        array[2] = value
+        columns[name] = pack(array)
     return path
-
-
-def _column(name: str, value: int) -> Callable[[dict[str, Any]], None]:
-    def change(columns: dict[str, Any]) -> None:
-        columns[name][2] = value
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -342,23 +324,14 @@ def _column(name: str, value: int) -> Callable[[dict[str, Any]], None]:
 def test_an_entry_that_earlier_versions_took_does_not_hide_its_neighbours(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, clean: bool, name: str, value: int
 ) -> None:
-    path = damaged(tmp_path / "store", clean=clean, change=_column(name, value))
-    bad = 2 if clean else 7
-    for call in (
-        lambda: TrajectoryReplayBuffer().load_checkpoint(path),
-        lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=path),
-    ):
-        with pytest.raises(errors.CorruptStoreError, match=rf"trajectory {bad}; load_checkpoint\(strict=False\)"):
-            call()
-    assert f"trajectory {bad}" in str(verify(path).problems[0])
+    path = damaged(tmp_path / "store", clean, name, value)
+    refused_to_all(path, errors.CorruptStoreError, r"trajectory 2; load_checkpoint\(strict=False\)")
+    assert "trajectory 2" in str(verify(path).problems[0])
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     with caplog.at_level(logging.WARNING):
         assert buffer.load_checkpoint(path, strict=False) == 1
-    assert f"are left out: trajectory {bad} (" in caplog.text
-    assert bad not in buffer.trajectory_ids.tolist()
-    assert len(buffer) == (4 if clean else 9)
-    for number in buffer.trajectory_ids.tolist():
-        assert check_trajectory(buffer.get(number)) == 5
+    assert "are left out: trajectory 2 (" in caplog.text
+    assert keys_of(buffer) == {0: 5, 1: 5, 3: 5, 4: 5}
     buffer.save_checkpoint(tmp_path / "mended")
     assert verify(tmp_path / "mended").sound
     assert TrajectoryReplayBuffer().load_checkpoint(tmp_path / "mended") == 0
