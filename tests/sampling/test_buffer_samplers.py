@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sampling.chance import fits
-from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.choices import Batch
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, Staleness, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 
 
 def block(key: int, steps: int = 3, batch: int = 2) -> Trajectory:
@@ -32,16 +31,6 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trajector
     made = TrajectoryReplayBuffer(seed=3, sample_window_size=0, **disk)  # type: ignore[arg-type]
     yield made
     made.close()
-
-
-def test_a_batch_says_which_rows_it_holds(buffer: TrajectoryReplayBuffer) -> None:
-    buffer.add_trajectories([block(key) for key in range(5)])
-    batch = buffer.sample(64, sampler=WeightedSampler(priorities=Priorities()))
-    assert isinstance(batch, Batch)
-    assert batch["rewards"].reshape(-1).tolist() == (1000 * batch.drawn.ids + batch.drawn.samples).tolist()
-    assert batch.weights is not None
-    assert batch.weights.tolist() == [1.0] * 64
-    assert torch.equal(buffer.read(batch.drawn)["rewards"], batch["rewards"])
 
 
 def test_samplers_hear_of_additions_and_evictions_and_keep_to_the_window(buffer: TrajectoryReplayBuffer) -> None:
@@ -70,24 +59,6 @@ def test_priorities_decide_and_come_back_by_row(buffer: TrajectoryReplayBuffer) 
         other.update_priorities(WeightedSampler(priorities=Priorities()), batch.drawn, errors)
     buffer.evict([1])
     assert buffer.update_priorities(sampler, batch.drawn, errors) == np.count_nonzero(batch.drawn.ids == 1)
-
-
-def test_recency_over_a_store_with_retention(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(
-        seed=0, auto_save=True, auto_save_path=tmp_path, sample_window_size=0, retention=Retention(max_trajectories=4)
-    ) as buffer:
-        sampler = WeightedSampler([Recency(1)])
-        for key in range(12):
-            buffer.add_trajectories([block(key)])
-            buffer.sample(1, sampler=sampler)
-        buffer.flush()
-        buffer.add_trajectories([block(12)])
-        buffer.flush()
-        held = buffer.trajectory_ids.tolist()
-        drawn = keys(buffer.sample(6 * len(held), sampler=sampler))
-        assert set(drawn) <= set(held)
-        many = [key for _ in range(60) for key in keys(buffer.sample(6 * len(held), sampler=sampler))]
-        assert fits([many.count(key) for key in held], [2.0**key for key in held])
 
 
 def test_what_has_left_memory_is_not_drawn() -> None:

@@ -98,22 +98,6 @@ def test_what_is_a_thousand_half_lives_old_weighs_nothing() -> None:
         sampler.draw(1, torch.Generator())
 
 
-def test_factors_and_priorities_multiply() -> None:
-    """Staleness with a floor, recency and a priority of each transition, against their product written out."""
-    sizes = {0: 2, 1: 3, 2: 1, 3: 2}
-    versions, tasks = [1, 4, 6, 7], ["slow", "quick", "quick", "quick"]
-    factors = [Staleness(max_age=1, floor=1), Recency(2.0)]
-    sampler = WeightedSampler(factors, Priorities(alpha=0.5, beta=0, eps=0))
-    sampler.added(told(sizes, versions, tasks))
-    every = [(number, at) for number, size in sizes.items() for at in range(size)]
-    priority = {row: 1.0 + at for at, row in enumerate(every)}
-    sampler.update(np.array([row[0] for row in every]), np.array([row[1] for row in every]), list(priority.values()))
-    held = {0: 1.0, 1: 0.0, 2: 1.0, 3: 1.0}  # 0 by the floor of its task, 2 and 3 by their age
-    chances = [held[number] * 2 ** (number / 2) * priority[number, at] ** 0.5 for number, at in every]
-    drawn = rows_of(sampler.draw(20_000, torch.Generator().manual_seed(0)))
-    assert fits([drawn.count(row) for row in every], chances)
-
-
 def test_ages_count_from_the_version_that_was_reached() -> None:
     sampler = WeightedSampler([Staleness(max_age=2)], unit="trajectory")
     sampler.added(told(dict.fromkeys(range(4), 1), [1, 2, 3, 4]))
