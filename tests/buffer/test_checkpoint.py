@@ -15,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import stores
+from tests.stores import contents_of, keys_of
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.internals import internals_of
 from trajstore.files import folders
@@ -45,10 +47,6 @@ def filled(kind: str, fmt: str, path: Path, count: int, first: int = 0, **option
         if key % 3 == 0:
             buffer.flush()
     return buffer
-
-
-def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
 
 
 def listing(path: Path) -> dict[str, tuple[int, int, int]]:
@@ -150,21 +148,6 @@ def test_one_checkpoint_is_shared_among_ranks_and_saved_again(tmp_path: Path) ->
 # -- saving -----------------------------------------------------------------------------------------
 
 
-def test_an_earlier_checkpoint_is_replaced(tmp_path: Path) -> None:
-    target = tmp_path / "checkpoint"
-    with filled("store", "pt", tmp_path / "store", 3) as buffer:
-        buffer.save_checkpoint(target)
-        reader = TrajectoryReplayBuffer(sample_window_size=0)
-        reader.load_checkpoint(target)
-        buffer.evict([0, 1, 2])
-        buffer.add_trajectories([witness(9)])
-        buffer.save_checkpoint(target)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "store"]
-        again = TrajectoryReplayBuffer(sample_window_size=0)
-        again.load_checkpoint(target)
-        assert keys_of(again) == {3: 9}
-
-
 def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
     with filled("store", "pt", tmp_path / "store", 3) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
@@ -203,16 +186,6 @@ def test_a_checkpoint_that_an_overlay_cannot_replace_is_kept_and_the_way_out_tol
         assert len(other) == 3
 
 
-def test_other_peoples_directories_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with filled("store", "pt", tmp_path / "store", 2) as buffer:
-        with pytest.raises(errors.ConfigurationError, match=r"thesis\.tex"):
-            buffer.save_checkpoint(tmp_path / "mine")
-        assert keys_of(buffer) == {0: 0, 1: 1}
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
-
-
 def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> None:
     with filled("store", "zarr", tmp_path / "store", 4) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
@@ -223,19 +196,6 @@ def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> 
     other = TrajectoryReplayBuffer(sample_window_size=0)
     other.load_checkpoint(tmp_path / "checkpoint")
     assert keys_of(other) == {number: number for number in range(4)}
-
-
-def test_what_has_left_memory_is_not_named(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=3)
-    buffer.add_trajectories([witness(key) for key in range(8)])
-    with pytest.raises(errors.TrajectoryUnavailableError):
-        buffer.get(0)
-    buffer.save_checkpoint(tmp_path / "checkpoint")
-    assert verify(tmp_path / "checkpoint").sound
-    other = TrajectoryReplayBuffer(sample_window_size=0)
-    other.load_checkpoint(tmp_path / "checkpoint")
-    assert keys_of(other) == {5: 5, 6: 6, 7: 7}
-    assert internals_of(other).trajectory_counter == 8
 
 
 def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path: Path) -> None:
@@ -364,10 +324,7 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
 
 
 def test_a_rank_looks_only_at_the_files_of_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        for key in range(16):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+    stores.filled(tmp_path / "store", range(16))
     looked: list[str] = []
     real = LocalDirectory.sizes_of
 
@@ -393,9 +350,7 @@ def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
                 buffer.add_trajectories([witness(key) for key in range(6, 9)])
             buffer.flush()
             buffer.save_checkpoint(tmp_path / "run" / f"rank_{rank}")
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(tmp_path / "run")
-        keys_there = [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+    keys_there = contents_of(tmp_path / "run")
     assert keys_there == list(range(9))
 
 
@@ -418,9 +373,14 @@ def test_a_checkpoint_within_a_store_is_refused(tmp_path: Path, base: str) -> No
         assert len(reader) == 1
 
 
-def test_a_checkpoint_beside_which_somebody_put_files_is_not_replaced(tmp_path: Path) -> None:
+def test_what_holds_files_of_other_people_is_not_replaced(tmp_path: Path) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([witness(0)])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(errors.ConfigurationError, match=r"thesis\.tex"):
+        buffer.save_checkpoint(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
     for layout in ("trajstore", "rlinf"):
         target = tmp_path / layout
         buffer.save_checkpoint(target, layout=layout)  # type: ignore[arg-type]
@@ -451,10 +411,7 @@ def test_repair_says_that_points_are_not_copied(tmp_path: Path) -> None:
 def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_path: Path) -> None:
     """United, the stores have new ids; inspect, verify and copies of a store know nothing of these."""
     for rank in range(2):
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"run/rank_{rank}") as buffer:
-            for key in range(3):
-                buffer.add_trajectories([witness(key)])
-                buffer.flush()
+        stores.filled(tmp_path / f"run/rank_{rank}", range(3))
     os.truncate(sorted((tmp_path / "run/rank_1/shards").iterdir())[1], 10)
     for call in (TrajectoryReplayBuffer.open, lambda run: copy_store(run, tmp_path / "copy")):
         with pytest.raises(errors.IncompleteCheckpointError, match=r"rank_1: 1 trajectories \(ids 1\) are lost"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -11,9 +10,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import orjson
 import pytest
 
+from tests.forging import forged_log
+from tests.stores import add_each
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.buffer.internals import internals_of
 from trajstore.formats import FORMATS
@@ -22,8 +22,6 @@ from trajstore.inspection.inspect import inspect
 from trajstore.inspection.points import roll_back
 from trajstore.inspection.verify import verify
 from trajstore.reading import sources
-from trajstore.store.log_records import encode_line
-from trajstore.store.sealed import seal, unseal
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.witness import check_trajectory, witness
 
@@ -227,22 +225,6 @@ def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: 
     assert (result.sound, result.trajectories) == (False, 12), "the rest is checked all the same"
 
 
-def test_an_index_is_worked_out_again_from_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
-        for key in range(4):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
-        buffer.evict([1])
-        copy_live(tmp_path / "live", tmp_path / "crashed")  # what a crash would leave
-    cut(tmp_path / "crashed" / "trajectory_index.json")
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
-        load(tmp_path / "crashed")
-    found, _ = load(tmp_path / "crashed", strict=False)
-    assert keys_of(found) == [0, 2, 3]
-    assert "trajectory_index.json" in caplog.text
-    assert found.add_trajectories([witness(9)]) == [4]
-
-
 def test_a_rank_that_cannot_be_read_is_left_out(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     cut(run / "rank_2" / "trajectory_index.json")
     buffer, skipped = load(run, strict=False)
@@ -263,9 +245,7 @@ def _with_record(store: Path, change: Callable[[list[bytes]], list[bytes]]) -> N
 def crashed(tmp_path: Path) -> Path:
     """A store of four commits of one trajectory each, as a crash leaves it: all in the log."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
-        for key in range(4):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+        add_each(buffer, range(4))
         copy_live(tmp_path / "live", tmp_path / "crashed")
     return tmp_path / "crashed"
 
@@ -305,19 +285,30 @@ def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> Non
     assert "no trajectory is lost by it" in str(repaired.problems)
 
 
-def test_an_index_worked_out_again_has_what_was_evicted_and_pinned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_an_index_is_worked_out_again_from_the_log_with_what_was_evicted_and_pinned(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.points.pin("early")
+        add_each(buffer, [3])
         buffer.evict([1])
-        copy_live(tmp_path / "live", tmp_path / "crashed")
-    (tmp_path / "crashed" / "trajectory_index.json").unlink()
+        copy_live(tmp_path / "live", tmp_path / "crashed")  # what a crash would leave
+    index = tmp_path / "crashed" / "trajectory_index.json"
+    cut(index) if damage == "cut" else index.unlink()
+    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
+        load(tmp_path / "crashed")
     (problem,) = verify(tmp_path / "crashed").problems
     assert problem.file == "trajectory_index.json"
     assert "Errno" not in problem.message
     assert (problem.lost, problem.uncounted) == ((), False)
     buffer, left_out = load(tmp_path / "crashed", strict=False, pin="early")
     assert (left_out, keys_of(buffer)) == (0, [0, 1, 2])
+    found, _ = load(tmp_path / "crashed", strict=False)
+    assert keys_of(found) == [0, 2, 3]
+    assert "trajectory_index.json" in caplog.text
+    assert found.add_trajectories([witness(9)]) == [4]
 
 
 @pytest.mark.parametrize(("line", "place"), [(0, 2), (1, 3), (2, 3), (0, 1)])
@@ -338,9 +329,10 @@ def test_a_record_that_is_in_the_log_twice_says_nothing_new(crashed: Path, line:
         (bytes(range(11, 99)), False),
         (bytes(range(9)), False),
         (b'{"pid": 1}', False),
+        (b'0badc0de {"generation":99}\n', False),
         (b"\x80\x04K\x01.", False),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_log_that_became_something_else_is_no_interrupted_commit(crashed: Path, content: bytes, sound: bool) -> None:
     _with_record(crashed, lambda lines: [*lines[:2], content])
@@ -351,48 +343,11 @@ def test_a_log_that_became_something_else_is_no_interrupted_commit(crashed: Path
 
 
 def test_two_different_records_of_one_generation_are_refused(crashed: Path) -> None:
-    def other(lines: list[bytes]) -> list[bytes]:
-        record = orjson.loads(lines[1].split(b" ", 1)[1])
-        record["entries"]["uuids"] = "0" * len(record["entries"]["uuids"])
-        return [*lines[:2], encode_line(record), *lines[2:]]
-
-    _with_record(crashed, other)
+    with forged_log(crashed) as records:
+        told = records[1]["entries"]
+        records.insert(2, {**records[1], "entries": {**told, "uuids": "0" * len(told["uuids"])}})
     with pytest.raises(errors.CorruptStoreError, match=r"two records of generation \d+"):
         load(crashed)
-
-
-def test_one_entry_that_makes_no_sense_costs_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
-        buffer.add_trajectories([witness(key) for key in (0, 0, 0)])
-        buffer.flush()
-        copy_live(tmp_path / "live", tmp_path / "crashed")
-
-    def forge(lines: list[bytes]) -> list[bytes]:
-        record = json.loads(lines[0][9:])
-        record["entries"]["max_episode_length"][1] = -1
-        return [encode_line(record)]
-
-    _with_record(tmp_path / "crashed", forge)
-    with pytest.raises(errors.CorruptStoreError, match="max_episode_length"):
-        load(tmp_path / "crashed")
-    buffer, _ = load(tmp_path / "crashed", strict=False)
-    assert buffer.trajectory_ids.tolist() == [0, 2]
-    assert "are left out: trajectory 1 (" in caplog.text
-    assert keys_of(buffer) == [0, 0]
-
-
-def test_one_entry_of_the_index_that_makes_no_sense_costs_itself(tmp_path: Path) -> None:
-    from trajstore.store.packing import pack, unpack
-
-    index = fill(tmp_path / "store", range(5)) / "trajectory_index.json"
-    body = unseal("snapshot", index.read_bytes(), "")
-    steps = unpack(body["live"]["columns"]["steps"], "<i4")
-    steps[3] = -7
-    body["live"]["columns"]["steps"] = pack(steps)
-    index.write_bytes(seal("snapshot", orjson.dumps(body)))
-    with pytest.raises(errors.CorruptStoreError, match="steps"):
-        load(tmp_path / "store")
-    assert keys_of(load(tmp_path / "store", strict=False)[0]) == [0, 1, 2, 4]
 
 
 # -- shards ------------------------------------------------------------------------------------------
@@ -500,17 +455,6 @@ def test_a_changed_byte_of_a_directory_of_rlinf_is_refused_too(tmp_path: Path, s
     buffer.get(2)
     with pytest.raises(errors.CorruptStoreError, match=victim.name):
         buffer.get(3)
-
-
-def test_what_is_lost_is_named_with_its_ids(run: Path) -> None:
-    flip(next((run / "rank_2" / "shards").iterdir()))
-    result = verify(run)
-    (problem,) = result.problems
-    assert problem.file.startswith("rank_2/shards/shard_")
-    lost = [number for low, high in problem.lost for number in range(low, high + 1)]
-    assert 0 < len(lost) <= 3
-    assert result.to_json()["problems"][0]["lost"] == [list(pair) for pair in problem.lost]
-    assert not result.sound
 
 
 def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:

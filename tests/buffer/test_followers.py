@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import opened
+from tests.stores import add_each, opened
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.buffer.backing import StoreBacking
@@ -141,9 +141,7 @@ def test_sampling_while_another_thread_refreshes(tmp_path: Path) -> None:
         ]
         for thread in threads:
             thread.start()
-        for key in range(10, 70):
-            source.add_trajectories([witness(key)])
-            source.flush()
+        add_each(source, range(10, 70))
         done.set()
         for thread in threads:
             thread.join()
@@ -182,9 +180,7 @@ def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_pat
     ) as source:
 
         def add(keys: range) -> None:
-            for key in keys:
-                source.add_trajectories([witness(key)])
-                source.flush()
+            add_each(source, keys)
 
         add(range(3))
         reader = TrajectoryReplayBuffer(sample_window_size=0)
@@ -218,28 +214,6 @@ def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
         interruptions.append(source._backing.writer.log.snapshot)
         assert catalog.refresh()
         assert catalog.index["trajectory_id"].tolist() == [0, 1]
-
-
-def test_a_reader_keeps_evicted_files_until_it_refreshes(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, enable_cache=False) as source:
-        for key in range(4):
-            source.add_trajectories([witness(key)])
-            source.flush()
-        reader = TrajectoryReplayBuffer(sample_window_size=0)
-        reader.load_checkpoint(path)
-        source.evict([0, 1])
-        assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
-        assert len(list((path / "shards").iterdir())) == 4
-        assert reader.refresh()
-        assert not reader.refresh()
-        assert reader.trajectory_ids.tolist() == [2, 3]
-        source.evict([2])
-        reader.close()
-        source.add_trajectories([witness(9)])
-        source.flush()  # evicting what is durable does not write what waits
-        source.evict([3])
-        assert len(list((path / "shards").iterdir())) == 1
 
 
 # -- workers ----------------------------------------------------------------------------------------
@@ -303,9 +277,7 @@ def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     gone, results = context.Event(), context.Queue()
     with opened(tmp_path) as writer:
-        for key in range(2):
-            writer.add_trajectories([witness(key)])
-            writer.flush()
+        add_each(writer, range(2))
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             child = context.Process(target=read_in_child, args=(reader, gone, results), daemon=True)
             child.start()

@@ -38,16 +38,6 @@ def test_everything_is_shown_and_drawn_from(store: Path) -> None:
         assert reader.seed == 7, "of the store"
 
 
-def test_a_seed_gives_the_same_draws(store: Path) -> None:
-    def draw(seed: int) -> list[float]:
-        with TrajectoryReplayBuffer.open(store, seed=seed) as reader:
-            assert reader.seed == seed
-            return reader.sample(8)["rewards"].reshape(-1).tolist()
-
-    assert draw(3) == draw(3)
-    assert draw(3) != draw(4)
-
-
 def test_a_pin_a_share_and_a_window(store: Path) -> None:
     with TrajectoryReplayBuffer.open(store, pin="early") as reader:
         assert len(reader) == 150
@@ -90,17 +80,6 @@ def test_a_reader_that_is_sent_reads_the_same_store_wherever_it_arrives(
         pickle.loads(sent)
 
 
-def test_it_follows_a_live_writer(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as writer:
-        writer.flush()
-        with TrajectoryReplayBuffer.open(tmp_path / "live") as reader:
-            assert len(reader) == 0
-            writer.add_trajectories([one(1.0)])
-            writer.flush()
-            assert reader.refresh()
-            assert len(reader) == 1
-
-
 def test_a_store_whose_first_files_come_while_it_is_opened(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = LocalDirectory.names
     for name in ("metadata.json", "trajectory_index.json"):
@@ -115,12 +94,6 @@ def test_a_store_whose_first_files_come_while_it_is_opened(store: Path, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(LocalDirectory, "names", come)
             assert len(Catalog.open(open_directory(store)).index) == 151
-
-
-def test_nothing_is_made_where_nothing_is(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFoundError):
-        TrajectoryReplayBuffer.open(tmp_path / "absent")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_is_continued_any_number_of_times(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.stores import reader_of, writer_to
+from tests.stores import add_each, reader_of, writer_to
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.buffer.internals import internals_of
@@ -24,18 +23,6 @@ def holding_one(path: Path) -> TrajectoryReplayBuffer:
     return source
 
 
-def test_a_store_that_was_empty_when_it_was_loaded_is_followed(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as source:
-        reader = reader_of(tmp_path)
-        assert not reader.refresh()
-        source.add_trajectories([witness(0)])
-        source.flush()
-        assert reader.refresh()
-        assert check_trajectory(reader.get(0)) == 0
-        assert not reader.refresh()
-        reader.close()
-
-
 def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
     with holding_one(tmp_path) as source:
         reader = reader_of(tmp_path)
@@ -47,20 +34,6 @@ def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
         assert reader.refresh()
         assert check_trajectory(reader.get(1)) == 1
         reader.close()
-
-
-def test_all_ranks_of_a_run_are_followed_also_empty_ones(tmp_path: Path) -> None:
-    ranks = [writer_to(tmp_path / f"rank_{rank}") for rank in range(2)]
-    ranks[0].add_trajectories([witness(0)])
-    ranks[0].flush()
-    reader = reader_of(tmp_path)
-    ranks[1].add_trajectories([witness(1)])
-    ranks[1].flush()
-    assert reader.refresh()
-    assert sorted(check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()) == [0, 1]
-    reader.close()
-    for rank in ranks:
-        rank.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -125,9 +98,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, opened: list[str]) -> None:
     options = WriterOptions(snapshot_bytes=1 << 12)  # so small that the index is written several times
     with writer_to(tmp_path, writer=options, retention=Retention(max_trajectories=8)) as source:
-        for key in range(8):
-            source.add_trajectories([witness(key)])
-            source.flush()
+        add_each(source, range(8))
         reader = reader_of(tmp_path)
         check_batch(reader.sample(8))
         contents = reader._view.contents
@@ -151,9 +122,7 @@ def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, 
         source.flush()
         reader = reader_of(tmp_path)
         opened.clear()
-        for key in range(1, 60):
-            source.add_trajectories([witness(key)])
-            source.flush()
+        add_each(source, range(1, 60))
         assert reader.refresh()
         assert opened != []
         assert [check_trajectory(reader.get(number)) for number in range(60)] == list(range(60))
@@ -164,40 +133,6 @@ def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, 
         assert opened == []
         assert check_trajectory(reader.get(60)) == 60
         reader.close()
-
-
-@pytest.mark.parametrize("fmt", ["pt", "pkl"])
-def test_a_follower_shows_what_a_fresh_reader_shows(tmp_path: Path, fmt: str) -> None:
-    choose = random.Random(3)
-    options = WriterOptions(commit_interval=0, snapshot_bytes=1 << 13, shard_bytes=1 << 14)
-    with writer_to(tmp_path, writer=options, trajectory_format=fmt, cache_size=2) as source:
-        follower = TrajectoryReplayBuffer(sample_window_size=0, cache_size=3)
-        source.flush()
-        follower.load_checkpoint(tmp_path)
-        keys: dict[int, int] = {}
-        for round_ in range(25):
-            fresh = [round_ * 10 + at for at in range(choose.randint(0, 6))]
-            keys |= dict(zip(source.add_trajectories([witness(key) for key in fresh]), fresh, strict=True))
-            source.flush()
-            going = [number for number in keys if choose.random() < 0.2]
-            if going:
-                source.evict(going)
-                for number in going:
-                    del keys[number]
-            if choose.random() < 0.7:
-                follower.refresh()
-                assert follower.trajectory_ids.tolist() == list(keys)
-                assert {number: check_trajectory(follower.get(number)) for number in keys} == keys
-                if keys:
-                    assert check_batch(follower.sample(1)).tolist()[0] in keys.values()
-        reader = reader_of(tmp_path)
-        follower.refresh()
-        assert reader.trajectory_ids.tolist() == follower.trajectory_ids.tolist()
-        for buffer in (reader, follower):
-            buffer.load_state_dict(TrajectoryReplayBuffer(seed=9).state_dict())
-        assert torch.equal(reader.sample(4)["curr_obs"]["tag"], follower.sample(4)["curr_obs"]["tag"])
-        reader.close()
-        follower.close()
 
 
 def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:

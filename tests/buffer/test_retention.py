@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, errors
+from tests.stores import filled
+from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.buffer.backing import StoreBacking
 from trajstore.columns.conversion import flatten
 from trajstore.columns.limits import UNKNOWN_VERSION
 from trajstore.store.index import TrajectoryIndex
 from trajstore.store.new_entries import columns_of, starts_of
-from trajstore.testing.witness import check_trajectory, witness
+from trajstore.testing.witness import witness
 
 
 def step(steps: int, version: int | None) -> Trajectory:
@@ -77,26 +78,6 @@ def test_unknown_versions_stay_and_bytes_count() -> None:
     assert Retention(max_samples=1).to_evict(TrajectoryIndex()).dtype == np.intp
 
 
-@pytest.mark.parametrize("name", ["max_trajectories", "max_samples", "max_bytes", "max_policy_age"])
-def test_limits_out_of_range(name: str) -> None:
-    with pytest.raises(errors.ConfigurationError, match=name):
-        Retention(**{name: -1})
-
-
-@pytest.mark.parametrize("fmt", ["pt", "zarr"])
-def test_a_store_stays_within_its_limit(tmp_path: Path, fmt: str) -> None:
-    retention = Retention(max_trajectories=4)
-    with TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=tmp_path, trajectory_format=fmt, retention=retention
-    ) as buffer:
-        for key in range(12):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
-            assert buffer.trajectory_ids.tolist() == list(range(max(0, key - 3), key + 1))
-        assert [check_trajectory(buffer.get(number)) for number in range(8, 12)] == [8, 9, 10, 11]
-        assert len(list((tmp_path / "shards").iterdir())) == 4
-
-
 def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path: Path) -> None:
     retention = Retention(max_trajectories=3)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, retention=retention) as buffer:
@@ -119,10 +100,7 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
 
 
 def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        for key in range(9):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+    filled(tmp_path, range(9))
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=tmp_path, retention=Retention(max_trajectories=4)
     ) as again:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.mirroring.stores import level
+from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.buffer.sequences import sample_sequences
 from trajstore.errors import (
@@ -31,12 +32,6 @@ from trajstore.inspection.moving import convert, merge
 from trajstore.inspection.verify import verify
 
 formats = pytest.mark.parametrize("trajectory_format", list(FORMATS))
-
-
-def writer_to(path: Path, trajectory_format: str = "pt", **options: Any) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(
-        auto_save=True, auto_save_path=path, trajectory_format=trajectory_format, sample_window_size=0, **options
-    )
 
 
 def block(number: int, steps: int = 4) -> Trajectory:
@@ -71,7 +66,7 @@ def agree(batch: dict[str, Any], given_to: set[int]) -> None:
 @formats
 def test_rows_are_columns_wherever_columns_are_read(trajectory_format: str, tmp_path: Path) -> None:
     columns = ["rewards", "notes.advantages", "notes.judge"]
-    with writer_to(tmp_path / "store", trajectory_format) as writer:
+    with opened(tmp_path / "store", trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([block(number, 3 + number) for number in range(4)])
         annotate(writer, [2, 0], {"advantages": [rows_of(2, 5), rows_of(0, 3).numpy()], "judge": 0.5}, who="anna")
         annotate(writer, 1, {"advantages": [rows_of(1, 4)]})
@@ -86,7 +81,7 @@ def test_rows_are_columns_wherever_columns_are_read(trajectory_format: str, tmp_
                 with ReplayLoader(buffer, batch_size=16, columns=columns) as loader:
                     agree(next(iter(loader)), {0, 1, 2})
                 assert "notes" not in buffer.sample(4)
-    with writer_to(tmp_path / "store", trajectory_format) as again:  # from the snapshot
+    with opened(tmp_path / "store", trajectory_format=trajectory_format) as again:  # from the snapshot
         agree(again.sample(40, columns=columns), {0, 1, 2})
         told = [(note.name, note.value, note.who) for note in notes_of(again, 2)]
         assert told == [("judge", 0.5, "anna"), ("advantages", "rows of float32", "anna")]
@@ -98,7 +93,7 @@ def test_rows_are_columns_wherever_columns_are_read(trajectory_format: str, tmp_
 def test_packs_of_tokens_have_rows_of_tokens_and_of_the_response(
     trajectory_format: str, layout: Any, tmp_path: Path
 ) -> None:
-    with writer_to(tmp_path, trajectory_format) as writer:
+    with opened(tmp_path, trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([rollout(number, 5 + number) for number in range(3)])
         of_tokens = [torch.arange(5.0 + number) + 10 * number for number in (0, 1)]
         of_response = [torch.arange(3 + number, dtype=torch.float64) + 10 * number for number in (0, 1)]
@@ -123,7 +118,7 @@ def test_packs_of_tokens_have_rows_of_tokens_and_of_the_response(
 
 
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: Path) -> None:
-    with writer_to(tmp_path / "store") as writer:
+    with opened(tmp_path / "store") as writer:
         writer.add_trajectories([block(0), block(1)])
         annotate(writer, 0, {"advantages": [rows_of(0)], "judge": 1})
         files = sorted((tmp_path / "store" / "shards").iterdir())
@@ -167,7 +162,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: P
 
 
 def test_kinds_of_trajectories_take_a_call_of_their_own(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as writer:
+    with opened(tmp_path) as writer:
         writer.add_trajectories([block(0), rollout(1)])
         with pytest.raises(ConfigurationError, match="trajectory 1 is a rollout, trajectory 0 is a block of steps"):
             annotate(writer, [0, 1], {"label": [rows_of(0), torch.zeros(6)]})
@@ -180,7 +175,7 @@ def test_kinds_of_trajectories_take_a_call_of_their_own(tmp_path: Path) -> None:
 @formats
 def test_a_rollback_takes_rows_back_and_take_back_returns_them(trajectory_format: str, tmp_path: Path) -> None:
     path = tmp_path / "store"
-    with writer_to(path, trajectory_format) as writer:
+    with opened(path, trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([block(0), block(1)])
         annotate(writer, [0], {"advantages": [rows_of(3)]})
         writer.points.save(1)
@@ -191,7 +186,7 @@ def test_a_rollback_takes_rows_back_and_take_back_returns_them(trajectory_format
         (aside,) = [file.stem for file in (path / "pins").glob("aside-*.json")]
         assert torch.equal(writer.get(0).notes["advantages"], rows_of(3))
         assert not writer.get(1).notes
-    with writer_to(path, trajectory_format) as writer:
+    with opened(path, trajectory_format=trajectory_format) as writer:
         assert torch.equal(writer.get(0).notes["advantages"], rows_of(3))
         writer.points.take_back(aside)
         assert torch.equal(writer.get(1).notes["advantages"], rows_of(5))
@@ -211,7 +206,7 @@ def test_rows_that_others_replace_while_a_point_is_saved_stay_with_the_point(
         if files[0].name.endswith(".state"):
             annotate(writer, [0], {"advantages": [rows_of(5)]})
 
-    with writer_to(tmp_path, trajectory_format) as writer:
+    with opened(tmp_path, trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([block(0)])
         annotate(writer, [0], {"advantages": [rows_of(3)]})
         with monkeypatch.context() as patch:
@@ -229,7 +224,7 @@ def shards_in(path: Path) -> int:
 
 @formats
 def test_rows_that_nobody_can_come_back_to_go(trajectory_format: str, tmp_path: Path) -> None:
-    with writer_to(tmp_path, trajectory_format) as writer:
+    with opened(tmp_path, trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([block(0), block(1)])
         writer.flush()
         before = shards_in(tmp_path)
@@ -256,10 +251,11 @@ def test_rows_that_nobody_can_come_back_to_go(trajectory_format: str, tmp_path: 
 
 @formats
 def test_evicting_and_compacting_leave_the_rows_of_the_rest(trajectory_format: str, tmp_path: Path) -> None:
-    with writer_to(tmp_path, trajectory_format) as writer:
+    with opened(tmp_path, trajectory_format=trajectory_format) as writer:
         writer.add_trajectories([block(number) for number in range(8)])
         annotate(writer, range(8), {"advantages": [rows_of(number) for number in range(8)]})
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            annotate(writer, [2, 4], {"advantages": [rows_of(2), rows_of(4)]})  # in another shard
             writer.evict([0, 1, 3, 6])
             writer.compact()
             for _ in range(2):
@@ -270,31 +266,16 @@ def test_evicting_and_compacting_leave_the_rows_of_the_rest(trajectory_format: s
         agree(reader.sample(64, columns=["rewards", "notes.advantages"]), {2, 4, 5, 7})
 
 
-def test_a_follower_sees_rows_after_it_has_refreshed(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([block(0), block(1)])
-        writer.flush()
-        with TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as reader:
-            for given_to in (0, 1):
-                annotate(writer, given_to, {"advantages": [rows_of(given_to)]})
-                assert reader.refresh()
-                agree(reader.sample(16, columns=["rewards", "notes.advantages"]), set(range(given_to + 1)))
-            annotate(writer, [0, 1], {"advantages": [rows_of(5), rows_of(6)]})
-            agree(reader.sample(16, columns=["rewards", "notes.advantages"]), {0, 1})
-            reader.refresh()
-            assert torch.equal(reader.get(0).notes["advantages"], rows_of(5))
-
-
 def test_a_run_is_read_with_the_rows_of_each_rank(tmp_path: Path) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as writer:
+        with opened(tmp_path / f"rank_{rank}") as writer:
             writer.add_trajectories([block(2 * rank), block(2 * rank + 1)])
             annotate(writer, [1], {"advantages": [rows_of(2 * rank + 1)]})
     with TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as run:
         agree(run.sample(64, columns=["rewards", "notes.advantages"]), {1, 3})
-    with writer_to(tmp_path / "rank_1") as writer:
+    with opened(tmp_path / "rank_1") as writer:
         annotate(writer, [0], {"label": [rows_of(0)]})
-    with writer_to(tmp_path / "rank_0") as writer:
+    with opened(tmp_path / "rank_0") as writer:
         annotate(writer, [0], {"label": [rows_of(0).double()]})
     told = r"notes.label: its rows are float32 \[\] and float64 \[\]"
     with (
@@ -307,7 +288,7 @@ def test_a_run_is_read_with_the_rows_of_each_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["checkpoint", "merge", "convert"])
 def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, copy = tmp_path / "store", tmp_path / "copy"
-    with writer_to(store) as writer:
+    with opened(store) as writer:
         writer.add_trajectories([block(0), block(1), block(2)])
         annotate(writer, [0, 1, 2], {"advantages": [rows_of(7)] * 3})
         annotate(writer, [0, 1], {"advantages": [rows_of(0), rows_of(1)], "judge": 0.5})
@@ -319,7 +300,7 @@ def test_copies_have_the_latest_rows(way: str, tmp_path: Path, caplog: pytest.Lo
             assert "no place for values by row (advantages)" in caplog.text
     if way == "merge":
         other = tmp_path / "other"
-        with writer_to(other) as writer:
+        with opened(other) as writer:
             writer.add_trajectories([block(3), block(4)])
             annotate(writer, [1], {"advantages": [rows_of(4)]})
         merge([store, other], copy)
@@ -345,7 +326,7 @@ def test_one_store_is_not_made_of_values_of_two_kinds(one: Any, other: Any, said
     """Nothing is at the target; with the values under another name it can be made."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     for rank, values in enumerate((one, other)):
-        with writer_to(run / f"rank_{rank}") as writer:
+        with opened(run / f"rank_{rank}") as writer:
             writer.add_trajectories([block(rank)])
             annotate(writer, [0], {"x": values})
     with TrajectoryReplayBuffer.open(run) as reader, pytest.raises(ConfigurationError, match=f"values x are .*{said}"):
@@ -353,7 +334,7 @@ def test_one_store_is_not_made_of_values_of_two_kinds(one: Any, other: Any, said
     with pytest.raises(ConfigurationError, match=f"values x are .*{said}"):
         merge([run], whole)
     assert not whole.exists()
-    with writer_to(run / "rank_1") as writer:
+    with opened(run / "rank_1") as writer:
         annotate(writer, [0], {"x": None, "y": other})
     merge([run], whole)
     assert verify(whole).sound
@@ -362,7 +343,7 @@ def test_one_store_is_not_made_of_values_of_two_kinds(one: Any, other: Any, said
 @pytest.mark.parametrize("way", ["repair", "merge"])
 def test_damaged_rows_are_named_and_left_out_of_a_repaired_store(way: str, tmp_path: Path) -> None:
     store, copy = tmp_path / "store", tmp_path / "copy"
-    with writer_to(store) as writer:
+    with opened(store) as writer:
         writer.add_trajectories([block(0), block(1)])
         annotate(writer, [0], {"advantages": [rows_of(0)]})
         annotate(writer, [1], {"advantages": [rows_of(1)], "label": [rows_of(1)]})
@@ -404,7 +385,7 @@ def test_a_dict_says_the_same(
     tmp_path_factory: pytest.TempPathFactory, todo: list[tuple[Any, ...]], trajectory_format: str
 ) -> None:
     path = tmp_path_factory.mktemp("twin") / "store"
-    writer = writer_to(path, trajectory_format)
+    writer = opened(path, trajectory_format=trajectory_format)
     twin: dict[int, dict[str, int]] = {}
     lengths: dict[int, int] = {}
     saved: dict[int, dict[str, int]] | None = None
@@ -442,7 +423,7 @@ def test_a_dict_says_the_same(
                 twin = {number: dict(given) for number, given in saved.items()}
             elif kind == "reopen":
                 writer.close()
-                writer = writer_to(path, trajectory_format)
+                writer = opened(path, trajectory_format=trajectory_format)
             elif kind == "refresh":
                 writer.flush()
                 reader = reader or TrajectoryReplayBuffer.open(path)
@@ -467,7 +448,7 @@ def same(buffer: TrajectoryReplayBuffer, twin: dict[int, dict[str, int]], length
 
 def test_a_mirror_has_the_rows(tmp_path: Path) -> None:
     store, mirror = tmp_path / "store", tmp_path / "mirror"
-    with writer_to(store, mirror=str(mirror)) as writer:
+    with opened(store, mirror=str(mirror)) as writer:
         writer.add_trajectories([block(0), block(1)])
         annotate(writer, [0, 1], {"advantages": [rows_of(7)] * 2})
         level(writer)
