@@ -10,15 +10,10 @@ import pytest
 
 from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
+from tests.stores import flip
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import COMMANDS, DAMAGED, FAILED
 from trajstore.errors import CorruptStoreError
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def shards_of(store: Path) -> list[Path]:
@@ -43,7 +38,10 @@ def test_a_run_of_which_a_rank_has_problems(run: Run, tmp_path: Path) -> None:
         code, out, _ = run("inspect", tmp_path / "run", *words)
         assert code == DAMAGED
         assert "rank_1" in out
-    assert run("verify", tmp_path / "run")[0] == DAMAGED
+    code, out, _ = run("verify", tmp_path / "run")
+    verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
+    assert (code, "sound" in verdicts[str(tmp_path / "run" / "rank_0")]) == (DAMAGED, True)
+    assert "DAMAGED" in verdicts[str(tmp_path / "run" / "rank_1")]
     assert run("inspect", tmp_path / "run" / "rank_0")[0] == 0
 
 
@@ -55,6 +53,8 @@ def test_a_run_of_which_a_rank_has_problems(run: Run, tmp_path: Path) -> None:
         ("a byte of a shard", (0, DAMAGED, DAMAGED, DAMAGED, 0)),  # inspect compares names and sizes only
         ("a shard", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
         ("metadata", (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),  # what can be worked out again is no loss
+        ("index", (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
+        ("a later layout", (FAILED, FAILED, FAILED, FAILED, FAILED)),
         ("everything", (FAILED, FAILED, FAILED, FAILED, FAILED)),
     ],
 )
@@ -68,6 +68,11 @@ def test_each_command_says_by_its_exit_code_what_it_found(
         shards_of(store)[-1].unlink()
     elif damage == "metadata":
         (store / "metadata.json").write_bytes(b"{")
+    elif damage == "index":
+        (store / "trajectory_index.json").write_bytes((store / "trajectory_index.json").read_bytes()[:-20])
+    elif damage == "a later layout":
+        metadata = store / "metadata.json"
+        metadata.write_text(re.sub('"layout_version": [0-9]+', '"layout_version": 99', metadata.read_text()))
     elif damage == "everything":
         store = tmp_path / "elsewhere"
     found = tuple(

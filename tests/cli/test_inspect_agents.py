@@ -27,20 +27,7 @@ HOSTILE = "look\x1b[2J\x1b]0;owned\x07 \u202ehere\x9b\n  at a glance: all files 
 def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "agents"
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(path)) as buffer:
-        buffer.add_trajectories(
-            [
-                AgentTrajectory(
-                    messages=[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
-                    input_ids=torch.arange(5),
-                    response_start=3,
-                    old_log_probs=torch.tensor([-0.5, -0.25]),
-                    reward=Reward(outcome=float(number % 2)),
-                    task_id=f"task_{number}",
-                    policy_version=number,
-                )
-                for number in range(4)
-            ]
-        )
+        buffer.add_trajectories([build(f"task_{n}", n, float(n % 2), policy_version=n) for n in range(4)])
     report = inspect(path)
     assert report["agents"] == {
         "rollouts": 4,
@@ -57,9 +44,9 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     assert inspect(path)["agents"]["outcomes"] == {"min": 0.0, "mean": 0.25, "max": 1.0}
     code, out, _ = run("inspect", path, "--trajectory", 1)
     assert code == 0
-    assert "2 + 2?" in out
+    assert "  | go\n" in out
     code, out, _ = run("inspect", path, "--trajectory", 1, "--sample", 4, "--json")
-    assert json.loads(out)["values"]["input_ids"] == 4
+    assert json.loads(out)["values"]["input_ids"] == 1004
 
 
 def test_experience_pool(run: Run, shared_fixtures: Path) -> None:
@@ -157,25 +144,19 @@ def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_pat
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "store")) as buffer:
         buffer.add_trajectories(
             [
-                AgentTrajectory(
-                    messages=[{"role": "assistant", "content": "4"}],
-                    input_ids=torch.arange(5),
-                    response_start=3,
-                    reward=None if outcome is None else Reward(outcome=outcome),
-                    task_id=f"task_{number}",
-                )
-                for number, outcome in enumerate(outcomes)
+                build(f"task_{n}", n, outcome, old_log_probs=None, response_mask=None)
+                for n, outcome in enumerate(outcomes)
             ]
         )
     told = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
     assert told["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
     for name in ("turns of the model", "tasks", "with messages"):
         assert told[name].endswith(" (4 of 6 read)"), name
-    assert told["of its response"] == "2 (of 4 rollouts)"
+    assert told["of its response"] == "4 (of 4 rollouts)"
     assert not told["tokens of a rollout"].endswith("read)"), "the index tells it of all"
     told = figures(run("inspect", tmp_path / "store")[1])
     assert told["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
-    assert told["of its response"] == "2"
+    assert told["of its response"] == "4"
 
 
 def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from tests.cli.stores import Run
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, main
+from trajstore.cli import FAILED, INTERRUPTED, main
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range, visible
 
 
@@ -36,26 +35,6 @@ def test_a_wrong_call_is_refused_by_the_parser(words: list[str], capsys: pytest.
         main(words)
     assert caught.value.code == FAILED
     assert "error:" in capsys.readouterr().err
-
-
-def test_a_newer_layout_is_told(run: Run, store: Path) -> None:
-    metadata = store / "metadata.json"
-    text = metadata.read_text()
-    metadata.write_text(re.sub('"layout_version": [0-9]+', '"layout_version": 99', text))
-    assert metadata.read_text() != text
-    code, _, err = run("inspect", store)
-    assert code == FAILED
-    assert "99" in err
-    assert "upgrade" in err
-
-
-def test_damage_is_told_by_the_exit_code(run: Run, store: Path) -> None:
-    index = store / "trajectory_index.json"
-    index.write_bytes(index.read_bytes()[:-20])
-    code, _, err = run("inspect", store)
-    assert code == DAMAGED
-    assert "trajectory_index.json" in err
-    assert err.count("\n") == 1
 
 
 def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

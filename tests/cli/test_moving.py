@@ -9,19 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import opened
+from tests.stores import contents_of, opened
 from tests.test_golden import GOLDEN, LAYOUTS, keys_of
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.inspection.verify import verify
-from trajstore.testing.witness import check_trajectory, witness
+from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-
-
-def keys(path: Path) -> list[int]:
-    with TrajectoryReplayBuffer.open(path) as reader:
-        return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
 
 
 def asked(path: Path, *names: str) -> list[tuple[Any, ...]]:
@@ -79,8 +74,8 @@ def test_every_layout_is_merged_split_and_converted(layout: str, tmp_path: Path)
     assert main(["split", golden, str(tmp_path / "run"), "--ranks", "2"]) == 0
     assert main(["merge", golden, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
     for made in ("pkl", "one"):
-        assert keys(tmp_path / made) == expected
-    assert sorted(keys(tmp_path / "run")) == sorted(expected)
+        assert contents_of(tmp_path / made) == expected
+    assert sorted(contents_of(tmp_path / "run")) == sorted(expected)
 
 
 def test_a_split_by_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +83,7 @@ def test_a_split_by_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         store.add_trajectories([witness(key) for key in range(5)])
     words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2", "--json"]
     assert main(words) == 0
-    assert [keys(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
+    assert [contents_of(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
     assert json.loads(capsys.readouterr().out)["trajectories"] == 5
     assert main(words) == 0  # the same again writes nothing
     assert "written everything already" in capsys.readouterr().out

@@ -11,12 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.cli.stores import Run, make_rollout, write_store
+from tests.cli.stores import Run, write_store
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
 from trajstore.formats import FORMATS
 from trajstore.inspection.verify import verify
-from trajstore.testing.copies import copy_live
 
 
 @pytest.mark.parametrize("trajectory_format", list(FORMATS))
@@ -68,50 +67,13 @@ def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> 
     assert code == 1
     assert shard.name in out
     shard.unlink()
+    (problem,) = json.loads(run("verify", store, "--json")[1])["problems"]
+    assert (problem["file"], problem["lost"], problem["uncounted"]) == (f"shards/{shard.name}", [[0, 4]], False)
     code, out, _ = run("verify", store)
     assert code == 1
     assert shard.name in out
     assert "missing" in out
     assert "DAMAGED" in out
-
-
-def test_leftovers_are_no_damage(run: Run, store: Path) -> None:
-    (store / "shards" / "shard_99999999.pt.tmp").write_bytes(b"half")
-    code, out, _ = run("verify", store)
-    assert code == 0
-    assert "note: 1 files" in out
-
-
-def test_a_cut_commit_is_no_damage_and_a_changed_one_is(run: Run, tmp_path: Path) -> None:
-    live, store = tmp_path / "live", tmp_path / "store"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(live)) as buffer:
-        buffer.add_trajectories([make_rollout(0)])
-        buffer.flush()
-        assert run("verify", live)[0] == 0, "a live writer does not disturb"
-        copy_live(live, store)  # what a crash would leave here
-    log = sorted((store / "log").iterdir())[-1]
-    whole = log.read_bytes()
-    log.write_bytes(whole + b'0badc0de {"generation":')
-    code, out, _ = run("verify", store)
-    assert code == 0
-    assert "interrupted commit" in out
-    log.write_bytes(whole + b'0badc0de {"generation":99}\n')
-    code, out, _ = run("verify", store)
-    assert code == 1
-    assert log.name in out
-
-
-def test_one_damaged_rank_damages_the_run(run: Run, tmp_path: Path) -> None:
-    for rank in range(2):
-        write_store(tmp_path / f"rank_{rank}", range(2))
-    assert run("verify", tmp_path)[0] == 0
-    victim = next((tmp_path / "rank_1" / "shards").iterdir())
-    victim.write_bytes(victim.read_bytes()[:-10])
-    code, out, _ = run("verify", tmp_path)
-    assert code == 1
-    verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
-    assert "sound" in verdicts[str(tmp_path / "rank_0")]
-    assert "DAMAGED" in verdicts[str(tmp_path / "rank_1")]
 
 
 def test_directories_of_rlinf(run: Run, shared_fixtures: Path, tmp_path: Path) -> None:
