@@ -97,7 +97,7 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
         "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto_loop.py
         "docs/howto/demonstrations.md",  # tests/experience/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
-        "docs/howto/object-store.md",  # tests/files/test_object_store_page.py
+        "docs/howto/object-store.md",  # tests/files/test_remote.py
         "docs/howto/verl.md",  # continues a run of verl
         "docs/format.md",  # tests/test_format_page.py
     }

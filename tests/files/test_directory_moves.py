@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import add_each, contents_of, opened
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.errors import StoreNotFoundError
@@ -24,10 +25,6 @@ from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
-def writer_to(path: Path | str, **options: object) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)  # type: ignore[arg-type]
-
-
 def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
     reader = TrajectoryReplayBuffer(sample_window_size=0, enable_cache=False)
     reader.load_checkpoint(path)
@@ -35,17 +32,7 @@ def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
 
 
 def add(buffer: TrajectoryReplayBuffer, *keys: int) -> None:
-    for key in keys:
-        buffer.add_trajectories([witness(key)])
-        buffer.flush()
-
-
-def keys_at(path: Path | str) -> list[int]:
-    reader = reader_of(path)
-    try:
-        return [check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()]
-    finally:
-        reader.close()
+    add_each(buffer, keys)
 
 
 # -- writers ------------------------------------------------------------------------------------------
@@ -55,7 +42,7 @@ def keys_at(path: Path | str) -> list[int]:
 def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    with writer_to("rel", trajectory_format=fmt, enable_cache=False) as buffer:
+    with opened("rel", trajectory_format=fmt, enable_cache=False) as buffer:
         add(buffer, 0)
         monkeypatch.chdir(tmp_path / "elsewhere")
         add(buffer, 1, 2)
@@ -63,7 +50,7 @@ def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch:
         check_batch(buffer.sample(64))
         buffer.save_checkpoint("checkpoint")
         assert buffer.auto_save_path == "rel"
-    assert keys_at(tmp_path / "rel") == keys_at("checkpoint") == [0, 1, 2]
+    assert contents_of(tmp_path / "rel") == contents_of("checkpoint") == [0, 1, 2]
     assert os.listdir(tmp_path / "elsewhere") == ["checkpoint"]
     assert verify(tmp_path / "rel").sound
 
@@ -75,13 +62,13 @@ def test_a_relative_path_in_a_working_directory_that_was_removed(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    for opening in (writer_to, TrajectoryReplayBuffer.open, verify):
+    for opening in (opened, TrajectoryReplayBuffer.open, verify):
         with pytest.raises(StoreNotFoundError, match="run: is relative, and the working directory was removed"):
             opening("run")
 
 
 def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> None:
-    with writer_to(tmp_path / "run", retention=Retention(max_trajectories=3)) as buffer:
+    with opened(tmp_path / "run", retention=Retention(max_trajectories=3)) as buffer:
         add(buffer, 0, 1)
         os.rename(tmp_path / "run", tmp_path / "run_old")
         add(buffer, 2, 3)
@@ -89,19 +76,19 @@ def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> Non
         check_batch(buffer.sample(64))
         buffer.evict([1])
         with pytest.raises(errors.StoreLockedError):
-            writer_to(tmp_path / "run_old")
-        with writer_to(tmp_path / "run") as other:
+            opened(tmp_path / "run_old")
+        with opened(tmp_path / "run") as other:
             add(other, 9)
             add(buffer, 4)
-    assert keys_at(tmp_path / "run_old") == [2, 3, 4]
-    assert keys_at(tmp_path / "run") == [9]
+    assert contents_of(tmp_path / "run_old") == [2, 3, 4]
+    assert contents_of(tmp_path / "run") == [9]
     assert verify(tmp_path).sound
 
 
 @pytest.mark.parametrize("part", ["", "shards", "log"])
 def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(tmp_path: Path, part: str) -> None:
     path = tmp_path / "run"
-    buffer = writer_to(path)
+    buffer = opened(path)
     add(buffer, 0)
     while (path / part).exists():  # metadata.json may be renewed meanwhile
         shutil.rmtree(path / part, ignore_errors=True)
@@ -117,7 +104,7 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
 
 
 def test_a_folder_that_is_put_back_goes_on(tmp_path: Path) -> None:
-    with writer_to(tmp_path / "run") as buffer:
+    with opened(tmp_path / "run") as buffer:
         add(buffer, 0)
         os.rename(tmp_path / "run" / "shards", tmp_path / "away")
         with pytest.raises(errors.StoreWriteError, match=r"run/shards.*|shards: .* was removed while"):
@@ -125,11 +112,11 @@ def test_a_folder_that_is_put_back_goes_on(tmp_path: Path) -> None:
         os.rename(tmp_path / "away", tmp_path / "run" / "shards")
         buffer.flush()
         add(buffer, 2)
-    assert keys_at(tmp_path / "run") == [0, 1, 2]
+    assert contents_of(tmp_path / "run") == [0, 1, 2]
 
 
 def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -> None:
-    buffer = writer_to(tmp_path)
+    buffer = opened(tmp_path)
     add(buffer, 0)
     (segment,) = (tmp_path / "log").iterdir()
     with segment.open("ab") as file:
@@ -138,7 +125,7 @@ def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -
         add(buffer, 1)
     with pytest.raises(errors.StoreWriteError):
         buffer.close()
-    assert keys_at(tmp_path) == [0]
+    assert contents_of(tmp_path) == [0]
 
 
 # -- readers ------------------------------------------------------------------------------------------
@@ -148,7 +135,7 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with writer_to("r") as buffer:
+    with opened("r") as buffer:
         add(buffer, 0, 1, 2, 3)
     reader = reader_of("r")
     (tmp_path / "elsewhere").mkdir()
@@ -157,7 +144,7 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     os.rename(tmp_path / "r", tmp_path / "r2")
     assert [check_trajectory(reader.get(number)) for number in range(4)] == [0, 1, 2, 3]
     for key in (4, 5):  # at first from the log alone, then anew: the log was written into the index
-        with writer_to(tmp_path / "r2") as buffer:
+        with opened(tmp_path / "r2") as buffer:
             add(buffer, key)
             assert reader.refresh()
     assert [check_trajectory(reader.get(number)) for number in range(6)] == [0, 1, 2, 3, 4, 5]
@@ -167,12 +154,12 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
 def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for rank in range(2):
-        with writer_to(f"run/rank_{rank}") as buffer:
+        with opened(f"run/rank_{rank}") as buffer:
             add(buffer, rank)
     reader = reader_of("run")
     os.rename("run", "run_old")
     monkeypatch.chdir("/")
-    with writer_to(tmp_path / "run_old" / "rank_1") as buffer:
+    with opened(tmp_path / "run_old" / "rank_1") as buffer:
         add(buffer, 2)
         assert reader.refresh()
     assert sorted(check_trajectory(one) for one in reader.sample_trajectories(3)) == [0, 1, 2]
@@ -181,7 +168,7 @@ def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pyte
 
 def test_a_reader_of_a_replaced_checkpoint_is_told_to_load_again(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    with writer_to(tmp_path / "run", writer=WriterOptions(shard_bytes=1)) as buffer:
+    with opened(tmp_path / "run", writer=WriterOptions(shard_bytes=1)) as buffer:
         add(buffer, 0, 1)
         buffer.save_checkpoint(path)
         reader = reader_of(path)
@@ -201,12 +188,12 @@ def test_checkpoints_and_stores_behind_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to("disk")
     (tmp_path / "step_1").mkdir()
     (tmp_path / "latest").symlink_to("step_1")
-    with writer_to(tmp_path / "run") as buffer:
+    with opened(tmp_path / "run") as buffer:
         add(buffer, 0)
         buffer.save_checkpoint(tmp_path / "latest")
         add(buffer, 1)
         buffer.save_checkpoint(tmp_path / "latest")
-    assert keys_at(tmp_path / "disk") == keys_at(tmp_path / "step_1") == [0, 1]
+    assert contents_of(tmp_path / "disk") == contents_of(tmp_path / "step_1") == [0, 1]
     assert os.readlink(tmp_path / "latest") == "step_1"
     assert sorted(os.listdir(tmp_path)) == ["disk", "latest", "run", "step_1"]
 
@@ -217,21 +204,21 @@ def test_checkpoints_and_stores_behind_symbolic_links(tmp_path: Path) -> None:
 def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with writer_to(tmp_path) as buffer:
+    with opened(tmp_path) as buffer:
         add(buffer, 0)
         (tmp_path / "writer.lock").unlink()
         with pytest.raises(errors.StoreLockedError):
-            writer_to(tmp_path)
+            opened(tmp_path)
         assert "writer.lock" not in os.listdir(tmp_path)
         add(buffer, 1)
         assert "writer.lock was removed under its writer" in caplog.text
         with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
-            writer_to(tmp_path)
-    assert keys_at(tmp_path) == [0, 1]
+            opened(tmp_path)
+    assert contents_of(tmp_path) == [0, 1]
 
 
 def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
-    buffer = writer_to(tmp_path)
+    buffer = opened(tmp_path)
     add(buffer, 0)
     (tmp_path / "writer.lock").unlink()
     (tmp_path / "writer.lock").touch()  # as a writer that locks this file only would
@@ -241,18 +228,18 @@ def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
         add(buffer, 1)
     with pytest.raises(errors.StoreWriteError):
         buffer.close()
-    with writer_to(tmp_path) as again:
+    with opened(tmp_path) as again:
         assert [check_trajectory(again.get(number)) for number in again.trajectory_ids.tolist()] == [0]
 
 
 def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path) -> None:
-    with writer_to(tmp_path):
+    with opened(tmp_path):
         pass
     with (tmp_path / "writer.lock").open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(errors.StoreLockedError):
-            writer_to(tmp_path)
-    with writer_to(tmp_path) as buffer:
+            opened(tmp_path)
+    with opened(tmp_path) as buffer:
         add(buffer, 0)
         with (tmp_path / "writer.lock").open("r+") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,12 +256,12 @@ def test_where_directories_cannot_be_locked_the_file_alone_counts(
         real(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", files_only)
-    with writer_to(tmp_path / "run") as buffer:
+    with opened(tmp_path / "run") as buffer:
         add(buffer, 0)
         with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
-            writer_to(tmp_path / "run")
+            opened(tmp_path / "run")
         buffer.save_checkpoint(tmp_path / "checkpoint")
-    assert keys_at(tmp_path / "run") == keys_at(tmp_path / "checkpoint") == [0]
+    assert contents_of(tmp_path / "run") == contents_of(tmp_path / "checkpoint") == [0]
 
 
 def test_a_forked_child_that_outlives_its_killed_parent_keeps_no_lock(tmp_path: Path) -> None:
@@ -298,13 +285,13 @@ time.sleep(600)
     child = int(parent.stdout.readline())
     try:
         with pytest.raises(errors.StoreLockedError, match=f"process {parent.pid} "):
-            writer_to(tmp_path)
+            opened(tmp_path)
         parent.kill()
         parent.wait()
-        with writer_to(tmp_path) as buffer:
+        with opened(tmp_path) as buffer:
             assert LocalDirectory(tmp_path).readers() == []
             add(buffer, 1)
-        assert keys_at(tmp_path) == [0, 1]
+        assert contents_of(tmp_path) == [0, 1]
     finally:
         os.kill(child, signal.SIGKILL)
         parent.kill()
@@ -334,7 +321,7 @@ def read_with_few_descriptors(path: Path, shards: int) -> None:
 )
 def test_mapped_shards_keep_no_descriptors(tmp_path: Path, fmt: str, shards: int) -> None:
     options = WriterOptions(shard_bytes=1, commit_interval=0.0)
-    with failing_disk(FaultPlan()), writer_to(tmp_path, trajectory_format=fmt, writer=options) as buffer:
+    with failing_disk(FaultPlan()), opened(tmp_path, trajectory_format=fmt, writer=options) as buffer:
         buffer.add_trajectories([witness(key) for key in range(shards)])  # nothing fails, but nothing is synced either
     child = forking().Process(target=read_with_few_descriptors, args=(tmp_path, shards))
     child.start()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests.stores import opened
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.experience.persistence import POOL_FILES, PoolContents, read_pool, write_pool
 from trajstore.files import folders as folders_module
@@ -83,10 +84,6 @@ def recording(watch: Callable[[], None] = lambda: None) -> Iterator[Recorder]:
         yield recorder
 
 
-def writer_to(path: Path, **options: Any) -> TrajectoryReplayBuffer:
-    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0, **options)
-
-
 @pytest.mark.parametrize("fmt", ["pt", "zarr"])
 def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> None:
     store = tmp_path / "a" / "b" / "store"
@@ -94,7 +91,7 @@ def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> N
     # people by the writer's own thread, whenever that gets to it.
     renewed = {str(store / "metadata.json"), str(store / "metadata.json.tmp")}
     unpromised = renewed | {str(store / "writer.lock")}
-    with recording() as recorder, writer_to(store, trajectory_format=fmt) as buffer:
+    with recording() as recorder, opened(store, trajectory_format=fmt) as buffer:
         assert recorder.unsynced <= unpromised
         for key in range(3):
             buffer.add_trajectories([witness(key)])
@@ -113,10 +110,10 @@ def test_every_name_is_synced_when_a_call_returns(tmp_path: Path, fmt: str) -> N
 
 def test_names_that_a_killed_writer_left_unsynced_are_synced_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    with writer_to(path) as buffer:
+    with opened(path) as buffer:
         buffer.add_trajectories([witness(0)])
     (path / "log" / f"{2:016d}.log").touch()  # killed when it had made the segment
-    with recording() as recorder, writer_to(path) as buffer:
+    with recording() as recorder, opened(path) as buffer:
         buffer.add_trajectories([witness(1)])
         buffer.flush()
         synced = {folder for name, folder in recorder.calls if name == "fsync"}
@@ -124,7 +121,7 @@ def test_names_that_a_killed_writer_left_unsynced_are_synced_by_the_next(tmp_pat
 
 
 def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> None:
-    with writer_to(tmp_path, writer=WriterOptions(shard_bytes=1), retention=Retention(max_trajectories=1)) as buffer:
+    with opened(tmp_path, writer=WriterOptions(shard_bytes=1), retention=Retention(max_trajectories=1)) as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.points.pin("kept")
         buffer.add_trajectories([witness(1)])
@@ -137,7 +134,7 @@ def test_a_pin_goes_for_good_before_the_files_that_it_held(tmp_path: Path) -> No
 
 def test_a_checkpoint_is_whole_at_every_moment_of_being_replaced(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
-    with writer_to(tmp_path / "store") as buffer:
+    with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.save_checkpoint(path)
         sizes = set()
@@ -171,7 +168,7 @@ def test_what_a_killed_save_left_is_removed_and_what_a_live_one_makes_is_not(tmp
     path = tmp_path / "checkpoint"
     left = tmp_path / ".checkpoint.0123.tmp"
     shutil.copytree(Path(__file__).parent.parent / "golden", left)
-    with writer_to(tmp_path / "store") as buffer:
+    with opened(tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(0)])
         with folders_module.publish_folder(path) as other:
             buffer.save_checkpoint(path)
@@ -185,7 +182,7 @@ def test_files_that_cannot_be_linked_are_copied(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: object, **__: object) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    with writer_to(tmp_path / "store", trajectory_format="zarr") as buffer:
+    with opened(tmp_path / "store", trajectory_format="zarr") as buffer:
         buffer.add_trajectories([witness(0)])
         with monkeypatch.context() as patch:
             patch.setattr(os, "link", refuse)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import add_each
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.experience.persistence import POOL_FILES, read_pool
 from trajstore.inspection.copying import copy_store
@@ -60,9 +61,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         buffer.add_trajectories([witness(0)])
         buffer.flush()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=made, sample_window_size=0) as buffer:
-        for key in (1, 2):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+        add_each(buffer, (1, 2))
         buffer.points.pin("kept")
         copy_live(made, path / "copy")  # as a killed writer leaves it
     return path / "copy"

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import filled
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.files import partial
 from trajstore.files.object_store import ObjectStore
@@ -275,10 +276,7 @@ def test_agent_trajectories_are_fetched_alone(asked: list[int]) -> None:
 
 def test_formats_without_places_are_said(caplog: pytest.LogCaptureFixture, asked: list[int]) -> None:
     url = f"memory://bucket-{uuid.uuid4()}/run"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url, trajectory_format="pkl") as buffer:
-        for key in range(2):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+    filled(url, range(2), trajectory_format="pkl")
     with caplog.at_level(logging.WARNING), reader_of(url) as reader:
         check_batch(reader.sample(8))
     said = [record.getMessage() for record in caplog.records if "range_reads has no effect" in record.getMessage()]

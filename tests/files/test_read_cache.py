@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.stores import add_each, filled
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -150,9 +151,7 @@ def test_a_damaged_copy_is_made_anew(memory_url: str, tmp_path: Path) -> None:
 
 def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
-        for key in range(2):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+        add_each(buffer, range(2))
         reader = TrajectoryReplayBuffer(sample_window_size=0)
         reader.load_checkpoint(memory_url)
         for name in open_directory(memory_url).names("readers"):  # as if it had been cut off for too long
@@ -168,10 +167,7 @@ def test_a_reader_whose_shard_was_evicted_is_told_to_refresh(memory_url: str) ->
 def test_a_copy_that_does_not_fit_is_fetched_anew(
     memory_url: str, tmp_path: Path, downloads: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
-        for key in range(3):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+    filled(memory_url, range(3))
     options = {"cache_dir": tmp_path}
 
     def read_all() -> list[int]:

@@ -6,12 +6,14 @@ import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any, cast
 
 import fsspec
 import pytest
 import torch
 
+from tests.pages import run_page
 from trajstore.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -109,13 +111,6 @@ def test_absent_bucket(s3_options: dict[str, Any]) -> None:
     assert directory.names() == []
     with pytest.raises(FileNotFoundError, match="there-is-no-such-bucket"):
         publish(directory, a=b"1")
-
-
-def test_segment_written_twice_with_the_same_content_is_one_commit(memory_url: str) -> None:
-    directory = open_directory(memory_url)
-    directory.append("log/1", b"line\n")
-    directory.append("log/1", b"line\n")  # what a client does whose first answer was lost
-    assert directory.read("log/1") == b"line\n"
 
 
 def test_a_segment_that_the_next_writer_had_and_deleted_is_not_of_the_earlier_one(
@@ -216,3 +211,8 @@ def test_a_buffer_lives_in_an_object_store(
     assert set(loaded.sample(24)["rewards"].flatten().tolist()) <= {1.0, 2.0, 3.0}
     assert len(loaded) == 3
     loaded.close()
+
+
+@pytest.mark.usefixtures("s3_options")
+def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path) -> None:
+    run_page(project_root, tmp_path, "howto/object-store.md")
