@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.stores import keys_at
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.inspection.verify import verify
@@ -92,15 +93,6 @@ class Session:
         self.attempt(self.close)
 
 
-def contents_of(path: Path) -> dict[int, int]:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    try:
-        buffer.load_checkpoint(path)
-        return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
-    finally:
-        buffer.close()
-
-
 def session(path: Path, plan: FaultPlan) -> Session:
     done = Session(path / "store", plan)
     with failing_disk(plan):
@@ -159,7 +151,7 @@ def check_failure(tmp_path: Path, plan: FaultPlan, caplog: pytest.LogCaptureFixt
             assert done.errors, where
     for error in done.errors:
         assert str(tmp_path) in str(error), f"{where}: names no file: {error!r}"
-    found = contents_of(done.path)
+    found = keys_at(done.path)
     assert found == done.safe, where
     assert verify(done.path).sound, where
     assert verify(done.path.with_name("checkpoint")).sound, where
@@ -180,11 +172,11 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
             assert buffer.add_trajectories([witness(3)]) == [3]  # the error was told; there is room in memory
             assert [check_trajectory(buffer.get(number)) for number in range(4)] == [0, 1, 2, 3]
             assert buffer.points.committed == 0
-            assert contents_of(tmp_path / "store") == {0: 0}
+            assert keys_at(tmp_path / "store") == {0: 0}
             plan.heal()
             buffer.flush()
         with failing_disk(plan_later):
             buffer.add_trajectories([witness(4)])
             buffer.flush()
     assert plan_later.fired is None
-    assert contents_of(tmp_path / "store") == {number: number for number in range(5)}
+    assert keys_at(tmp_path / "store") == {number: number for number in range(5)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import contents_of, opened
+from tests.stores import add_each, contents_of, opened
 from trajstore import Trajectory, WriterOptions
 from trajstore.errors import StoreWriteError
 from trajstore.files.local import LocalDirectory
@@ -145,9 +145,7 @@ def publish_nothing(*arguments: Any) -> int:
 
 def test_a_full_disk_with_a_torn_log_can_be_opened_and_evicted_from(tmp_path: Path) -> None:
     with opened(tmp_path / "live") as buffer:
-        for key in range(4):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+        add_each(buffer, range(4))
         store = copy_live(tmp_path / "live", tmp_path / "killed")
     (segment,) = (store / "log").iterdir()
     whole = segment.read_bytes()

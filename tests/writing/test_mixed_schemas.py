@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.stores import opened
+from tests.forging import forged_log
+from tests.stores import keys_at, opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
 from trajstore.formats import FORMATS
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
-from trajstore.store.log_records import decode_lines, encode_line
 from trajstore.testing.copies import copy_live, tell_ids
 from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.testing.witness import check_trajectory, witness
@@ -26,12 +26,6 @@ KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
 
 LATE = WriterOptions(commit_interval=30.0)
 """Nothing is written before a flush, so that all that was added makes one commit."""
-
-
-def keys_in(path: Path, *arguments: Any, **options: Any) -> dict[int, int]:
-    with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(path, *arguments, **options)
-        return {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
 
 
 def shards_in(path: Path) -> int:
@@ -55,13 +49,6 @@ def crashed(tmp_path: Path) -> Path:
     return tmp_path / "crashed"
 
 
-def forged(path: Path, change: Any) -> None:
-    """Change the records of a store's log; their checksums fit."""
-    (log,) = (path / "log").iterdir()
-    records = decode_lines(log.read_bytes(), "log").records
-    log.write_bytes(b"".join(encode_line(record) for record in change(records)))
-
-
 @pytest.mark.parametrize("form", list(FORMATS))
 @pytest.mark.parametrize("at_once", [1, 3, len(KEYS)])
 def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: str, at_once: int) -> None:
@@ -74,22 +61,10 @@ def test_kinds_that_are_added_in_turn_make_one_shard_each(tmp_path: Path, form: 
         assert shards_in(tmp_path / "store") == 2
         assert buffer.trajectory_ids.tolist() == ids
         assert [check_trajectory(buffer.get(number)) for number in ids] == KEYS
-        assert keys_in(tmp_path / "store") == dict(enumerate(KEYS))
-    assert keys_in(tmp_path / "store") == dict(enumerate(KEYS))
+        assert keys_at(tmp_path / "store") == dict(enumerate(KEYS))
+    assert keys_at(tmp_path / "store") == dict(enumerate(KEYS))
     report = verify(tmp_path / "store")
     assert (report.problems, report.notes, report.trajectories) == ([], [], len(KEYS))
-
-
-def test_agent_trajectories_with_and_without_entropies_share_a_commit(tmp_path: Path) -> None:
-    with opened(tmp_path, writer=LATE) as buffer:
-        for number in range(60):
-            buffer.add_trajectories([rollout(number)])
-        buffer.flush()
-        assert shards_in(tmp_path) == 2
-        found = buffer.sample_trajectories(60)
-    assert sorted(one.task_id for one in found) == sorted(f"task {number}" for number in range(60))
-    for one in found:
-        assert (one.entropys is not None) == (int(one.task_id.split()[1]) % 3 == 0)
 
 
 def test_more_than_a_shard_of_two_kinds_is_cut_by_size(tmp_path: Path) -> None:
@@ -98,7 +73,7 @@ def test_more_than_a_shard_of_two_kinds_is_cut_by_size(tmp_path: Path) -> None:
         buffer.add_trajectories([witness(key) for key in range(60)])
         buffer.flush()
         assert shards_in(tmp_path) < 30
-    assert keys_in(tmp_path) == {number: number for number in range(60)}
+    assert keys_at(tmp_path) == {number: number for number in range(60)}
 
 
 def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: Path) -> None:
@@ -107,28 +82,13 @@ def test_a_torn_commit_of_several_shards_is_there_whole_or_not_at_all(crashed: P
     tell_ids(crashed, 0)  # not renewed since it was made
     for cut in [*range(0, len(data), len(data) // 40), len(data) - 1]:
         log.write_bytes(data[:cut])
-        assert keys_in(crashed) == {}
+        assert keys_at(crashed) == {}
     log.write_bytes(data)
-    assert keys_in(crashed) == dict(enumerate(KEYS))
-
-
-def test_a_follower_sees_ids_in_order_and_all_of_a_commit(tmp_path: Path) -> None:
-    with opened(tmp_path, writer=LATE) as source, TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        source.add_trajectories([witness(0)])
-        source.flush()
-        reader.load_checkpoint(tmp_path)
-        for begin in range(1, 40, 13):
-            for key in range(begin, begin + 13):
-                source.add_trajectories([witness(key)])
-            source.flush()
-            assert reader.refresh()
-            assert reader.trajectory_ids.tolist() == list(range(begin + 13))
-            assert [check_trajectory(reader.get(number)) for number in range(begin + 13)] == list(range(begin + 13))
-        reader.sample(30)
+    assert keys_at(crashed) == dict(enumerate(KEYS))
 
 
 def test_ranks_share_out_interleaved_shards(crashed: Path) -> None:
-    shares = [keys_in(crashed, True, rank, 3) for rank in range(3)]
+    shares = [keys_at(crashed, True, rank, 3) for rank in range(3)]
     assert [list(share) for share in shares] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert {number: key for share in shares for number, key in share.items()} == dict(enumerate(KEYS))
 
@@ -136,7 +96,7 @@ def test_ranks_share_out_interleaved_shards(crashed: Path) -> None:
 def test_tools_and_writers_go_on_with_it(crashed: Path, tmp_path: Path) -> None:
     assert inspect(crashed)["trajectories"] == len(KEYS)
     assert copy_store(crashed, tmp_path / "copy").trajectories == len(KEYS)
-    assert keys_in(tmp_path / "copy") == dict(enumerate(KEYS))
+    assert keys_at(tmp_path / "copy") == dict(enumerate(KEYS))
     with opened(crashed, writer=LATE) as buffer:
         buffer.points.pin("first")
         buffer.evict([1, 2, 6])
@@ -146,8 +106,8 @@ def test_tools_and_writers_go_on_with_it(crashed: Path, tmp_path: Path) -> None:
         assert shards_in(crashed) == 2
         buffer.save_checkpoint(tmp_path / "checkpoint")
     left = {number: key for number, key in enumerate([*KEYS, 10, 12, 13]) if number not in (1, 2, 6)}
-    assert keys_in(crashed) == keys_in(tmp_path / "checkpoint") == left
-    assert keys_in(crashed, pin="first") == dict(enumerate(KEYS))
+    assert keys_at(crashed) == keys_at(tmp_path / "checkpoint") == left
+    assert keys_at(crashed, pin="first") == dict(enumerate(KEYS))
     assert verify(crashed).sound
 
 
@@ -156,7 +116,7 @@ def test_a_checkpoint_of_memory_has_one_shard_for_each_kind(tmp_path: Path) -> N
         buffer.add_trajectories([witness(key) for key in KEYS])
         buffer.save_checkpoint(tmp_path / "saved")
     assert shards_in(tmp_path / "saved") == 2
-    assert keys_in(tmp_path / "saved") == dict(enumerate(KEYS))
+    assert keys_at(tmp_path / "saved") == dict(enumerate(KEYS))
 
 
 def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
@@ -168,25 +128,6 @@ def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------
-
-
-def test_one_that_cannot_be_written_leaves_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trajstore.writing import publishing
-
-    real = publishing.entries_to_json
-
-    def entries(records: Any, ids: Sequence[int], uuids: bytes) -> Any:
-        if 3 in ids:
-            raise ValueError("no such value")
-        return real(records, ids, uuids)
-
-    monkeypatch.setattr(publishing, "entries_to_json", entries)
-    with opened(tmp_path, writer=LATE) as buffer:
-        buffer.add_trajectories([witness(key) for key in KEYS])
-        with pytest.raises(UnwritableTrajectoryError, match=r"trajectories \[3\]"):
-            buffer.flush()
-    assert keys_in(tmp_path) == {number: key for number, key in enumerate(KEYS) if number != 3}
-    assert verify(tmp_path).sound
 
 
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
@@ -224,7 +165,7 @@ def test_whichever_call_to_the_disk_fails_all_of_a_commit_is_written_in_the_end(
             buffer.add_trajectories([witness(key) for key in KEYS])
             with failing_disk(FaultPlan(at=at)) as plan:
                 buffer.flush()
-        assert keys_in(path) == dict(enumerate([0, *KEYS]))
+        assert keys_at(path) == dict(enumerate([0, *KEYS]))
         return plan
 
     calls = len(session(tmp_path / "all", None).calls)
@@ -273,21 +214,16 @@ def _no_list(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("forge", [_without_shards, _descending, _twice, _no_list])
 def test_a_forged_commit_is_refused(crashed: Path, forge: Any) -> None:
-    def change(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with forged_log(crashed) as records:
         forge(records[-1])
-        return records
-
-    forged(crashed, change)
     with pytest.raises(CorruptStoreError, match="generation 1"):
-        keys_in(crashed)
+        keys_at(crashed)
 
 
 def test_commits_whose_ids_are_among_each_other_are_refused(crashed: Path) -> None:
-    def change(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with forged_log(crashed) as records:
         (record,) = records
         first, second = record.pop("shards")
-        return [{**record, **first}, {**record, **second, "generation": 2, "schemas": []}]
-
-    forged(crashed, change)
+        records[:] = [{**record, **first}, {**record, **second, "generation": 2, "schemas": []}]
     with pytest.raises(CorruptStoreError, match="ascend"):
-        keys_in(crashed)
+        keys_at(crashed)

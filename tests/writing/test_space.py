@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import reader_of, writer_to
+from tests.stores import add_each, reader_of, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
@@ -35,9 +35,7 @@ from trajstore.writing.rewriting import Usage, choose
 
 def add_one_by_one(buffer: TrajectoryReplayBuffer, keys: range) -> None:
     """Add trajectories in shards of their own."""
-    for key in keys:
-        buffer.add_trajectories([witness(key)])
-        buffer.flush()
+    add_each(buffer, keys)
 
 
 def shard_files(path: Path) -> list[str]:
@@ -130,22 +128,6 @@ def test_readers_of_earlier_versions_hold_what_they_say(tmp_path: Path) -> None:
         assert len(shard_files(tmp_path)) == 2
         assert len(check_batch(source.sample(4))) == 4
         lease.release()
-
-
-def test_a_batch_of_a_follower_survives_what_a_busy_writer_deletes(tmp_path: Path) -> None:
-    options = WriterOptions(commit_interval=0, snapshot_bytes=1 << 13)
-    with writer_to(tmp_path, retention=Retention(max_trajectories=5), writer=options) as source:
-        add_one_by_one(source, range(5))
-        readers = [reader_of(tmp_path) for _ in range(3)]
-        for key in range(5, 65):
-            add_one_by_one(source, range(key, key + 1))
-            for at, reader in enumerate(readers):
-                if key % (at + 1) == 0:
-                    reader.refresh()
-                check_batch(reader.sample(8))
-        assert len(shard_files(tmp_path)) <= 12
-        for reader in readers:
-            reader.close()
 
 
 # -- shards that are partly alive -------------------------------------------------------------------
@@ -264,18 +246,6 @@ def test_a_damaged_shard_is_not_rewritten(tmp_path: Path, caplog: pytest.LogCapt
         assert len(shard_files(tmp_path)) == 3, "the damaged one, its like, and one made of the two others"
         assert [check_trajectory(source.get(number)) for number in (0, 2, 3)] == [0, 2, 3]
     assert [problem.file.split("/")[-1] for problem in verify(tmp_path).problems] == [damaged.name]
-
-
-def test_another_shape_of_trajectories_stays_apart(tmp_path: Path) -> None:
-    with writer_to(tmp_path, enable_cache=False) as source:
-        for key in range(6):
-            source.add_trajectories([witness(key)])
-            source.add_trajectories([big(key)])
-            source.flush()
-        source.evict([0, 1])
-        source.compact()
-        assert len(shard_files(tmp_path)) == 3, "one for each set of columns; witnesses have two"
-        assert [check_trajectory(source.get(number)) for number in range(2, 12, 2)] == list(range(1, 6))
 
 
 def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,14 +181,6 @@ def test_an_adder_waits_for_room() -> None:
     assert held.nbytes == 64
 
 
-def test_ids_of_ranks_keep_apart() -> None:
-    target = queue()
-    assert target.take_ids(3)[0] == [0, 1, 2]
-    assert target.reserve_ids(1, 4) == 5
-    assert target.take_ids(2)[0] == [5, 9]
-    assert target.take_ids(1)[0] == [13]
-
-
 def test_uuids_are_version_4_and_different() -> None:
     data = random_uuids(1000)
     assert len({data[at : at + 16] for at in range(0, len(data), 16)}) == 1000
