@@ -35,7 +35,7 @@ from trajstore.feeding import (
     prefetch,
     replay_buffer_collate_fn,
 )
-from trajstore.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.testing.waiting import wait_until
 
 
@@ -191,45 +191,6 @@ def test_it_waits_until_both_buffers_are_filled() -> None:
     loader.close()
     with pytest.raises(StoreClosedError):
         next(loader)
-
-
-@pytest.mark.parametrize("sampler", [None, "prioritized"])
-def test_a_state_names_the_batches_under_way(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, sampler: str | None
-) -> None:
-    def make() -> Sampler | None:
-        return None if sampler is None else WeightedSampler([UseLimit(cooldown=1)], Priorities(per="trajectory"))
-
-    store().close()
-    with ReplayLoader(reader(tmp_path / "replay"), 4, prefetch=3, sampler=make()) as loader:
-        for _ in range(5):
-            next(loader)
-        state = loader.state_dict()
-        expected = [rewards(next(loader)) for _ in range(9)]
-    with ReplayLoader(reader(tmp_path / "replay"), 4, prefetch=2, sampler=make()) as other:
-        other.load_state_dict(state)
-        assert [rewards(next(other)) for _ in range(9)] == expected
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_ranks_together_get_the_global_batches_whatever_their_number(
-    store: Callable[..., TrajectoryReplayBuffer], tmp_path: Path, world: int
-) -> None:
-    """Stopped on two ranks after four batches, resumed on another number."""
-    store().close()
-    path = tmp_path / "replay"
-    with ReplayLoader(reader(path), 16) as loader:
-        expected = [sorted(rewards(next(loader))) for _ in range(9)]
-    first = [ReplayLoader(reader(path), 16, rank=(r, 2)) for r in range(2)]
-    begun = [sorted(value for loader in first for value in rewards(next(loader))) for _ in range(4)]
-    state = first[0].state_dict()
-    later = [ReplayLoader(reader(path), 16, rank=(r, world)) for r in range(world)]
-    for loader in later:
-        loader.load_state_dict(state)
-    rest = [sorted(value for loader in later for value in rewards(next(loader))) for _ in range(5)]
-    for loader in first + later:
-        loader.close()
-    assert begun + rest == expected
 
 
 def evicted_at_first_read(buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -415,22 +376,6 @@ def test_attributes_of_rlinfs_datasets_may_be_set_at_any_time(
     dataset.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batch_size": 0}, "batch_size: 0"),
-        ({"batch_size": 4, "rank": (2, 2)}, r"rank: \(2, 2\)"),
-        ({"batch_size": 4, "rank": (0, 5)}, "at least the number of ranks"),
-        ({"batch_size": 4, "prefetch": 0}, "prefetch: 0"),
-        ({"batch_size": 4, "device": "meta"}, "must be the CPU or a CUDA device"),
-        ({"batch_size": 4, "demo_sampler": WeightedSampler()}, "has no effect without demos"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ReplayLoader(TrajectoryReplayBuffer(), **options)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_arrive_on_the_device(store: Callable[..., TrajectoryReplayBuffer]) -> None:
     buffer = store()
@@ -485,6 +430,10 @@ def test_a_batch_says_its_rows_and_priorities_come_back(store: Callable[..., Tra
             {"sampler": WeightedSampler(unit="trajectory")},
             "draws whole trajectories, and these batches are made of trans",
         ),
+        ({"rank": (2, 2)}, r"rank: \(2, 2\)"),
+        ({"rank": (0, 5)}, "at least the number of ranks"),
+        ({"device": "meta"}, "must be the CPU or a CUDA device"),
+        ({"demo_sampler": WeightedSampler()}, "has no effect without demos"),
         ({"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
         ({"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
     ],

@@ -333,15 +333,10 @@ def test_the_last_batch_of_an_epoch_has_rows_for_every_rank_though_it_may_be_non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": 0}, "tokens: 0"),
-        ({"lookahead": 0}, "lookahead: 0"),
         ({"layout": "ragged"}, "layout: 'ragged', must be one of 'packed', 'padded'"),
         ({"long": "cut"}, "long: 'cut', must be one of 'refuse', 'skip', 'alone'"),
         ({"pad_id": 3}, "pad_id: 3, has no effect on packed batches"),
-        ({"batch_size": 0}, "batch_size: 0"),
         ({"rank": (0, 2)}, "at least the number of ranks, 2"),
-        ({"prefetch": 0}, "prefetch: 0"),
-        ({"device": "meta"}, "must be the CPU or a CUDA device"),
         (
             {"sampler": WeightedSampler()},
             "sampler: draws transitions, and these batches are made of whole trajectories",
