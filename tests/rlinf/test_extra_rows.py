@@ -135,26 +135,6 @@ def test_draws_equal_rlinfs_but_where_it_pairs_rows_wrongly(shared_fixtures: Pat
             assert digest(theirs[rows]) == draw[name]["sha256"], name
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_directory_goes_round_to_the_tensor(shared_fixtures: Path, tmp_path: Path, folder: str) -> None:
-    theirs = shared_fixtures / "rlinf" / folder
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.load_checkpoint(theirs)
-    buffer.save_checkpoint(tmp_path / "own")
-    through = TrajectoryReplayBuffer(sample_window_size=0)
-    through.load_checkpoint(tmp_path / "own")
-    through.save_checkpoint(tmp_path / "copy", layout="rlinf")
-    assert sorted(p.name for p in (tmp_path / "copy").iterdir()) == sorted(p.name for p in theirs.iterdir())
-    for path in theirs.iterdir():
-        ours = tmp_path / "copy" / path.name
-        if path.suffix == ".json":
-            assert json.loads(ours.read_text()) == json.loads(path.read_text())
-        else:
-            wanted, got = read_plainly(path), read_plainly(ours)
-            assert list(got) == list(wanted)
-            assert_same(got, wanted)
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_versions_of_extra_rows_are_nobodys_policy(tmp_path: Path, epochs: int) -> None:
     """RLinf with ``collect_final_values: False`` ends each epoch with versions of zero."""

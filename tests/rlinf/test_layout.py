@@ -24,7 +24,6 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     IncompleteCheckpointError,
-    StoreNotFoundError,
     TrajectoryUnavailableError,
     UnsafeContentError,
 )
@@ -79,9 +78,16 @@ def test_what_was_saved_again_draws_the_same(rlinf: Path, tmp_path: Path, folder
         assert digests(again.sample(expected["num_chunks"])) == draw
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_written_directory_has_exactly_rlinfs_files_and_keys(rlinf: Path, tmp_path: Path, folder: str) -> None:
-    loaded(rlinf / folder).save_checkpoint(tmp_path / "copy", layout="rlinf")
+@pytest.mark.parametrize("folder", [*FOLDERS, "rlt_pt", "rlt_pkl"])
+@pytest.mark.parametrize("through", [False, True])
+def test_a_written_directory_has_exactly_rlinfs_files_and_keys(
+    rlinf: Path, tmp_path: Path, folder: str, through: bool
+) -> None:
+    buffer = loaded(rlinf / folder)
+    if through:  # a store of ours
+        buffer.save_checkpoint(tmp_path / "own")
+        buffer = loaded(tmp_path / "own")
+    buffer.save_checkpoint(tmp_path / "copy", layout="rlinf")
     names = sorted(p.name for p in (rlinf / folder).iterdir())
     assert sorted(p.name for p in (tmp_path / "copy").iterdir()) == names
     for name in names:
@@ -267,13 +273,6 @@ def test_a_torn_index_is_refused(tmp_path: Path) -> None:
     (path / "trajectory_index.json").write_bytes(text[: len(text) // 2])
     with pytest.raises(CorruptStoreError, match=r"torn.*trajectory_index\.json"):
         loaded(path)
-
-
-def test_an_empty_directory_is_no_buffer(tmp_path: Path) -> None:
-    with pytest.raises(StoreNotFoundError, match="no replay buffer here"):
-        loaded(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        loaded(tmp_path / "absent")
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:

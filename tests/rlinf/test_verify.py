@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from trajstore import TrajectoryReplayBuffer
+from trajstore.cli import main
 from trajstore.inspection.copying import copy_store
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
@@ -70,7 +71,7 @@ def test_verify_reports_names_that_leave_the_directory_of_rlinf(tmp_path: Path) 
     assert "leaves the directory" in problem.message
 
 
-def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path) -> None:
+def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = rlinf(tmp_path / "rlinf")
     next(path.glob("trajectory_0_*")).unlink()
     found = verify(path)
@@ -82,6 +83,9 @@ def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path) -> None:
     assert (copied.trajectories, copied.is_whole) == (2, True)
     assert copied.problems == []
     assert "have no file (ids 0)" in copied.notes[0]
+    capsys.readouterr()
+    assert main(["repair", str(path), str(tmp_path / "repaired")]) == 0
+    assert capsys.readouterr().out.count("note: 1 trajectories, the oldest of the index, have no file") == 1
     next(path.glob("trajectory_2_*")).unlink()
     (problem,) = verify(path).problems
     assert problem.lost == ((2, 2),)
