@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import trajstore
 from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreClosedError
 from trajstore.feeding import ReplayLoader
 from trajstore.sampling import EpochSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.sampling.factors import Factor
@@ -28,12 +32,6 @@ SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
 def rewards(batch: dict[str, Any]) -> list[float]:
     values: list[float] = batch["rewards"].flatten().tolist()
     return values
-
-
-def reader(path: Path, pin: str | None = None) -> TrajectoryReplayBuffer:
-    buffer = TrajectoryReplayBuffer(seed=3, sample_window_size=0)
-    buffer.load_checkpoint(path, pin=pin)
-    return buffer
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
@@ -52,7 +50,9 @@ def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
         add(writer, range(10, 14))
     state = trajstore.saved_state(tmp_path, 5)["loader"]
     ranks = [
-        ReplayLoader(reader(tmp_path, "step-5"), 8, rank=(rank, world), sampler=SAMPLERS[name]())
+        ReplayLoader(
+            TrajectoryReplayBuffer.open(tmp_path, pin="step-5"), 8, rank=(rank, world), sampler=SAMPLERS[name]()
+        )
         for rank in range(world)
     ]
     for rank in ranks:
@@ -112,3 +112,70 @@ def test_priorities_go_on_to_the_bit(tmp_path: Path, factor: Factor) -> None:
         buffer.follow(chosen)
         chosen.load_state_dict(state["sampler"])
         assert learn(buffer, chosen, range(30, 60)) == expected
+
+
+# -- a store that is rolled back, emptied or closed under its loader: no hang, only what is live, nothing left over --
+
+_PREFETCH = 3
+
+
+def test_a_loader_goes_on_with_what_is_live_after_a_rollback(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.points.save(1)
+        add(buffer, range(10, 30))
+        with ReplayLoader(buffer, 16, prefetch=_PREFETCH, timeout=60) as loader:
+            next(loader)
+            buffer.points.rollback(1)
+            for _ in range(_PREFETCH + 1):  # finished, or being read, when the store went back
+                next(loader)
+            for _ in range(5):
+                assert all(value < 4000 for value in next(loader)["rewards"].flatten().tolist())
+
+
+def _descriptors(folder: Path) -> int:
+    """Return how many descriptors lead into a folder; the process has others, which come and go with other tests."""
+    places = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            places.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum(place.startswith(str(folder)) for place in places)
+
+
+def _threads() -> int:
+    """Return how many threads of ours there are; those of libraries come and go with other tests."""
+    return sum(thread.name.startswith("trajstore-") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("what", ["rolled back", "emptied", "closed"])
+def test_nothing_is_left_when_a_store_goes_under_its_loader(tmp_path: Path, what: str) -> None:
+    buffer = make(tmp_path)
+    add(buffer, range(4))
+    buffer.points.save(1)
+    add(buffer, range(4, 8))
+    with ReplayLoader(buffer, 8) as loader:  # what is opened once and for all
+        next(loader)
+    buffer.points.rollback(1)
+    threads, descriptors = _threads(), _descriptors(tmp_path)
+    for _ in range(1 if what == "closed" else 5):
+        loader = ReplayLoader(buffer, 8, prefetch=_PREFETCH, timeout=60)
+        next(loader)
+        if what == "rolled back":
+            add(buffer, [50])
+            buffer.points.rollback(1, aside=False)
+        elif what == "emptied":
+            buffer.clear()
+            add(buffer, range(4))
+        else:
+            buffer.close()
+        if what == "closed":
+            with pytest.raises(StoreClosedError, match="the buffer of this loader was closed"):
+                next(loader)
+        else:
+            next(loader)
+        loader.close()
+        with pytest.raises(StoreClosedError, match="the loader was closed"):
+            next(loader)
+    buffer.close()
+    assert _threads() <= threads
+    assert _descriptors(tmp_path) <= descriptors

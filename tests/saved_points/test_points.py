@@ -55,19 +55,6 @@ def _has_pin(path: str, name: str) -> bool:
         return False
 
 
-def test_draws_go_on_as_they_did_from_the_point(tmp_path: Path) -> None:
-    with make(tmp_path) as buffer:
-        add(buffer, range(6))
-        buffer.sample(5)
-        buffer.points.save(1)
-        expected = [buffer.sample(16)["rewards"] for _ in range(3)]
-        add(buffer, range(6, 9))
-        buffer.sample(7)
-        buffer.points.rollback(1)
-        again = [buffer.sample(16)["rewards"] for _ in range(3)]
-    assert all(torch.equal(*pair) for pair in zip(expected, again, strict=True))
-
-
 def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> None:
     with make(tmp_path) as buffer:
         add(buffer, range(3))
@@ -162,10 +149,6 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
         buffer.points.save(7)
         with pytest.raises(ConfigurationError, match="saved point of step 7, which is later; go back with rollback"):
             buffer.points.save(6)
-        with pytest.raises(ConfigurationError, match="step: -1"):
-            buffer.points.save(-1)
-        with pytest.raises(ConfigurationError, match="keep: 0"):
-            buffer.points.save(8, keep=0)
         with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]: a object cannot be saved"):
             buffer.points.save(8, {"a": [1, object()]})
         for name in ("step-8", "aside-3", "aside-3-step-9"):

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.saved_points.stores import add, keys_of, loaded, make
+from tests.saved_points.stores import add, keys_of, make
+from tests.stores import reader_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.sampling import EpochSampler
-
-
-@pytest.fixture
-def reader(tmp_path: Path) -> Callable[[], TrajectoryReplayBuffer]:
-    def open_reader() -> TrajectoryReplayBuffer:
-        buffer = TrajectoryReplayBuffer(seed=0, sample_window_size=0)
-        buffer.load_checkpoint(tmp_path)
-        return buffer
-
-    return open_reader
 
 
 def with_a_point(path: Path) -> TrajectoryReplayBuffer:
@@ -32,12 +21,10 @@ def with_a_point(path: Path) -> TrajectoryReplayBuffer:
     return buffer
 
 
-def test_a_follower_shows_what_was_before_until_it_refreshes(
-    tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
-) -> None:
+def test_a_follower_shows_what_was_before_until_it_refreshes(tmp_path: Path) -> None:
     with with_a_point(tmp_path) as buffer:
         add(buffer, range(4, 8))
-        follower = reader()
+        follower = reader_of(tmp_path)
         buffer.points.rollback(1, aside=False)
         buffer.compact()
         assert len(keys_of(follower)) == 8, "its lease keeps what was deleted"
@@ -50,11 +37,9 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(
         follower.close()
 
 
-def test_a_follower_that_comes_late_finds_the_newest_state(
-    tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
-) -> None:
+def test_a_follower_that_comes_late_finds_the_newest_state(tmp_path: Path) -> None:
     with with_a_point(tmp_path) as buffer:
-        follower = reader()
+        follower = reader_of(tmp_path)
         for number in range(3):
             add(buffer, [10 + number])
             buffer.points.rollback(1)
@@ -64,15 +49,13 @@ def test_a_follower_that_comes_late_finds_the_newest_state(
         follower.close()
 
 
-def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(
-    tmp_path: Path, reader: Callable[[], TrajectoryReplayBuffer]
-) -> None:
+def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(tmp_path: Path) -> None:
     """Point 1 has keys 0 to 3; what comes later has keys from 100 on, one after the other."""
     stop = threading.Event()
     problems: list[str] = []
 
     def follow() -> None:
-        with reader() as buffer:
+        with reader_of(tmp_path) as buffer:
             while not stop.is_set():
                 buffer.refresh()
                 found = sorted(keys_of(buffer).values())
@@ -108,16 +91,6 @@ def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -
         drawn = buffer.sample_trajectories(4, sampler=sampler)
         assert sorted(sampler.ids.tolist()) == [0, 1, 2, 3]
         assert sorted(int(one.rewards[0, 0, 0]) // 1000 for one in drawn) == [0, 1, 2, 3]
-
-
-def test_a_point_can_be_read_without_going_back(tmp_path: Path) -> None:
-    with with_a_point(tmp_path) as buffer:
-        expected = buffer.sample(8)["rewards"]
-        add(buffer, range(4, 8))
-        with TrajectoryReplayBuffer(sample_window_size=0) as other:
-            other.load_checkpoint(tmp_path, pin="step-1")
-            assert torch.equal(other.sample(8)["rewards"], expected)
-        assert len(loaded(tmp_path)) == 8
 
 
 def test_refresh_of_a_points_reader_tells_of_commits_and_draws_on(tmp_path: Path) -> None:
