@@ -8,7 +8,7 @@ from typing import Any
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore.inspection.verify import verify
-from trajstore.testing.witness import check_trajectory, witness
+from trajstore.testing.witness import witness
 
 
 def make(path: str | Path, mirror: Any, **more: Any) -> TrajectoryReplayBuffer:
@@ -23,17 +23,6 @@ def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
     ids = buffer.add_trajectories([witness(key) for key in keys])
     buffer.flush()
     return ids
-
-
-def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
-    """Return the key of each trajectory, by id, every byte of which is compared with what its key says."""
-    return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
-
-
-def keys_at(path: str | Path, pin: str | None = None, **options: Any) -> dict[int, int]:
-    """Return what a reader finds at a path."""
-    with TrajectoryReplayBuffer.open(path, pin=pin, **options) as reader:
-        return keys_of(reader)
 
 
 def level(buffer: TrajectoryReplayBuffer) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.mirroring.stores import add, is_sound, keys_at, level, make
+from tests.mirroring.stores import add, is_sound, level, make
+from tests.stores import keys_at
 from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
 from trajstore.errors import StoreNotFoundError
 from trajstore.files.opening import open_directory

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mirroring.stores import add, is_sound, keys_at, keys_of, level, make
+from tests.mirroring.stores import add, is_sound, level, make
+from tests.stores import keys_at, keys_of
 from trajstore import Mirror, TrajectoryReplayBuffer, saved_points
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.files.base import Buffer, EncodedFile
@@ -128,7 +129,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
             assert keys_of(again) == found == shown.get(generation, found)
             compared += generation in shown
             for point in again.points.saved:
-                assert keys_at(tmp_path / "restored", f"step-{point.step}")
+                assert keys_at(tmp_path / "restored", pin=f"step-{point.step}")
         is_sound(tmp_path / "restored")
         shutil.rmtree(tmp_path / "restored")
     assert compared > (10 if waiting else 0)

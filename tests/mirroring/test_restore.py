@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mirroring.stores import add, is_sound, keys_at, keys_of, make
+from tests.mirroring.stores import add, is_sound, make
+from tests.stores import keys_at, keys_of
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.files.base import EncodedFile
@@ -54,7 +55,7 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
     restored = restore(mirror, target)
     assert 0 < restored.copied < restored.nbytes
     assert keys_at(target) == {1: 1, 2: 2, 3: 3}
-    assert keys_at(target, "step-3") == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert keys_at(target, pin="step-3") == {0: 0, 1: 1, 2: 2, 3: 3}
     is_sound(target)
     with pytest.raises(ConfigurationError, match="is not empty"):
         restore(mirror, target)
