@@ -128,6 +128,7 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     page.open(f"{address}#/group?task=task-1")
     page.until("document.querySelector('.versions [aria-current]')?.textContent === '3'")
     assert page.run("return document.querySelectorAll('.sibling').length") == 4
+    assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
     page.open(f"{address}#/trajectory/99")
     page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
 
@@ -162,18 +163,18 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
         assert page.run("return window.stolen") is None
 
 
-def test_a_block_has_its_pictures(
+def test_blocks_have_their_pictures_alone_and_beside_each_other(
     tmp_path: Path, serve_files: Serve, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = witness(7)
+    block, other = witness(7), witness(8)
     assert block.rewards is not None
     steps, batch = block.rewards.shape[:2]
     image = block.curr_obs["image"]
     monkeypatch.setattr(bundle, "_PART_BYTES", 2 * image[0, 0].numel())
     with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([block])
-    target = bundled(tmp_path / "store", tmp_path / "out")
-    page.open(f"{serve_files(target)}#/trajectory/0?environment={batch - 1}")
+        writer.add_trajectories([block, other])
+    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
+    page.open(f"{address}#/trajectory/0?environment={batch - 1}")
     page.expected_errors.append("willReadFrequently")  # this test looks at pixels
     page.until("document.querySelector('[data-curve=rewards] canvas')")
     pixel = "[...document.querySelector('.large').getContext('2d').getImageData(2, 1, 1, 1).data].slice(0, 3).join()"
@@ -184,6 +185,12 @@ def test_a_block_has_its_pictures(
             step,
         )
         page.until(f"{pixel} === arguments[0]", ",".join(str(value) for value in image[step, batch - 1, 1, 2].tolist()))
+    page.open(f"{address}#/beside/0?other=1")
+    pixels = "[...document.querySelectorAll('.episodes .large')]" + (
+        ".map((one) => one.getContext('2d').getImageData(2, 1, 1, 1).data.slice(0, 3).join())"
+    )
+    colors = [",".join(str(value) for value in one.curr_obs["image"][0, 0, 1, 2].tolist()) for one in (block, other)]
+    page.until(f"{pixels}.join(' ') === arguments[0]", " ".join(colors))
 
 
 def test_damage_is_said_and_hides_nothing_else(
@@ -361,39 +368,3 @@ def test_a_bundle_is_of_one_state_while_others_write(tmp_path: Path) -> None:
             done = bundle.write_bundle(living, tmp_path / "out", progress=meanwhile)
     assert (done.trajectories, done.problems) == (4, {})
     assert len(list((tmp_path / "out" / "data").glob("*.bin"))) == 4
-
-
-def test_episodes_and_siblings_stand_beside_each_other(tmp_path: Path, serve_files: Serve, page: Page) -> None:
-    blocks = [witness(7), witness(8)]
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([*blocks, *(rollout(number) for number in range(12))])
-        writer.add_trajectories([rollout(0, policy_version=9)])
-    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
-    shutil.rmtree(tmp_path / "store")
-    page.open(f"{address}#/trajectory/0")
-    page.until("document.querySelector('[data-curve=rewards] canvas')")
-    page.click(".bar .button")
-    page.until("document.querySelectorAll('.episodes [data-curve=rewards] canvas').length === 2")
-    page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")
-    says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
-    page.until("location.hash.includes('other=1')")
-    page.keys("section:nth-child(1) input[type=range]", "\ue010")  # End
-    lengths = [int(block.rewards.shape[0]) for block in blocks if block.rewards is not None]
-    steps = [lengths[0] - 1, min(lengths[0], lengths[1]) - 1]
-    for step, length in zip(steps, lengths, strict=True):
-        page.until(f"{says}.includes('step {step} (0 to {length - 1})')")
-    page.expected_errors.append("willReadFrequently")  # this test looks at pixels
-    for at, (block, step) in enumerate(zip(blocks, steps, strict=True)):
-        environment = page.run(
-            "return Number(document.querySelectorAll('.episodes section')[arguments[0]].querySelector('select').value)",
-            at,
-        )
-        color = ",".join(str(value) for value in block.curr_obs["image"][step, environment, 1, 2].tolist())
-        pixel = "document.querySelectorAll('.large')[arguments[1]].getContext('2d').getImageData(2, 1, 1, 1).data"
-        page.until(f"[...{pixel}].slice(0, 3).join() === arguments[0]", color, at)
-    page.open(f"{address}#/group?task=task-0")
-    page.until("document.querySelectorAll('.sibling').length === 1")
-    page.click(".versions a")
-    page.until("document.querySelectorAll('.sibling .message').length === 4")
-    assert "advantage in group -0.866" in page.run("return document.querySelector('.sibling').textContent")
-    assert page.run("return document.querySelector('.sibling canvas').width") > 0

@@ -17,7 +17,6 @@ from tests.view.rollouts import rollout
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.store.sealed import INDEX_NAME
-from trajstore.testing.witness import witness
 
 ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => one.textContent)"
 
@@ -357,15 +356,6 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
     page.until("document.querySelector('h1').textContent === 'Trajectory 1/0'")
 
 
-def test_a_wrong_condition_of_a_link_is_said(tmp_path: Path, serve: Serve, page: Page) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(0)])
-    page.expected_errors = ["400 (Bad Request)"]
-    page.open(f"{serve(tmp_path)}/#/table?where=outcome%20%3E")
-    page.until("document.querySelector('#refused')?.textContent.includes('expected an expression, found the end')")
-    assert page.run("return document.querySelector('.total').textContent") == ""
-
-
 def test_curves_lead_to_their_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(number) for number in range(80)])
@@ -428,28 +418,6 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         page.keys("[data-curve=log_prob] [role=slider]", "\ue010", "\ue007")  # end, enter
         page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
         assert page.run("return document.querySelector('#filter').value") == "version_high = 3"
-
-
-def test_a_block_shows_pictures_and_curves_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:
-    block = witness(7)
-    assert block.rewards is not None
-    steps, batch = block.rewards.shape[:2]
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([block])
-    page.open(f"{serve(tmp_path)}/#/trajectory/0?environment={batch - 1}")
-    page.expected_errors.append("willReadFrequently")  # this test looks at pixels
-    page.until("document.querySelector('[data-curve=rewards] canvas')")
-    pixel = "[...document.querySelector('.large').getContext('2d').getImageData(2, 1, 1, 1).data].slice(0, 3).join()"
-    for step in (0, steps - 1):
-        page.run(
-            "const slider = document.querySelector('input[type=range]'); slider.value = arguments[0];"
-            "slider.dispatchEvent(new Event('input'))",
-            step,
-        )
-        color = ",".join(str(value) for value in block.curr_obs["image"][step, batch - 1, 1, 2].tolist())
-        page.until(f"{pixel} === arguments[0]", color)
-    assert f"step {steps - 1} (0 to {steps - 1})" in page.run("return document.querySelector('.total').textContent")
-    assert f"step={steps - 1}" in page.run("return location.hash") or steps == 1
 
 
 def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Serve, page: Page) -> None:
