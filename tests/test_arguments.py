@@ -10,69 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.stores import add_each
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 from trajstore.store.sealed import unseal
 from trajstore.testing.witness import witness
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        *(("seed", value) for value in ("x", 1.5, float("nan"), 2**64, [1], True)),
-        *(("cache_size", value) for value in (-5, "3", None, 2.5, float("inf"), True)),
-        *(("sample_window_size", value) for value in (-1, 2.5, "100", None, [])),
-        *(("cache_bytes", value) for value in (-1, "1", 0.5)),
-        *(("enable_cache", value) for value in ("false", None, 2, [])),
-        *(("auto_save", value) for value in ("true", None, 2)),
-        *(("auto_save_path", value) for value in (3, b"x", ["a"])),
-        *(("trajectory_format", value) for value in ("tape", None, 3, ["pt"])),
-        *(("retention", value) for value in (1000, {"max_trajectories": 3}, "x")),
-        *(("writer", value) for value in ({"threads": 1}, 2)),
-        *(("format_options", value) for value in ([], "zstd", 1)),
-        *(("storage_options", value) for value in ([], "key")),
-        *(("on_commit", value) for value in (1, "print")),
-    ],
-)
-def test_arguments_of_a_buffer(argument: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{argument}"):
-        TrajectoryReplayBuffer(**{argument: value})
-
-
 def test_a_number_as_retention_names_the_remedy() -> None:
     with pytest.raises(ConfigurationError, match=r"Retention\(max_trajectories=1000\)"):
         TrajectoryReplayBuffer(retention=1000)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("threads", value) for value in (0, -1, 1.5, "2", None)),
-        *(("max_pending_bytes", value) for value in (0, -1, "1G", float("inf"))),
-        *(("shard_bytes", value) for value in (0, -1, None)),
-        *(("snapshot_bytes", value) for value in (-1, "x")),
-        *(("commit_interval", value) for value in (-0.1, float("nan"), float("inf"), "1", None)),
-        *(("on_full", value) for value in ("wait", None, ["block"])),
-    ],
-)
-def test_options_of_a_writer(option: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{option}"):
-        WriterOptions(**{option: value})
-
-
-LIMITS = ("max_trajectories", "max_samples", "max_bytes", "max_policy_age")
-
-
-@pytest.mark.parametrize(
-    ("limit", "value"),
-    [
-        *((limit, value) for limit in LIMITS for value in (-1, 1.5, "7", True, float("nan"))),
-        *((limit, 0) for limit in LIMITS if limit != "max_policy_age"),
-    ],
-)
-def test_limits_of_retention(limit: str, value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{limit}"):
-        Retention(**{limit: value})
 
 
 def test_what_configurations_hold_is_taken(tmp_path: Path) -> None:
@@ -88,9 +35,7 @@ def test_what_configurations_hold_is_taken(tmp_path: Path) -> None:
         retention=Retention(max_trajectories=2.0, max_bytes=np.int64(10**9)),  # type: ignore[arg-type]
         writer=WriterOptions(threads=np.int64(1), commit_interval=0),  # type: ignore[arg-type]
     ) as buffer:
-        for key in range(4):
-            buffer.add_trajectories([witness(key)])
-            buffer.flush()
+        add_each(buffer, range(4))
         assert (buffer.seed, buffer.sample_window_size) == (7, 1000)
         assert type(buffer.sample_window_size) is int
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:

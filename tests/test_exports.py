@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import trajstore
+import trajstore.rlinf
 
 
-@pytest.mark.parametrize("name", sorted(trajstore.__all__))
-def test_export_is_there_and_documented(name: str) -> None:
-    value = getattr(trajstore, name)
-    if inspect.isclass(value) or inspect.isroutine(value):
-        own = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
-        assert own, f"{name} has no docstring"
-        assert not own.startswith(f"{name}("), f"{name} has only the docstring that dataclass makes"
-
-
-def test_exports_are_listed_by_dir() -> None:
-    assert set(trajstore.__all__) <= set(dir(trajstore))
-
-
-def test_unknown_name_is_an_attribute_error() -> None:
+@pytest.mark.parametrize("module", [trajstore, trajstore.rlinf])
+def test_exports_are_listed_by_dir_and_other_names_are_attribute_errors(module: ModuleType) -> None:
+    assert set(module.__all__) <= set(dir(module))
     with pytest.raises(AttributeError, match="no_such_name"):
-        _ = trajstore.no_such_name  # type: ignore[attr-defined]
+        _ = module.no_such_name
 
 
 def test_command_line_starts_without_torch(project_root: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.feeding.test_loader import block
-from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, saved_points, saved_state
 from trajstore.buffer.internals import internals_of
 from trajstore.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.errors import TrajstoreError
@@ -141,6 +141,42 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("sample_hindsight", "share", lambda b, v: hindsight(b, share=v), "0"),
     ("sample_hindsight", "strategy", lambda b, v: hindsight(b, strategy=v), ""),
     ("sample_hindsight", "horizon", lambda b, v: hindsight(b, horizon=v), "0"),
+    *(
+        ("TrajectoryReplayBuffer", name, lambda b, v, name=name: TrajectoryReplayBuffer(**{name: v}), fine)  # type: ignore[misc]
+        for name, fine in {
+            "seed": "None 0 -1",
+            "cache_size": "0",
+            "sample_window_size": "0",
+            "cache_bytes": "None 0",
+            "enable_cache": "True 0",
+            "auto_save": "True 0",
+            "auto_save_path": "None x 3",
+            "trajectory_format": "",
+            "retention": "None",
+            "writer": "None",
+            "format_options": "None {}",
+            "storage_options": "None {}",
+            "on_commit": "None",
+        }.items()
+    ),
+    *(
+        ("WriterOptions", name, lambda b, v, name=name: WriterOptions(**{name: v}), fine)  # type: ignore[misc]
+        for name, fine in {
+            "threads": "",
+            "max_pending_bytes": "",
+            "shard_bytes": "",
+            "snapshot_bytes": "0",
+            "commit_interval": "0 2.5",
+            "on_full": "",
+        }.items()
+    ),
+    *(
+        ("Retention", name, lambda b, v, name=name: Retention(**{name: v}), fine)  # type: ignore[misc]
+        for name, fine in {
+            **dict.fromkeys(("max_trajectories", "max_samples", "max_bytes"), "None"),
+            "max_policy_age": "None 0",
+        }.items()
+    ),
     ("ReplayLoader", "replay", lambda b, v: ReplayLoader(v, 4), ""),
     ("ReplayLoader", "batch_size", lambda b, v: ReplayLoader(b, v), ""),
     *(
