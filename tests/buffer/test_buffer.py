@@ -162,7 +162,8 @@ def test_the_callers_tensors_may_change(tmp_path: Path, kind: str) -> None:
     [
         ({"actions": torch.zeros(7, 2, 3)}, r"actions: has 7 rows, must have T = 4"),
         ({"actions": torch.zeros(4, 3, 3)}, r"actions: shape \[4, 3, 3\].* B = 2"),
-        ({"dones": torch.zeros(7, 2, 1)}, r"dones: has 7 rows.*T = 4"),
+        ({"dones": torch.zeros(7, 2, 1)}, r"dones: has 7 rows.*T = 4 or T \+ E with T divisible by E"),
+        ({"curr_obs": {"dones": torch.zeros(5, 2, 1)}}, r"curr_obs\.dones: has 5 rows, must have T = 4$"),
         ({"dones": torch.zeros(3, 2, 1)}, r"dones: has 3 rows.*T = 4"),
         ({"dones": torch.zeros(5, 2, 1), "truncations": torch.zeros(6, 2, 1)}, r"has 5 rows|has 6 rows"),
         ({"rewards": None, "actions": torch.zeros(4, 2, 3)}, "prev_logprobs or rewards"),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from trajstore.columns.fields import Axis, axis_of, join_name, nest, skip_extra_rows, split_name, walk
 from trajstore.columns.portions import portions
-from trajstore.errors import InvalidTrajectoryError
 
 KEYS = st.lists(st.text(max_size=4), min_size=1, max_size=4)
 
@@ -56,21 +55,6 @@ def test_leaves_come_in_the_order_of_the_dicts() -> None:
 )
 def test_axis_by_field_and_rows(field: str, rows: int, expected: tuple[Axis, int]) -> None:
     assert axis_of(field, rows, 12) == expected
-
-
-@pytest.mark.parametrize(
-    ("field", "rows", "allowed"),
-    [
-        ("rewards", 13, "must have T = 12$"),
-        ("curr_obs.dones", 13, "must have T = 12$"),
-        ("dones", 11, ".*or T \\+ E with T divisible by E"),
-        ("dones", 17, ".*or T \\+ E with T divisible by E"),
-        ("prev_values", 25, ".*or T \\+ E with T divisible by E"),
-    ],
-)
-def test_other_numbers_of_rows_are_refused(field: str, rows: int, allowed: str) -> None:
-    with pytest.raises(InvalidTrajectoryError, match=f"field {field}: has {rows} rows, {allowed}"):
-        axis_of(field, rows, 12)
 
 
 @settings(max_examples=60, deadline=None)

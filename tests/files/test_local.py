@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import pytest
 
+from tests.files.test_remote import around
 from trajstore.errors import StoreLockedError
 from trajstore.files.base import Directory, EncodedFile
 from trajstore.files.local import LocalDirectory
@@ -17,33 +18,10 @@ from trajstore.testing.directory import DirectoryConformance
 from trajstore.testing.faults import FaultPlan, failing_disk
 
 
-class Files(MutableMapping[str, bytes]):
-    """Files below a folder, by name."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __getitem__(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
-
-    def __setitem__(self, name: str, data: bytes) -> None:
-        (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (self._folder / name).write_bytes(data)
-
-    def __delitem__(self, name: str) -> None:
-        (self._folder / name).unlink()
-
-    def __iter__(self) -> Iterator[str]:
-        return (path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file())
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
 class TestLocalDirectory(DirectoryConformance):
     @pytest.fixture
     def behind(self, tmp_path: Path) -> MutableMapping[str, bytes]:
-        return Files(tmp_path / "place")
+        return around(f"file://{tmp_path}/place")
 
     @pytest.fixture
     def open_again(self, tmp_path: Path) -> Callable[[], Directory]:

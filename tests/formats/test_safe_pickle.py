@@ -281,12 +281,6 @@ def test_the_message_names_what_was_refused(tmp_path: Path) -> None:
         marker.unlink()
 
 
-def test_getattr_chain_to_subclasses(tmp_path: Path) -> None:
-    chain = Calls(getattr, Calls(getattr, (), "__class__"), "__base__")
-    with pytest.raises(UnsafeContentError, match=r"builtins.*getattr|getattr"):
-        safe_loads(pickle.dumps(chain))
-
-
 def test_names_are_not_values() -> None:
     for value in (set, torch.storage._load_from_bytes, np.ndarray, torch.FloatStorage):
         with pytest.raises(UnsafeContentError):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import torch
 
@@ -20,7 +17,7 @@ from trajstore.formats import FORMATS
 from trajstore.inspection.inspect import inspect
 from trajstore.inspection.verify import verify
 
-from .test_layout import read_plainly
+from .test_layout import digest, read_plainly, small
 
 FOLDERS = ("rlt_pt", "rlt_pkl")
 STEPS, BATCH = 6, 2
@@ -60,10 +57,6 @@ def assert_same(got: Any, wanted: Any) -> None:
     left, right = leaves(got), leaves(wanted)
     assert left.keys() == right.keys()
     assert not [name for name, value in right.items() if not same(left[name], value)]
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
@@ -195,24 +188,9 @@ def test_leaves_without_a_row_for_each_step_are_given_back(tmp_path: Path, form:
 
 def rlinf_directory(path: Path, suffix: str, **fields: Any) -> Path:
     """Write a directory as RLinf does, with one trajectory that has these fields too."""
-    path.mkdir()
-    content = {"rewards": torch.arange(12.0).reshape(6, 2, 1), **fields}
-    if suffix == "pt":
-        torch.save(content, path / "trajectory_0_w.pt")
-    else:
-        (path / "trajectory_0_w.pkl").write_bytes(pickle.dumps(content))
-    entry = {
-        "num_samples": 12,
-        "trajectory_id": 0,
-        "max_episode_length": 3,
-        "shape": [6, 2, 1],
-        "model_weights_id": "w",
-    }
-    (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": suffix, "seed": 1}))
-    (path / "trajectory_index.json").write_bytes(
-        orjson.dumps({"trajectory_index": {"0": entry}, "trajectory_id_list": [0]})
+    return small(
+        path, suffix, {"rewards": torch.arange(12.0).reshape(6, 2, 1), **fields}, num_samples=12, shape=[6, 2, 1]
     )
-    return path
 
 
 @pytest.mark.parametrize("suffix", ["pt", "pkl"])

@@ -208,13 +208,18 @@ def test_rank_directories_are_united_and_shared_out(rlinf: Path, world_size: int
     assert len(set(ids)) == len(files)
 
 
-def small(path: Path, **changed: Any) -> Path:
-    """Write a directory of RLinf with one trajectory, with changes to its index entry."""
-    path.mkdir()
+CONTENT: Any = {"rewards": torch.zeros(3, 2, 1)}
+
+
+def small(path: Path, suffix: str = "pt", content: Any = CONTENT, **changed: Any) -> Path:
+    """Write a directory of RLinf with one trajectory, which has a content, and changes to its index entry."""
+    path.mkdir(exist_ok=True)
     entry = {"num_samples": 6, "trajectory_id": 0, "max_episode_length": 3, "shape": [3, 2, 1], "model_weights_id": "w"}
     entry |= changed
-    torch.save({"rewards": torch.zeros(3, 2, 1)}, path / "trajectory_0_w.pt")
-    (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": "pt", "seed": 1}))
+    file = path / f"trajectory_0_w.{suffix}"
+    torch.save(content, file) if suffix == "pt" else file.write_bytes(pickle.dumps(content))
+    metadata = {"trajectory_format": suffix, "size": 1, "total_samples": 6, "trajectory_counter": 1, "seed": 1}
+    (path / "metadata.json").write_bytes(orjson.dumps(metadata))
     (path / "trajectory_index.json").write_bytes(
         orjson.dumps({"trajectory_index": {"0": entry}, "trajectory_id_list": [0]})
     )
@@ -276,29 +281,21 @@ def test_a_torn_index_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    path = small(tmp_path / "pkl")
     marker = tmp_path / "ran"
 
     class Hostile:
         def __reduce__(self) -> Any:
             return (Path.touch, (marker,))
 
-    (path / "trajectory_0_w.pkl").write_bytes(pickle.dumps({"rewards": Hostile()}))
-    (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": "pkl", "seed": 1}))
     with pytest.raises(UnsafeContentError, match=r"trajectory_0_w\.pkl"):
-        loaded(path).sample(1)
+        loaded(small(tmp_path / "pkl", "pkl", {"rewards": Hostile()})).sample(1)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("suffix", ["pt", "pkl"])
 @pytest.mark.parametrize("content", [None, 7, "text", [1, 2], {}], ids=str)
 def test_a_file_that_has_no_trajectory_is_refused(tmp_path: Path, suffix: str, content: Any) -> None:
-    path = small(tmp_path / "other")
-    if suffix == "pkl":
-        (path / "trajectory_0_w.pkl").write_bytes(pickle.dumps(content))
-        (path / "metadata.json").write_bytes(orjson.dumps({"trajectory_format": "pkl", "seed": 1}))
-    else:
-        torch.save(content, path / "trajectory_0_w.pt")
+    path = small(tmp_path / "other", suffix, content)
     for read in (lambda: loaded(path).sample(1), lambda: loaded(path).get(0)):
         with pytest.raises(CorruptStoreError, match=rf"trajectory_0_w\.{suffix}: not a trajectory"):
             read()
@@ -317,16 +314,12 @@ def test_agent_trajectories_cannot_be_written_for_rlinf(tmp_path: Path) -> None:
 
 
 def test_strided_tensors_and_stray_leaves_still_load(tmp_path: Path) -> None:
-    path = small(tmp_path / "odd")
     rewards = torch.arange(12.0).reshape(3, 2, 2)
-    torch.save(
-        {
-            "rewards": rewards.transpose(0, 1).contiguous().transpose(0, 1),
-            "curr_obs": {"text": ["a", "b"], "scalar": torch.zeros(3), "state": rewards.clone()},
-        },
-        path / "trajectory_0_w.pt",
-    )
-    buffer = loaded(path)
+    content = {
+        "rewards": rewards.transpose(0, 1).contiguous().transpose(0, 1),
+        "curr_obs": {"text": ["a", "b"], "scalar": torch.zeros(3), "state": rewards.clone()},
+    }
+    buffer = loaded(small(tmp_path / "odd", content=content))
     drawn: set[tuple[float, ...]] = set()
     for _ in range(30):
         batch = buffer.sample(6)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
@@ -17,18 +15,7 @@ from trajstore.testing.copies import copy_live
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_trajectory, witness
 
-
-def rlinf_files(path: Path) -> dict[str, Any]:
-    """Write what RLinf writes when it adds its first trajectory, replacing what is there; return the metadata."""
-    path.mkdir(exist_ok=True)
-    metadata = {"trajectory_format": "pt", "size": 1, "total_samples": 6, "trajectory_counter": 1, "seed": 3}
-    entry = {"num_samples": 6, "trajectory_id": 0, "max_episode_length": 3, "shape": [3, 2, 1], "model_weights_id": "w"}
-    torch.save({"rewards": torch.zeros(3, 2, 1)}, path / "trajectory_0_w.pt")
-    (path / "metadata.json").write_text(json.dumps(metadata))
-    (path / "trajectory_index.json").write_text(
-        json.dumps({"trajectory_index": {"0": entry}, "trajectory_id_list": [0]})
-    )
-    return metadata
+from .test_layout import small
 
 
 @pytest.fixture
@@ -50,7 +37,7 @@ def test_rlinf_cannot_take_our_index_for_an_empty_one(store: Path, tmp_path: Pat
 
 
 def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
-    rlinf_files(tmp_path / "theirs")
+    small(tmp_path / "theirs")
     before = {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()}
     with pytest.raises(ConfigurationError, match=r"theirs: holds a replay buffer of RLinf.*load_checkpoint this one"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "theirs")
@@ -66,7 +53,7 @@ def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
 
 def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
     ours = {name: (store / name).read_bytes() for name in ("metadata.json", "trajectory_index.json")}
-    rlinf_files(store)
+    small(store)
     before = sorted(file.name for file in store.iterdir())
     said = r"store.metadata\.json: RLinf has written into this store.*Move RLinf's files"
     for call in (
@@ -98,7 +85,7 @@ def test_what_the_log_still_tells_is_read_beside_rlinfs_files(tmp_path: Path) ->
         buffer.add_trajectories([witness(key) for key in range(4)])
         buffer.flush()
         store = copy_live(tmp_path / "live", tmp_path / "killed")  # as SIGKILL would leave it
-    rlinf_files(store)
+    small(store)
     lenient = TrajectoryReplayBuffer(sample_window_size=0)
     lenient.load_checkpoint(store, strict=False)
     assert [check_trajectory(lenient.get(number)) for number in range(4)] == [0, 1, 2, 3]
@@ -118,7 +105,7 @@ def test_what_rlinf_writes_over_a_live_store_is_noticed_named_and_kept(
         buffer.add_trajectories([witness(0)])
         buffer.flush()
         wait_until(lambda: json.loads((store / "metadata.json").read_text())["size"] == 1)  # at rest now
-        rlinf_files(store)
+        small(store)
         theirs = {name: (store / name).read_bytes() for name in ("metadata.json", "trajectory_index.json")}
         buffer.add_trajectories([witness(1)])
         if by == "flush":

@@ -37,18 +37,6 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(tmp_path: Path) -> 
         follower.close()
 
 
-def test_a_follower_that_comes_late_finds_the_newest_state(tmp_path: Path) -> None:
-    with with_a_point(tmp_path) as buffer:
-        follower = reader_of(tmp_path)
-        for number in range(3):
-            add(buffer, [10 + number])
-            buffer.points.rollback(1)
-        add(buffer, [20])
-        follower.refresh()
-        assert sorted(keys_of(follower).values()) == [0, 1, 2, 3, 20]
-        follower.close()
-
-
 def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(tmp_path: Path) -> None:
     """Point 1 has keys 0 to 3; what comes later has keys from 100 on, one after the other."""
     stop = threading.Event()
