@@ -370,6 +370,7 @@ class StoreWriter:
             self.rewriter.stop()
             self.inbox.stop()
             failure = self._try(self.flush)
+            self.inbox.look()
             if failure is None or isinstance(failure, UnwritableTrajectoryError):
                 failure = self._try(self.log.snapshot) or failure
             self.queue.close()
