@@ -22,7 +22,7 @@ from trajstore.errors import (
     UnsafeContentError,
 )
 from trajstore.experience import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
-from trajstore.experience.compact import with_small_columns, with_usual_columns
+from trajstore.experience.compact import with_small_columns
 from trajstore.experience.persistence import from_plain, read_pool, to_plain, write_pool
 from trajstore.reading.places import POOL_FILES
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -254,19 +254,6 @@ def rollout(length: int = 1000, start: int = 200, seed: int = 0) -> AgentTraject
         task_id="a",
         policy_version=1,
     )
-
-
-def test_there_and_back() -> None:
-    one = rollout()
-    small = with_small_columns(one)
-    assert small.input_ids is not None
-    assert small.input_ids.dtype == torch.int32
-    assert {getattr(small, name).dtype for name in MASKS} == {torch.uint8}
-    back = with_usual_columns(small)
-    for name in ("input_ids", *MASKS):
-        assert getattr(back, name).dtype == torch.int64
-        assert torch.equal(getattr(back, name), getattr(one, name))
-    assert with_small_columns(AgentTrajectory()) == with_usual_columns(AgentTrajectory()) == AgentTrajectory()
 
 
 def test_what_has_other_values_stays() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.experience.transcripts import WORDS, conversation, make_tokenizer, turn, write
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.experience import BufferStore, ExperienceManager, PoolRules
 from trajstore.experience.contract import fingerprint_of
 from trajstore.experience.rows import rows_of
@@ -334,19 +334,6 @@ def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_
     assert manager.skip_uid_set == {"a"}
     manager.seed([demonstration(tokenizer, tmp_path)])
     assert manager.get_valid_replay_task_ids() == [], "a solved task needs no demonstration"
-
-
-def test_without_the_mark_absent_log_probs_are_a_mistake(tokenizer: Any, tmp_path: Path) -> None:
-    one = demonstration(tokenizer, tmp_path)
-    one.metadata.pop("demonstration")
-    manager = ExperienceManager(RULES)
-    assert manager.seed([one]) == {"no_entropy": 1}
-    one.metadata["demonstration"] = True
-    one.input_ids = None
-    assert manager.seed([one]) == {"no_tokens": 1}
-    one.task_id = ""
-    with pytest.raises(InvalidTrajectoryError, match="task_id"):
-        manager.seed([one])
 
 
 def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer: Any, tmp_path: Path) -> None:
