@@ -186,16 +186,6 @@ def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCap
     assert metrics["experience_replay/seconds/step_done"] > 0
 
 
-def test_a_bucket_that_is_never_drawn_is_counted_as_starving() -> None:
-    """Tasks of difficulty 2 could be replayed, but only bucket 1 is."""
-    replay = hook(replay_difficulty=1)
-    do_step(replay, 1, tasks=["a"], successes=2)
-    metrics: dict[str, float] = {}
-    for step in range(2, 30):
-        *_, metrics = do_step(replay, step, tasks=["b", "c"], successes=1)
-    assert metrics["experience_replay/starving_buckets"] == 1.0
-
-
 def test_state_goes_back_to_where_it_was_taken() -> None:
     replay, other = hook(), hook()
     do_step(replay, 1)
@@ -238,20 +228,6 @@ def with_outcomes(replay: ReplayHook[str], step: int, outcome: float) -> dict[st
     batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
     current = log_probs_of(batch, step)
     return replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
-
-
-def test_a_success_is_what_reaches_the_configured_threshold() -> None:
-    for threshold, entered in ((2.0, {}), (0.9, dict.fromkeys(TASKS, 2))):
-        replay = hook(success_threshold=threshold)
-        plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
-        fresh = roll_out(plan, 1)
-        for one in fresh:
-            assert one.reward is not None
-            one.reward.outcome = float(torch.tensor(0.9)) if one.reward.outcome else 0.1
-        batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-        replay.step_done(batch, fresh, log_probs_of(batch, 1), torch.ones(batch.tensors["responses"].shape))
-        assert replay.manager is not None
-        assert {task: len(held) for task, held in replay.manager.task2trajectories.items()} == entered
 
 
 def test_fresh_figures_stand_beside_the_mixed_ones() -> None:
@@ -339,25 +315,6 @@ def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         replay.resume(state, 1)
     assert "back at step 1 of the checkpoint with 8 trajectories of 4 tasks; the store held 16" in caplog.text
-
-
-def test_existing_rollouts_enter_without_entropies() -> None:
-    replay = hook()
-    made = [
-        AgentTrajectory(
-            input_ids=torch.tensor([1, 2, 3 + number, 4]),
-            loss_mask=torch.tensor([0, 0, 1, 1]),
-            response_start=2,
-            old_log_probs=torch.tensor([-0.5 - number, -1.5]),
-            reward=Reward(outcome=float(number < 2)),
-            task_id="a",
-            policy_version=0,
-        )
-        for number in range(N)
-    ]
-    assert replay.admit(made) == {"experience_replay/refused_share": 0.0}
-    assert replay.manager is not None
-    assert [one.entropy for one in replay.manager.task2trajectories["a"]] == [1.0, 1.5]
 
 
 def test_the_batchs_own_mask_fits_the_loss() -> None:

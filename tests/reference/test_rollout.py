@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.reference.runs import HOUSEHOLD, SORT, Train, environment, replay
-from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
 from trainer_hooks.batch import Batch
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import response_log_probs
@@ -115,19 +114,6 @@ def test_no_tasks_make_no_rollouts(make: Train) -> None:
 
 
 # -- Rollouts of several rows: groups count rollouts, histories come whole, the loss is exact --
-
-
-def test_a_group_counts_each_rollout_once() -> None:
-    outcomes = [1.0, 0.0, 0.0]
-    rows = [0, 0, 0, 1, 2, 2]
-    rewards = torch.tensor([[outcomes[one]] for one in rows])
-    mask = torch.ones(6, 1)
-    group = torch.zeros(6, dtype=torch.int64)
-    found, _ = compute_grpo_outcome_advantage(rewards, mask, group, rollouts=torch.tensor(rows))
-    alone, _ = compute_grpo_outcome_advantage(torch.tensor(outcomes)[:, None], torch.ones(3, 1), group[:3])
-    torch.testing.assert_close(found, alone[torch.tensor(rows)])
-    shared = share_by_rollout(found, torch.tensor(rows))
-    torch.testing.assert_close(shared[:, 0] * torch.tensor([3.0, 3, 3, 1, 2, 2]), found[:, 0])
 
 
 def test_a_training_in_which_each_turn_is_a_row() -> None:

@@ -68,6 +68,7 @@ def reasons(figures: dict[str, float]) -> dict[str, float]:
         (same, 2.0, math.nan, {"log_probs_above_zero": 1.0}),
         (with_outcome(None), -2.0, 1.0, {"no_outcome": 1.0}),
         (with_outcome(math.nan), -2.0, 1.0, {"outcome_not_finite": 1.0}),
+        (lambda one: dataclasses.replace(one, rollout_log_probs=torch.zeros(1)), -2.0, 1.0, {"malformed": 1.0}),
     ],
 )
 def test_step_done_names_what_a_success_lacks(
@@ -79,11 +80,6 @@ def test_step_done_names_what_a_success_lacks(
     assert figures["experience_replay/refused_share"] == float(bool(expected))
 
 
-def test_a_batch_needs_masks() -> None:
-    with pytest.raises(InvalidTrajectoryError, match="loss_mask"):
-        one_step(hook(), lambda one: dataclasses.replace(one, loss_mask=None))
-
-
 @pytest.mark.parametrize("case", ALL_REFUSED)
 def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
     fields, reason = ALL_REFUSED[case]
@@ -92,16 +88,6 @@ def test_a_trainer_with_batches_of_its_own_is_told_the_same(case: str) -> None:
     done = [rollout(**fields), rollout(outcome=0.0, rollout_id="failed")]
     figures = replay.rollouts_done(done, ["a"] * 2, [False] * 2, [1] * 2)
     assert reasons(figures) == {reason.value: 1.0}
-
-
-def test_a_malformed_rollout_of_a_step_is_refused_by_itself() -> None:
-    def change(one: AgentTrajectory) -> AgentTrajectory:
-        return dataclasses.replace(one, rollout_log_probs=torch.zeros(1))
-
-    figures = one_step(hook(), change)
-    assert reasons(figures) == {"malformed": 1.0}
-    assert figures["experience_replay/refused_share"] == 1.0
-    assert figures["experience_replay/tasks_at_difficulty/1"] == 1.0
 
 
 def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCaptureFixture) -> None:

@@ -158,15 +158,6 @@ def test_a_row_without_the_columns_that_are_only_welcome() -> None:
     assert made.metadata["min_global_steps"] is None
 
 
-def test_the_rule_of_outcomes_may_name_a_figure_of_the_reward() -> None:
-    row = rated(fresh_row("u1", score=0.5))
-    made = recorded(row, OutcomeRule(key="acc", success=2.0))
-    assert made.reward is not None
-    assert made.reward.outcome == 0.25
-    with pytest.raises(InvalidTrajectoryError, match=r"outcome\.key.*'f1'.*gave: acc"):
-        OutcomeRule(key="f1").of(0.5, {"acc": 0.5})
-
-
 def test_a_reward_without_the_figure_is_an_unknown_outcome_and_ends_nothing() -> None:
     made = recorded(rated(fresh_row("u1", score=0.5)), rule := OutcomeRule(key="f1"))
     assert made.reward is not None

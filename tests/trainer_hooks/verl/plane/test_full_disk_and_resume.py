@@ -53,15 +53,15 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     assert figures["recording/lost"] == 0
 
 
-def second_step(session: ReplaySession) -> None:
-    """Record a step whose rollouts are new to the pool."""
+def second_step(session: ReplaySession) -> dict[str, float]:
+    """Record a step whose rollouts are new to the pool; return its figures."""
     rows = [
         fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
         for index in range(len(TASKS))
         for number in range(N)
     ]
     plane.rate(joined := session.join(plane.put(rows)))
-    session.scored(joined, 2)
+    return session.scored(joined, 2)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -164,14 +164,7 @@ def test_rollouts_recorded_after_the_checkpoint(
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     session.plan(TASKS, 0.5, 2)
-    rows = [
-        fresh_row(f"second{index}", number, response=3 + number, score=float(number < 2), index=index, seed=100 + index)
-        for index in range(len(TASKS))
-        for number in range(N)
-    ]
-    joined = session.join(plane.put(rows))
-    plane.rate(joined)
-    assert session.scored(joined, 2)["experience_replay/pool_trajectories"] == 16
+    assert second_step(session)["experience_replay/pool_trajectories"] == 16
     session.close()
 
     resumed = make_session(on_resume=on_resume, **pool)

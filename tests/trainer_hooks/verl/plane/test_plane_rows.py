@@ -353,16 +353,8 @@ def test_a_replayed_row_never_takes_the_session_of_a_rollout(make_session: MakeS
     session.expect({"u": held})
     joined = session.join(plane.put(rollouts("u", 2)))
     assert len(joined.keys) == len({key.rpartition("_")[0] for key in joined.keys}) == 3
-    with pytest.raises(ConfigurationError, match="sessions from 1000 on"):
-        session.join(joined)
-
-
-def test_a_sampler_that_uses_the_sessions_of_replay_is_stopped(make_session: MakeSession) -> None:
-    session = make_session()
-    plane.fill(session)
-    session.expect({"u": plane.planned(session)["sums:0"]})
     with pytest.raises(ConfigurationError, match=r"row 'u_1000_0': sessions from 1000 on are those of replayed rows"):
-        session.join(plane.put([fresh_row("u", 0), fresh_row("u", FIRST_REPLAYED_SESSION)]))
+        session.join(joined)
 
 
 # ---- padding ----
