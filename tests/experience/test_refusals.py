@@ -49,7 +49,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Refusal]] = {
     "log-probs above 0": ({"old_log_probs": -LOG_PROBS}, Refusal.LOG_PROBS_ABOVE_ZERO),
     "the same without entropys": ({"old_log_probs": -LOG_PROBS, "entropys": None}, Refusal.LOG_PROBS_ABOVE_ZERO),
     "neither": ({"old_log_probs": None, "entropys": None}, Refusal.NO_ENTROPY),
-    "neither, entropy NaN": ({"old_log_probs": None, "entropys": None, "entropy": math.nan}, Refusal.NO_ENTROPY),
     "neither, entropys not finite": (
         {"old_log_probs": None, "entropys": torch.full((4,), math.nan)},
         Refusal.NO_ENTROPY,
@@ -105,6 +104,7 @@ NOT_STORABLE |= {
     }.items()
 }
 NOT_STORABLE |= {
+    "neither, entropy NaN": ({"old_log_probs": None, "entropys": None, "entropy": math.nan}, Refusal.NO_ENTROPY),
     "too many ids": ({"input_ids": torch.arange(9)}, Refusal.LOG_PROBS_MISMATCH),
     "log-probs without any": ({"old_log_probs": torch.ones(0)}, Refusal.LOG_PROBS_MISMATCH),
 }
@@ -152,13 +152,10 @@ def by_admit_of_the_best(one: AgentTrajectory, folder: Path) -> dict[str, int]:
 
 
 def by_admit_to_a_store(one: AgentTrajectory, folder: Path) -> dict[str, int]:
-    store = BufferStore.open(folder / "pool")
-    try:
+    with contextlib.closing(BufferStore.open(folder / "pool")) as store:
         manager = ExperienceManager(RULES, store=store)
         manager.admit(with_a_failure(one))
         return in_memory(manager)
-    finally:
-        store.close()
 
 
 def by_saving(one: AgentTrajectory, folder: Path) -> dict[str, int]:
@@ -243,11 +240,8 @@ def test_no_outcome_is_named_by_an_import(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def managers(folder: Path, **options: Any) -> Iterator[list[ExperienceManager]]:
     """A pool in memory and one on disk."""
-    store = BufferStore.open(folder / "pool")
-    try:
+    with contextlib.closing(BufferStore.open(folder / "pool")) as store:
         yield [ExperienceManager(RULES, **options), ExperienceManager(RULES, store=store, **options)]
-    finally:
-        store.close()
 
 
 MALFORMED = [case for case, (_, reason) in ALL_REFUSED.items() if reason is Refusal.MALFORMED]
@@ -378,11 +372,8 @@ def test_memory_and_disk_take_the_same(several: list[dict[str, Any]], tmp_path: 
         assert memory.difficulty2task_dict == disk.difficulty2task_dict == {2: [f"t{at}" for at in range(len(several))]}
         memory.save_experience_pool_to_disk(folder / "files")
         assert len(disk.get_offpolicy_batch(disk.get_task_ids())) == len(disk) == len(memory)
-    again = BufferStore.open(folder / "pool")
-    try:
+    with contextlib.closing(BufferStore.open(folder / "pool")) as again:
         assert ExperienceManager(RULES, store=again).get_task_ids() == disk.get_task_ids()
-    finally:
-        again.close()
     done = import_pool(folder / "imported", folder / "files", RULES)
     assert (done.entered, done.refused) == (len(memory), {})
 
@@ -408,18 +399,10 @@ def test_the_best_is_the_best_of_those_that_can_be_replayed() -> None:
 
 
 def test_the_entropy_that_an_entry_was_given_is_stored_with_it(tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "pool")
-    try:
-        manager = ExperienceManager(RULES, store=store)
-        given = rollout()
-        manager.save_trajectories_to_memory([given, build("a", 2, entropy=math.nan)])
-        manager.flush()
-        assert given.entropy is None, "what was handed in stays as it is"
-    finally:
-        store.close()
-    again = BufferStore.open(tmp_path / "pool")
-    try:
+    given = rollout()
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        ExperienceManager(RULES, store=store).save_trajectories_to_memory([given, build("a", 2, entropy=math.nan)])
+    assert given.entropy is None, "what was handed in stays as it is"
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as again:
         held = ExperienceManager(RULES, store=again).task2trajectories["a"]
         assert [one.entropy for one in held] == [pytest.approx(8 / 3), pytest.approx(1.75 / 3)]
-    finally:
-        again.close()

@@ -54,13 +54,20 @@ def log_probs_of(batch: Batch, step: int) -> Tensor:
     return -(step + torch.arange(rows * width).reshape(rows, width) / 1000.0)
 
 
-def do_step(
+def begin_step(
     replay: ReplayHook[str], step: int, tasks: list[str] | None = None, successes: int = 2
-) -> tuple[Batch, list[AgentTrajectory], Tensor, dict[str, float]]:
+) -> tuple[Batch, list[AgentTrajectory], Tensor]:
+    """Do a step up to the pass of the policy; return batch, rollouts and what the policy gives."""
     plan = replay.before_rollout(replay.tasks_chosen(tasks or TASKS, step / 100, step))
     fresh = roll_out(plan, step, successes)
     batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, step)
+    return batch, fresh, log_probs_of(batch, step)
+
+
+def do_step(
+    replay: ReplayHook[str], step: int, tasks: list[str] | None = None, successes: int = 2
+) -> tuple[Batch, list[AgentTrajectory], Tensor, dict[str, float]]:
+    batch, fresh, current = begin_step(replay, step, tasks, successes)
     old = replay.log_probs_computed(batch, current)
     metrics = replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
     return batch, fresh, old, metrics
@@ -68,22 +75,15 @@ def do_step(
 
 def test_rollouts_are_matched_by_their_ids_and_stored_unreplaced() -> None:
     replay = hook()
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.0, 1))
-    fresh = roll_out(plan, step=1)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, step=1)
+    batch, fresh, current = begin_step(replay, 1)
     names = list(zip(batch.non_tensors["task_ids"], batch.non_tensors["rollout_ids"], strict=True))
     replay.step_done(batch, fresh[::-1], current, torch.full_like(current, 0.5))
-    assert replay.manager is not None
     held = replay.manager.task2trajectories
     assert sorted(held) == TASKS
     for task, several in held.items():
         assert {one.rollout_id for one in several} == {"1/0", "1/1"}
         for one in several:
             row = names.index((task, one.rollout_id))
-            assert one.old_log_probs is not None
-            assert one.response_mask is not None
-            assert one.loss_mask is not None
             assert one.old_log_probs.equal(current[row, : len(one.old_log_probs)])
             assert one.response_mask.equal(one.loss_mask[2:])
             assert one.policy_version == 1
@@ -95,7 +95,6 @@ def test_rollouts_are_matched_by_their_ids_and_stored_unreplaced() -> None:
 def test_recorded_log_probs_replace_those_of_replayed_tokens_only(correct: bool) -> None:
     replay = hook(exp_is_correct=correct, offpolicy_trajectories_per_task=2)
     do_step(replay, 1)
-    assert replay.manager is not None
     stored = {(name, one.rollout_id): one for name, held in replay.manager.task2trajectories.items() for one in held}
     batch, _, old, metrics = do_step(replay, 2)
     current = log_probs_of(batch, 2)
@@ -106,8 +105,6 @@ def test_recorded_log_probs_replace_those_of_replayed_tokens_only(correct: bool)
             continue
         replayed += 1
         one = stored[batch.non_tensors["task_ids"][row], batch.non_tensors["rollout_ids"][row]]
-        assert one.old_log_probs is not None
-        assert one.response_mask is not None
         written = torch.zeros(old.shape[1], dtype=torch.bool)
         written[: len(one.response_mask)] = one.response_mask.bool()
         assert old[row][~written].equal(current[row][~written])
@@ -156,10 +153,7 @@ def test_switched_off_the_calls_hand_back_what_they_were_given() -> None:
 def test_figures_of_the_loss_are_told_by_age_and_by_bucket(caplog: pytest.LogCaptureFixture) -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1, successes=1)
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.02, 4))
-    fresh = roll_out(plan, step=4)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, 4)
+    batch, fresh, current = begin_step(replay, 4)
     old = replay.log_probs_computed(batch, current)
     rows = list(range(len(old)))[::-1]
     mask = batch.tensors["response_mask"][rows]
@@ -221,12 +215,9 @@ def test_wrong_calls_are_named() -> None:
 
 def with_outcomes(replay: ReplayHook[str], step: int, outcome: float) -> dict[str, float]:
     """Do a step in which every rollout has one outcome."""
-    plan = replay.before_rollout(replay.tasks_chosen(TASKS, step / 100, step))
-    fresh = roll_out(plan, step)
+    batch, fresh, current = begin_step(replay, step)
     for one in fresh:
         one.reward = Reward(outcome=outcome)
-    batch = build_batch(replay.batch_rows(plan, fresh), pad_token_id=0)
-    current = log_probs_of(batch, step)
     return replay.step_done(batch, fresh, current, torch.full_like(current, 0.5))
 
 
@@ -297,7 +288,6 @@ def test_the_pool_is_written_every_save_freq_and_the_newest_is_loaded(
     with caplog.at_level(logging.INFO):
         resumed.resume({}, 3)
     assert "step_2 with 16 trajectories of 4 tasks; the store held 0" in caplog.text
-    assert resumed.manager is not None
     assert {one.policy_version for held in resumed.manager.task2trajectories.values() for one in held} <= {1, 2}
     *_, metrics = do_step(resumed, 4)
     assert metrics["experience_replay/replayed_rows"] == 2.0

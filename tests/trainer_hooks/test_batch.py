@@ -43,8 +43,6 @@ def make_row(prompt: int, response: int, *, seed: int = 0, recorded: int | None 
 def tokens_of(row: BatchRow) -> tuple[int, torch.Tensor]:
     """Return where the response begins, and the ids."""
     start, ids = row.trajectory.response_start, row.trajectory.input_ids
-    assert start is not None
-    assert ids is not None
     return start, ids
 
 
@@ -52,8 +50,6 @@ def expected_row(row: BatchRow) -> dict[str, list[Any]]:
     """Return a row's part of every padded tensor, without the padding, in plain Python."""
     trajectory = row.trajectory
     start, ids = tokens_of(row)
-    assert trajectory.loss_mask is not None
-    assert trajectory.old_log_probs is not None
     loss_mask, size = trajectory.loss_mask.tolist(), len(ids) - start
     if row.is_experience_replay:
         exp_mask = [0] * start + loss_mask[start:]
@@ -175,7 +171,6 @@ def test_what_is_not_a_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_log_probs_keep_their_value_and_those_that_are_no_numbers_are_not_recorded(dtype: torch.dtype) -> None:
     row = make_row(1, 4)
-    assert row.trajectory.old_log_probs is not None
     given = row.trajectory.old_log_probs.to(dtype)
     given[1:3] = torch.tensor([math.nan, -math.inf])
     row.trajectory.old_log_probs = given

@@ -124,8 +124,6 @@ def check_old_log_probs(data: Any, rows: list[BatchRow]) -> None:
     assert data.batch["current_old_log_probs"].equal(current)
     for place, number in enumerate(numbers_of(data)):
         row, trajectory = rows[number], rows[number].trajectory
-        assert trajectory.loss_mask is not None
-        assert trajectory.old_log_probs is not None
         expected = current[place].clone()
         written = trajectory.loss_mask[trajectory.response_start :].tolist()
         for position, (is_written, log_prob) in enumerate(zip(written, trajectory.old_log_probs, strict=False)):
@@ -386,13 +384,11 @@ def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_made_it() -> 
     assert data.batch["old_log_probs"].equal(data.batch["current_old_log_probs"]), "sampled under another prompt"
     data.reorder(torch.tensor([2, 0, 1]))
     step_done(data, [row.trajectory for row in rows], hook)
-    assert hook.manager is not None
     held = {one.rollout_id: one.old_log_probs for one in hook.manager.task2trajectories["task-0"]}
     assert set(held) == {"1", "2"}
     for place, number in enumerate(numbers_of(data)):
         if number != 3:
             stored = held[str(number)]
-            assert stored is not None
             assert stored.equal(current_log_probs(data)[place])
 
 

@@ -288,7 +288,6 @@ def test_a_step_is_done_once() -> None:
     hook = replay_hook()
     hook.step_done(batch, rollouts(), rows, rows)
     manager = hook.manager
-    assert manager is not None
     buckets, refused = manager.difficulty2task_dict, dict(manager.refused)
     with pytest.raises(InvalidTrajectoryError, match=r"rollout \('a', 'a/0'\): was handed over already in step 1"):
         hook.step_done(batch, rollouts(), rows, rows)

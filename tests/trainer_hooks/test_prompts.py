@@ -37,7 +37,6 @@ def test_histories_of_another_prompt_are_left_out_of_the_batch_and_drawn_no_more
         rows = hook.batch_rows(plan, [rollout(8, "x"), rollout(8, "y", 0.0)])
         assert [row.is_experience_replay for row in rows] == [False, False], "the row asks something else by now"
         assert not hook.tasks_chosen(["a"], 0.5, 2).experience
-        assert hook.manager is not None
         assert [one.task_id for one in hook.manager.of_other_rows()] == ["a"]
 
 

@@ -215,7 +215,6 @@ def test_with_replay_it_is_the_het_loss(
     torch.autograd.backward(expected)
     check_close(loss.detach(), expected.detach())
     assert leaves["log_probs"].grad is not None
-    assert log_probs.grad is not None
     begin = 0
     for row, gradient in zip(rows, log_probs.grad, strict=True):
         prompt, response = len(row["prompts"]), len(row["responses"])
