@@ -201,7 +201,10 @@ def test_the_calls_of_agentevolvers_design_work_as_written_there(make: Make) -> 
     kept = manager.update_skip_uid_set_and_filter_trajectories(
         trajectories=solved, n_rollout=4, entropys=ones, response_mask=ones
     )
-    assert (numbers(kept), manager.skip_uid_set) == ([10, 11], set())
+    manager.update_difficulty2task_dict(solved, {"a": 4})
+    assert (numbers(kept), manager.skip_uid_set) == ([10, 11], set()), "what did not come back is unknown"
+    assert manager.difficulty2task_dict == {3: ["a"]}
+    assert numbers(manager.task2trajectories["a"]) == [0, 1]
     assert manager.sample_tasks_from_replaypool(difficulty=None, num_tasks=2, strategy="random") == ["a"]
     tasks = [SimpleNamespace(task_id="a")]
     assert len(manager.get_offpolicy_batch(tasks=tasks, num_trajectories_per_task=2)) == 2
@@ -314,17 +317,6 @@ def test_log_probs_above_zero_are_no_log_probs(make: Make) -> None:
     given = [make(tokens=1, old_log_probs=above), make(tokens=2, old_log_probs=rounded)]
     assert manager.save_trajectories_to_memory(given) == 1, "the second token is not the model's and does not count"
     assert manager.refused == {"log_probs_above_zero": 1}
-
-
-def test_rollouts_that_did_not_come_back_are_unknown(make: Make) -> None:
-    manager = pool()
-    step(manager, rollouts(make, "a", [1, 1, 0, 0]))
-    later = rollouts(make, "a", [1], first=10)  # three siblings raised
-    manager.update_difficulty2task_dict(later, {"a": 4})
-    kept = manager.update_skip_uid_set_and_filter_trajectories(later, torch.ones(1, 4), torch.ones(1, 4), {"a": 4})
-    assert (manager.skip_uid_set, manager.difficulty2task_dict) == (set(), {3: ["a"]})
-    assert numbers(kept) == [10]
-    assert numbers(manager.task2trajectories["a"]) == [0, 1]
 
 
 def test_uses_survive_a_state_dict_and_a_restart(make: Make) -> None:

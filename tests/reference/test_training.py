@@ -230,9 +230,9 @@ def test_before_replay_starts_the_pool_fills_and_the_curve_is_the_same(make: Tra
 
 
 def test_two_runs_give_the_same_curve(make: Train, store: dict[str, str]) -> None:
-    """With the pool in memory and on disk, too; another seed gives another curve."""
-    first, again, on_disk = make(SORT, seed=1), make(SORT, seed=1), make(SORT, seed=1, store=store)
-    assert first.train() == again.train() == on_disk.train()
+    """One with the pool in memory and one with it on disk; another seed gives another curve."""
+    first, on_disk = make(SORT, seed=1), make(SORT, seed=1, store=store)
+    assert first.train() == on_disk.train()
     assert first.metrics["experience_replay/replayed_rows"] > 0
     other = make(replace(SORT, seed=9, replay=replay()))
     assert other.train() != first.curve

@@ -155,9 +155,7 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
     [
         ({}, ""),
         ({"response_mask": 0.0}, "no_llm_token"),
-        ({"response_mask": 0.0, "entropy": math.nan}, "no_llm_token"),
         ({"old_log_probs": math.nan}, "log_probs_mismatch"),
-        ({"old_log_probs": math.nan, "entropy": math.nan}, "log_probs_mismatch"),
         ({"old_log_probs": 1.0}, "log_probs_above_zero"),
         ({"rm_scores": math.nan}, "no_outcome"),
     ],
