@@ -63,6 +63,8 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     assert dataclasses.asdict(ExperienceReplayConfig()) == DEFAULTS
     assert ExperienceReplayConfig.from_mapping({}) == ExperienceReplayConfig()
     assert ExperienceReplayConfig.from_mapping(DEFAULTS) == ExperienceReplayConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ExperienceReplayConfig().enable = True  # type: ignore[misc]
 
 
 def test_every_rule_of_the_pool_is_that_of_the_configuration() -> None:
