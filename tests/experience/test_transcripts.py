@@ -62,16 +62,6 @@ def test_a_conversation_becomes_tokens_without_log_probs(tokenizer: Any, tmp_pat
     assert one.metadata["transcript"] == {"source": "books", "file": "demos.jsonl", "line": 1}
 
 
-def test_linear_think_gives_a_row_for_each_turn(tokenizer: Any, tmp_path: Path) -> None:
-    line = conversation(messages=turn("bring the cup", "<think>why</think>go", "seen", "<think>why</think>take"))
-    one = one_row(tokenizer, line, tmp_path, context="linear_think")
-    rows = rows_of(one)
-    assert [trained(tokenizer, row) for row in rows] == [
-        "<think>why</think>go<|im_end|>",
-        "<think>why</think>take<|im_end|>",
-    ]
-
-
 def test_the_same_file_again_adds_nothing_and_says_so(tokenizer: Any, tmp_path: Path) -> None:
     lines = [conversation("a"), conversation("b"), conversation("a", "drop"), conversation("a")]
     first = import_file(tmp_path, tokenizer, *lines)

@@ -18,7 +18,6 @@ import torch
 
 from tests.trainer_hooks.public_calls import (
     HOSTILE,
-    MESSAGES,
     RULES,
     TASKS,
     Call,
@@ -254,11 +253,6 @@ def test_rollouts_with_a_field_of_another_kind_are_refused_by_its_name() -> None
 def test_an_outcome_that_is_a_text_is_named() -> None:
     with pytest.raises(InvalidTrajectoryError, match=r"done\[0\].*rollout 'a/0'.*field reward\.outcome: '1' is a str"):
         replay_hook().admit([dataclasses.replace(rollouts()[0], reward=Reward(outcome="1"))])  # type: ignore[arg-type]
-
-
-def test_a_config_of_a_rollout_that_is_none_is_named() -> None:
-    with pytest.raises(ConfigurationError, match="config: None, must be a TrajExpConfig"):
-        guidance_hook().context(MESSAGES, None)  # type: ignore[arg-type]
 
 
 # ---- after close, and twice ----

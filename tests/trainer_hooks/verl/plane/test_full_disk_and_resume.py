@@ -221,15 +221,6 @@ def test_a_pool_that_has_everything_takes_nothing_in_twice(make_session: MakeSes
         assert after[name] == before[name]
 
 
-def test_a_session_that_only_records_adds_nothing(make_session: MakeSession) -> None:
-    session = make_session(enable=False)
-    batch = plane.put(rollouts("u", N))
-    assert session.join(batch) is batch
-    plane.rate(batch)
-    assert session.scored(batch, 1)["recording/rollouts"] == N
-    assert not session.replays
-
-
 # -- A pool whose file a disk changed under a training --
 
 
