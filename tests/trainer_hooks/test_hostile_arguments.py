@@ -22,13 +22,13 @@ from tests.trainer_hooks.public_calls import (
     TASKS,
     Call,
     batch_rows,
+    calls_of_functions,
     calls_of_methods,
     filled,
     guidance_hook,
     replay_hook,
     rollouts,
 )
-from tests.trainer_hooks.public_functions import calls_of_functions
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.dataproto import batch_of
